@@ -1,0 +1,168 @@
+"""A config field and its command-line flag are one thing.
+
+    sequence_parallel: bool = flag(False, "between matrices, cut the sequence over the tensor ranks")
+
+declares the field, its default, the flag `--sequence-parallel` (and `--no-sequence-parallel`) and its line of help.
+`add_arguments` turns a dataclass into an argparse group headed by the class's docstring; `from_namespace` turns the
+parsed namespace back into the frozen dataclass. A field without `flag` is plain data and has no option. A field whose
+type is itself a config dataclass contributes its own flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+Config = TypeVar("Config")
+
+
+class ConfigError(Exception):
+    """Settings that cannot be used. The message lists every broken rule and its mend."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one `ConfigError` that lists all `problems`; do nothing when there is none."""
+    found = list(dict.fromkeys(problems))
+    if found:
+        noun = "setting cannot" if len(found) == 1 else "settings cannot"
+        raise ConfigError("\n".join([f"{len(found)} {noun} be used as given", *(f"  {line}" for line in found)]))
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    off: str | None = None,
+    also: tuple[str, ...] = (),
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Declare a dataclass field that is also a flag.
+
+    off: the spelling that turns a default-on switch off, when it is not `--no-<name>`.
+    also: further spellings of the same flag. parse: reads one word of the command line; default: the field's type.
+    """
+    metadata = {"help": help, "off": off, "also": also, "parse": parse, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def spelling(name: str) -> str:
+    """The flag of a field: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
+    """All flags of a config class and of the parts it holds, with their types."""
+    hints = typing.get_type_hints(config_class)
+    found: list[tuple[dataclasses.Field, Any]] = []
+    for field in dataclasses.fields(config_class):
+        kind = hints[field.name]
+        if "help" in field.metadata:
+            found.append((field, kind))
+        elif dataclasses.is_dataclass(kind):
+            found += flag_fields(kind)
+    return found
+
+
+def words_of(field: dataclasses.Field, kind: Any) -> list[str]:
+    """Every spelling on the command line that belongs to this field."""
+    words = [spelling(field.name), *field.metadata["also"]]
+    if kind is bool:
+        words.append("--no-" + spelling(field.name)[2:])
+        if field.metadata["off"]:
+            words.append(field.metadata["off"])
+    return words
+
+
+def known_flags(config_class: type) -> set[str]:
+    """Every spelling that the class understands."""
+    return {word for field, kind in flag_fields(config_class) for word in words_of(field, kind)}
+
+
+def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
+    """Add one help group for the class's own flags, then the groups of the parts it holds."""
+    hints = typing.get_type_hints(config_class)
+    own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
+    if own:
+        title, _, rest = (config_class.__doc__ or config_class.__name__).strip().partition("\n")
+        group = parser.add_argument_group(title.rstrip("."), rest.strip() or None)
+        for field in own:
+            _add_argument(group, field, hints[field.name])
+    for field in dataclasses.fields(config_class):
+        if "help" not in field.metadata and dataclasses.is_dataclass(hints[field.name]):
+            add_arguments(parser, hints[field.name])
+
+
+def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
+    help_text = field.metadata["help"].replace("%", "%%")
+    names = [spelling(field.name), *field.metadata["also"]]
+    if kind is bool:
+        on, off = names, ["--no-" + names[0][2:]] + ([field.metadata["off"]] if field.metadata["off"] else [])
+        shown = off[-1] if field.default else on[0]
+        state = "on unless given" if field.default else "off"
+        # The spelling that changes the default carries the help; its opposite is accepted but not listed.
+        group.add_argument(*(off[::-1] if field.default else on), dest=field.name, default=field.default,
+                           action="store_false" if field.default else "store_true",
+                           help=f"{help_text} ({state})")
+        group.add_argument(*(on if field.default else off), dest=field.name, default=field.default,
+                           action="store_true" if field.default else "store_false", help=argparse.SUPPRESS)
+        assert shown, "a switch has a spelling that changes it"
+        return
+    element, many, choices = _describe(kind)
+    default = "" if field.default is None or field.default == () else f" (default: {_show(field.default)})"
+    group.add_argument(*names, dest=field.name, default=field.default, type=field.metadata["parse"] or element,
+                       choices=choices, nargs="*" if many else None, help=help_text + default,
+                       metavar=field.metadata["metavar"] or (None if choices else field.name.split("_")[-1].upper()))
+
+
+def _show(value: Any) -> str:
+    return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
+
+
+def _describe(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+    """(how to read one word, whether several words are taken, the allowed values)."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _describe(next(a for a in arguments if a is not type(None)))
+    if origin is tuple:
+        element, _, choices = _describe(arguments[0])
+        return element, True, choices
+    if origin is Literal:
+        return type(arguments[0]), False, list(arguments)
+    assert kind in (int, float, str), f"a flag's type is bool, int, float, str, Literal or a tuple of them, not {kind}"
+    return kind, False, None
+
+
+def from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """Build the frozen config from a mapping of field names; fields that it lacks keep their defaults."""
+    hints = typing.get_type_hints(config_class)
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):  # never looked up by name: a part may share its name with a flag
+            chosen[field.name] = from_values(kind, values)
+        elif field.name in values:
+            value = values[field.name]
+            chosen[field.name] = tuple(value) if isinstance(value, list) else value
+    return config_class(**chosen)
+
+
+def from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
+    """Build the frozen config from a parsed namespace."""
+    return from_values(config_class, vars(namespace))
+
+
+def to_values(config: Any) -> dict[str, Any]:
+    """The config as a flat mapping of field names to plain values, the inverse of `from_values`."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values.update(to_values(value))
+        else:
+            values[field.name] = list(value) if isinstance(value, tuple) else value
+    return values

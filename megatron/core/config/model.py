@@ -1,0 +1,113 @@
+"""What the network is. Field names are Megatron's flags; sizes left out are filled in by `resolve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Positions.
+
+    How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
+    """
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
+        "learned_absolute", "how positions are told to the network")
+    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies")
+    rotary_percent: float = flag(1.0, "share of each head that is rotated")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs instead of the two halves of a head")
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "divide positions by this factor (linear interpolation)")
+    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does (original length 8192)")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Model.
+
+    The shape of the network. Sizes that are left out follow from the others.
+    """
+
+    num_layers: int | None = flag(None, "number of transformer layers")
+    hidden_size: int | None = flag(None, "width of the residual stream")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64")
+    num_attention_heads: int | None = flag(None, "number of query heads")
+    kv_channels: int | None = flag(None, "size of one head; left out: hidden size / heads")
+    group_query_attention: bool = flag(False, "several query heads share a key/value head")
+    num_query_groups: int = flag(1, "number of key/value heads, with --group-query-attention")
+    max_position_embeddings: int | None = flag(None, "longest sequence that positions allow; left out: --seq-length")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times the tensor size")
+    padded_vocab_size: int | None = flag(None, "exact padded vocabulary, instead of computing it")
+    true_vocab_size: int | None = None  # the tokenizer's size, filled in once the tokenizer is there
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms")
+    apply_layernorm_1p: bool = flag(False, "store each norm's weight minus one, so that weight decay pulls to one")
+    add_bias_linear: bool = flag(True, "linear layers have biases", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear")
+    swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
+    quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)")
+    squared_relu: bool = flag(False, "MLP with the square of ReLU")
+    openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function")
+    qk_layernorm: bool = flag(False, "norm of every query and key head")
+    init_method_std: float = flag(0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)")
+    embedding_init_method_std: float | None = flag(None, "deviation of the initial embeddings, if another")
+    init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule")
+    hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities")
+    apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)")
+    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
+        "auto", "attention kernel; unfused and local are the plain formula")
+    rope: RopeConfig = RopeConfig()
+
+    def resolve(self) -> ModelConfig:
+        """Fill in the sizes that follow from others; fields already given stay as they are."""
+        values: dict[str, object] = {}
+        if self.hidden_size and self.ffn_hidden_size is None:
+            values["ffn_hidden_size"] = self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+        if self.hidden_size and self.num_attention_heads and self.kv_channels is None:
+            values["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads and not self.group_query_attention:
+            values["num_query_groups"] = self.num_attention_heads
+        return dataclasses.replace(self, **values)  # type: ignore[arg-type]
+
+    def with_vocabulary(self, true_vocab_size: int, tensor_size: int) -> ModelConfig:
+        """The config once the tokenizer is known: rows padded so that `tensor_size` ranks divide them."""
+        multiple = self.make_vocab_size_divisible_by * tensor_size
+        padded = self.padded_vocab_size or math.ceil(true_vocab_size / multiple) * multiple
+        return dataclasses.replace(self, true_vocab_size=true_vocab_size, padded_vocab_size=padded)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its first matrix."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def activation(self) -> str:
+        """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu or squared_relu."""
+        chosen = {"silu": self.swiglu, "quick_gelu": self.quick_geglu, "squared_relu": self.squared_relu,
+                  "gelu_tanh": self.openai_gelu}
+        return next((name for name, on in chosen.items() if on), "gelu")
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer uses the word embedding's matrix."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together (and of all value heads)."""
+        return self.num_query_groups * self.kv_channels

@@ -1,0 +1,59 @@
+"""How ranks are divided, and how they talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Parallelism.
+
+    How the ranks share the work. Whatever is left over after tensor and pipeline is data parallel.
+    """
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
+    pipeline_model_parallel_size: int = flag(1, "ranks in a line, each with some of the layers")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers in one chunk of a rank")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: chunks on each pipeline rank")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, "interleave: microbatches a chunk runs in a row; left out: the pipeline size", also=("--microbatch-group-size-per-vp-stage",))
+    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of forward and backward passes")
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first pipeline rank")
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last pipeline rank")
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as one layer of the split")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer and loss as one layer of the split")
+    pipeline_model_parallel_layout: str | None = flag(
+        None, "the split as a string: E embedding, t layer, L loss, | next stage, *n repeat; e.g. 'Et*3|(tt|)*2L'")
+    sequence_parallel: bool = flag(False, "between matrices, cut the sequence over the tensor ranks")
+    use_tp_pp_dp_mapping: bool = flag(False, "lay ranks out tensor, pipeline, data instead of tensor, data, pipeline")
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "transport; auto: nccl on GPUs, gloo on CPUs")
+    distributed_timeout_minutes: float = flag(10, "how long a rank waits for the others before it gives up")
+    use_distributed_optimizer: bool = flag(False, "cut optimizer state over the data-parallel ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = flag(False, "sum gradients bucket by bucket while the backward pass runs")
+    overlap_param_gather: bool = flag(False, "gather parameters bucket by bucket while the next forward pass runs")
+    ddp_bucket_size: int | None = flag(None, "elements in one bucket of gradients; left out: max(40M, 1M * data-parallel size)")
+    ddp_num_buckets: int | None = flag(None, "number of buckets, instead of their size")
+    ddp_average_in_collective: bool = flag(False, "let the collective average gradients instead of scaling them before")
+    overlap_p2p_communication: bool = flag(True, "overlap messages between pipeline stages with compute")
+    use_cpu_initialization: bool = flag(False, "draw initial weights on the CPU, the same on every kind of device")
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+        return self.pipeline_model_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks left for data parallelism."""
+        return world_size // (self.tp * self.pp * self.context_parallel_size)

@@ -1,0 +1,239 @@
+"""One row per layer, and which layers each pipeline stage builds.
+
+A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s: stage s lives on pipeline rank s % pp,
+as that rank's chunk s // pp, so layers run through the ranks vpp times:
+
+    12 layers, pp=2, vpp=3      rank 0    stage 0: 0 1      stage 2: 4 5      stage 4: 8 9
+                                rank 1    stage 1: 2 3      stage 3: 6 7      stage 5: 10 11
+
+A cut is a list of layer counts, one a stage. It comes from an even division (with the embedding and the loss counted as
+layers, if asked), from an even division between an uneven first and last rank, or from a layout string. No layer is
+ever dropped: what cannot be divided is refused, with every reason and the nearest numbers that can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.config.flags import refuse
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer. window: (left, right) positions that a query sees beside its own; None is all of them."""
+
+    index: int
+    mixer: str = "attention"
+    causal: bool = True
+    cross: bool = False
+    window: tuple[int, int] | None = None
+    rope: bool = True
+    mlp: str = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head."""
+
+    index: int
+    count: int
+    rank: int
+    chunk: int
+    layers: tuple[LayerPlan, ...]
+    embeds: bool
+    heads: bool
+
+
+def layer_plans(num_layers: int) -> tuple[LayerPlan, ...]:
+    """The rows of a plain decoder."""
+    return tuple(LayerPlan(index) for index in range(num_layers))
+
+
+def partition(
+    layers: Sequence[LayerPlan],
+    *,
+    pp: int,
+    vpp: int = 1,
+    first_layers: int | None = None,
+    last_layers: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    layout: str | None = None,
+) -> tuple[StageSpec, ...]:
+    """Cut the layers into pp * vpp stages, in order; `ConfigError` with every reason if that is impossible.
+
+    first_layers, last_layers: layers on the first and last rank, over all its chunks; the other ranks share the rest
+    evenly. account_for_...: count the embedding or the loss as one layer of the even division.
+    layout: the whole cut as a string, such as `Et*3|(tt|)*29L`; see `read_layout`.
+    """
+    counted = account_for_embedding + account_for_loss
+    uneven = first_layers is not None or last_layers is not None
+    problems = _size_problems(len(layers), pp, vpp)
+    if uneven + bool(counted) + (layout is not None) > 1:
+        problems.append("the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
+                        "--decoder-first/last-pipeline-num-layers, --account-for-embedding/loss-in-pipeline-split")
+    refuse(problems)
+    if layout is not None:
+        stages = read_layout(layout)
+        problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
+    elif uneven:
+        problems, counts = _uneven(len(layers), pp, vpp, first_layers, last_layers)
+    else:
+        problems, counts = _even(len(layers), pp, vpp, counted)
+        counts[0] -= account_for_embedding
+        counts[-1] -= account_for_loss
+    refuse(problems)
+    return _stages(layers, counts, pp)
+
+
+def virtual_size(
+    num_layers: int,
+    *,
+    pp: int,
+    chunks_per_rank: int | None = None,
+    layers_per_chunk: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    layout: str | None = None,
+) -> int:
+    """Chunks on each rank, from whichever of the flags says so; 1 if none does.
+
+    chunks_per_rank: --num-virtual-stages-per-pipeline-rank; layers_per_chunk: --num-layers-per-virtual-pipeline-stage.
+    """
+    given = {"--num-virtual-stages-per-pipeline-rank": chunks_per_rank,
+             "--num-layers-per-virtual-pipeline-stage": layers_per_chunk, "--pipeline-model-parallel-layout": layout}
+    named = [flag for flag, value in given.items() if value is not None]
+    problems = [f"{' and '.join(named)} each say how many chunks a rank has; keep one"] if len(named) > 1 else []
+    problems += [f"{flag} {value} is not a positive number; leave it out for one chunk"
+                 for flag, value in given.items() if isinstance(value, int) and value < 1]
+    problems += _size_problems(num_layers, pp, 1)
+    refuse(problems)
+    if layout is not None:
+        stages = len(read_layout(layout))
+        refuse(_multiple_problem(stages, pp))
+        return stages // pp
+    if layers_per_chunk is not None:
+        counted = account_for_embedding + account_for_loss
+        if (num_layers + counted) % (pp * layers_per_chunk):
+            refuse([f"{_layers(num_layers, counted)} cannot be cut into chunks of "
+                    f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
+                    f"{pp}; choose {_near(num_layers, pp * layers_per_chunk, -counted)} layers"])
+        return (num_layers + counted) // (pp * layers_per_chunk)
+    return chunks_per_rank or 1
+
+
+def read_layout(layout: str) -> tuple[str, ...]:
+    """A layout string as one string of letters a stage: `Et*3|(tt|)*2L` is Ettt, tt, tt, L.
+
+    Letters: E embedding, t layer, L output layer and loss. `|` begins the next stage; `x*n` and `(...)*n` repeat;
+    commas and blanks mean nothing.
+    """
+    groups, problems = [[""]], []
+    for token in re.findall(r"\*\d+|.", re.sub(r"[\s,]", "", layout)):
+        if token == "(":
+            groups.append([""])
+        elif token == ")" and len(groups) > 1:
+            inner = "".join(groups.pop())
+            groups[-1].append(inner)
+        elif re.fullmatch(r"\*\d+", token) and groups[-1][-1]:
+            groups[-1][-1] *= int(token[1:])
+        elif token in "EtL|":
+            groups[-1].append(token)
+        elif token == "m":
+            problems.append("m (multi-token prediction) is not available yet; leave it out")
+        else:
+            problems.append(f"{token!r} has no meaning there; use E t L | ( ) and *n after a letter or a group")
+    if len(groups) > 1:
+        problems.append("a '(' is never closed")
+    refuse(f"--pipeline-model-parallel-layout {layout}: {problem}" for problem in problems)
+    return tuple("".join(groups[0]).split("|"))
+
+
+def _even(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], list[int]]:
+    """The same count for every stage; `counted` places of it go to the embedding and the loss."""
+    problems = []
+    if (num_layers + counted) % (pp * vpp):
+        problems.append(f"{_layers(num_layers, counted)} cannot be divided over {_ranks(pp, vpp)}; choose "
+                        f"{_near(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
+                        "--pipeline-model-parallel-layout")
+    return problems, [(num_layers + counted) // (pp * vpp)] * (pp * vpp)
+
+
+def _uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[list[str], list[int]]:
+    """The counts given for the first and the last rank, each over its chunks; the others share the rest."""
+    ends = {flag: value for flag, value in (("--decoder-first-pipeline-num-layers", first),
+                                            ("--decoder-last-pipeline-num-layers", last)) if value is not None}
+    problems = [f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose "
+                f"{_near(value, vpp)}" for flag, value in ends.items() if value < 1 or value % vpp]
+    words = " and ".join(f"{flag} {value}" for flag, value in ends.items())
+    rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
+    if ranks < 0:
+        problems.append(f"{words} speak of {len(ends)} ranks, but --pipeline-model-parallel-size is {pp}")
+    elif ranks == 0 and rest:
+        problems.append(f"{words} cover every rank of --pipeline-model-parallel-size {pp}, but leave {rest} of "
+                        f"--num-layers {num_layers}; choose --num-layers {num_layers - rest}")
+    elif ranks and (rest < 1 or rest % (ranks * vpp)):
+        problems.append(f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
+                        f"{_ranks(ranks, vpp)}; choose --num-layers "
+                        f"{_near(num_layers, ranks * vpp, num_layers - rest)}")
+    per_rank = [rest // max(ranks, 1)] * pp
+    per_rank[0] = per_rank[0] if first is None else first
+    per_rank[-1] = per_rank[-1] if last is None else last
+    return problems, [per_rank[stage % pp] // vpp for stage in range(pp * vpp)]
+
+
+def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:
+    """Why these stages are not a cut of the network."""
+    letters, found = "".join(stages), []
+    if letters.count("E") != 1 or not stages[0].startswith("E"):
+        found.append("E must stand once, at the very beginning")
+    if letters.count("L") != 1 or not stages[-1].endswith("L"):
+        found.append("L must stand once, at the very end")
+    if letters.count("t") != num_layers:
+        found.append(f"it has {letters.count('t')} t, but --num-layers is {num_layers}")
+    problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in found]
+    if len(stages) != pp * vpp:
+        problems += _multiple_problem(len(stages), pp) or [
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_ranks(pp, vpp)} make {pp * vpp}"]
+    return problems
+
+
+def _multiple_problem(stages: int, pp: int) -> list[str]:
+    if stages % pp == 0:
+        return []
+    return [f"--pipeline-model-parallel-layout has {stages} stages, which is not a multiple of "
+            f"--pipeline-model-parallel-size {pp}; write {_near(stages, pp)} stages"]
+
+
+def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
+    sizes = {"--num-layers": num_layers, "--pipeline-model-parallel-size": pp, "the number of chunks a rank": vpp}
+    return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
+
+
+def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int) -> tuple[StageSpec, ...]:
+    """The stages with these many layers each, in order."""
+    assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
+    specs, start = [], 0
+    for index, count in enumerate(counts):
+        own = tuple(layers[start:start + count])
+        specs.append(StageSpec(index=index, count=len(counts), rank=index % pp, chunk=index // pp, layers=own,
+                               embeds=index == 0, heads=index == len(counts) - 1))
+        start += count
+    return tuple(specs)
+
+
+def _layers(num_layers: int, counted: int) -> str:
+    extra = f" and {counted} for the embedding or the loss, {num_layers + counted} in all," if counted else ""
+    return f"--num-layers {num_layers}{extra}"
+
+
+def _ranks(ranks: int, vpp: int) -> str:
+    return f"{ranks} pipeline ranks" + (f" with {vpp} chunks each" if vpp > 1 else "")
+
+
+def _near(value: int, step: int, offset: int = 0) -> str:
+    """The closest positive offset + k * step, k >= 1, on both sides of `value`, as words: `28 or 32`."""
+    below = max(1, (value - offset) // step)
+    return " or ".join(str(number) for k in (below, below + 1) if (number := offset + k * step) > 0)

@@ -1,0 +1,273 @@
+"""Every rule between settings, as a row: a name, when it is broken, and what to say.
+
+All rules are looked at together, so that a launcher is mended once and not five times. Nothing here needs torch or a
+process group. `says` gives the numbers and the nearest values that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flags import ConfigError, spelling
+from megatron.core.config.plan import StageSpec, layer_plans, partition, virtual_size
+from megatron.core.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What rules look at."""
+
+    run: RunConfig
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`says` returns what is wrong and how to mend it, or an empty string."""
+
+    name: str
+    says: Callable[[Setting], str]
+
+
+def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
+    """The pipeline stages of a run; `ConfigError` when the layers cannot be split so."""
+    model, parallel = config.model, config.parallel
+    ends = {"account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
+            "account_for_loss": parallel.account_for_loss_in_pipeline_split}
+    layout = parallel.pipeline_model_parallel_layout
+    chunks = virtual_size(model.num_layers, pp=parallel.pp, chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
+                          layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage, layout=layout, **ends)
+    return partition(layer_plans(model.num_layers), pp=parallel.pp, vpp=chunks, layout=layout,
+                     first_layers=parallel.decoder_first_pipeline_num_layers,
+                     last_layers=parallel.decoder_last_pipeline_num_layers, **ends)
+
+
+def divisors(value: int, limit: int = 6) -> str:
+    """The first divisors of a number, as words."""
+    found = [str(n) for n in range(1, value + 1) if value % n == 0]
+    return ", ".join(found[:limit]) + (", ..." if len(found) > limit else "")
+
+
+def _missing(setting: Setting) -> str:
+    run = setting.run
+    required = {"num_layers": run.model, "hidden_size": run.model, "num_attention_heads": run.model,
+                "seq_length": run.train, "micro_batch_size": run.train}
+    lacking = [spelling(name) for name, part in required.items() if getattr(part, name) is None]
+    return f"{', '.join(lacking)} must be given" if lacking else ""
+
+
+def _positive(setting: Setting) -> str:
+    run = setting.run
+    counts = {"num_layers": run.model, "hidden_size": run.model, "num_attention_heads": run.model, "ffn_hidden_size": run.model,
+              "kv_channels": run.model, "num_query_groups": run.model, "make_vocab_size_divisible_by": run.model,
+              "tensor_model_parallel_size": run.parallel, "pipeline_model_parallel_size": run.parallel,
+              "seq_length": run.train, "micro_batch_size": run.train, "global_batch_size": run.train,
+              "log_interval": run.log, "save_interval": run.checkpoint, "eval_interval": run.train}
+    wrong = [f"{spelling(name)} {getattr(part, name)}" for name, part in counts.items()
+             if getattr(part, name) is not None and getattr(part, name) < 1]
+    return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
+
+
+def _world(s: Setting) -> str:
+    needed = s.run.parallel.tp * s.run.parallel.pp
+    if s.world_size % needed == 0:
+        return ""
+    return (f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {s.run.parallel.tp} x "
+            f"--pipeline-model-parallel-size {s.run.parallel.pp} = {needed}; start a multiple of {needed} ranks")
+
+
+def _heads(s: Setting) -> str:
+    heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
+    return "" if heads % tp == 0 else (f"--num-attention-heads {heads} cannot be divided over --tensor-model-parallel-size "
+                                       f"{tp}; choose a tensor size that divides the heads ({divisors(heads)})")
+
+
+def _groups(s: Setting) -> str:
+    heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
+    if heads % groups:
+        return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors(heads)}"
+    if groups % tp and tp % groups:
+        return (f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other; choose a "
+                f"tensor size that divides {groups} or is a multiple of it")
+    return ""
+
+
+def _width(s: Setting) -> str:
+    ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
+    return "" if ffn % tp == 0 else (f"--ffn-hidden-size {ffn} cannot be divided over --tensor-model-parallel-size {tp}; "
+                                     f"choose {ffn // tp * tp or tp} or {-(-ffn // tp) * tp}")
+
+
+def _head_size(s: Setting) -> str:
+    model = s.run.model
+    if model.hidden_size % model.num_attention_heads and model.kv_channels == model.hidden_size // model.num_attention_heads:
+        return (f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
+                f"choose another, or give the size of a head with --kv-channels")
+    if model.rope.position_embedding_type == "rope" and int(model.kv_channels * model.rope.rotary_percent) < 2:
+        return f"--rotary-percent {model.rope.rotary_percent} of a head of {model.kv_channels} rotates nothing; choose more"
+    if model.rope.position_embedding_type == "rope" and int(model.kv_channels * model.rope.rotary_percent) % 2:
+        return (f"--rotary-percent {model.rope.rotary_percent} of --kv-channels {model.kv_channels} is an odd number of "
+                f"sizes, and rotations take two; choose shares that give an even number")
+    return ""
+
+
+def _positions(s: Setting) -> str:
+    longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
+    return "" if longest >= length else (f"--seq-length {length} is longer than --max-position-embeddings {longest}; "
+                                         f"give at least {length} positions")
+
+
+def _sequence_parallel(s: Setting) -> str:
+    length, tp = s.run.train.seq_length, s.run.parallel.tp
+    if not s.run.parallel.sequence_parallel or length % tp == 0:
+        return ""
+    return (f"--sequence-parallel cannot cut --seq-length {length} over --tensor-model-parallel-size {tp}; choose "
+            f"{length // tp * tp or tp} or {-(-length // tp) * tp}")
+
+
+def _pipeline(s: Setting) -> str:
+    try:
+        stages_of(s.run)
+    except ConfigError as error:
+        return "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+    return ""
+
+
+def _batch(s: Setting) -> str:
+    train = s.run.train
+    unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
+    size = train.global_batch_size
+    if train.rampup_batch_size or train.step_batch_size_schedule or train.decrease_batch_size_if_needed or not unit or size % unit == 0:
+        return ""
+    near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
+    return (f"--global-batch-size {size} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
+            f"size {unit // train.micro_batch_size} = {unit}; choose {near}")
+
+
+def _duration(s: Setting) -> str:
+    train = s.run.train
+    if train.train_iters is not None and train.train_samples is not None:
+        return "--train-iters and --train-samples both say how long to train; keep one"
+    if train.train_iters is None and train.train_samples is None and not train.skip_train:
+        return "neither --train-iters nor --train-samples says how long to train; give one (or --skip-train)"
+    return ""
+
+
+def _rate(s: Setting) -> str:
+    if s.run.schedule.lr is None and not s.run.train.skip_train:
+        return "--lr must be given (or --skip-train)"
+    return ""
+
+
+def _formats(s: Setting) -> str:
+    precision = s.run.precision
+    chosen = [spelling(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
+    if len(chosen) > 1:
+        return f"{' and '.join(chosen)} contradict each other; keep one"
+    if precision.loss_scale is not None and not precision.fp16:
+        return f"--loss-scale {precision.loss_scale:g} is for --fp16 only; add --fp16 or drop it"
+    if precision.grad_reduce_in_bf16 and not precision.bf16:
+        return "--grad-reduce-in-bf16 is for --bf16 only; add --bf16 or drop it"
+    return ""
+
+
+def _activations(s: Setting) -> str:
+    model = s.run.model
+    chosen = [spelling(name) for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(model, name)]
+    return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
+
+
+def _recompute(s: Setting) -> str:
+    choice = s.run.recompute
+    full = choice.recompute_granularity == "full"
+    problems = []
+    if full and choice.recompute_method is None:
+        problems.append("--recompute-granularity full needs --recompute-method uniform or block")
+    if not full and choice.recompute_method is not None:
+        problems.append(f"--recompute-method {choice.recompute_method} is for --recompute-granularity full only")
+    if choice.recompute_num_layers is not None and choice.recompute_num_layers < 1:
+        problems.append(f"--recompute-num-layers {choice.recompute_num_layers} must be at least 1")
+    if choice.recompute_modules is not None and choice.recompute_granularity != "selective":
+        problems.append("--recompute-modules is for --recompute-granularity selective only")
+    if choice.distribute_saved_activations and not full:
+        problems.append("--distribute-saved-activations is for --recompute-granularity full only")
+    if choice.distribute_saved_activations and s.run.parallel.sequence_parallel:
+        problems.append("--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them")
+    return "\n  ".join(problems)
+
+
+def _overlap(s: Setting) -> str:
+    parallel = s.run.parallel
+    problems = []
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        problems.append("--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it")
+    if parallel.ddp_bucket_size is not None and parallel.ddp_num_buckets is not None:
+        problems.append("--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one")
+    return "\n  ".join(problems)
+
+
+def _vocabulary(s: Setting) -> str:
+    model, tp = s.run.model, s.run.parallel.tp
+    if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
+        return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
+    if model.padded_vocab_size is not None and model.true_vocab_size is not None and model.padded_vocab_size < model.true_vocab_size:
+        return f"--padded-vocab-size {model.padded_vocab_size} is smaller than the tokenizer's {model.true_vocab_size} ids"
+    return ""
+
+
+def _data(s: Setting) -> str:
+    data = s.run.data
+    per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
+    given = [name for name, value in (("--mock-data", data.mock_data), ("--data-path", data.data_path),
+                                      ("--data-args-path", data.data_args_path), ("paths for each split", per_split)) if value]
+    if len(given) > 1:
+        return f"{' and '.join(given)} each say what to read; keep one"
+    if not given:
+        return "nothing says what to read; give --data-path, paths for each split, or --mock-data"
+    return ""
+
+
+def _dropout(s: Setting) -> str:
+    wrong = [f"{spelling(name)} {getattr(s.run.model, name)}" for name in ("hidden_dropout", "attention_dropout")
+             if not 0.0 <= getattr(s.run.model, name) < 1.0]
+    return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
+
+
+def _checkpoints(s: Setting) -> str:
+    checkpoint = s.run.checkpoint
+    problems = []
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        problems.append(f"--save-interval {checkpoint.save_interval} has no folder; give --save")
+    if checkpoint.save_retain_interval and checkpoint.save_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
+        problems.append(f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
+                        f"{checkpoint.save_interval}")
+    if checkpoint.use_checkpoint_args and checkpoint.load is None:
+        problems.append("--use-checkpoint-args has no checkpoint to read; give --load")
+    return "\n  ".join(problems)
+
+
+# The second half of these rules can only be asked once sizes are known to be there and positive.
+NEEDS = (Rule("required", _missing), Rule("positive", _positive))
+RULES = (
+    Rule("world-size", _world), Rule("heads-over-tensor", _heads), Rule("query-groups", _groups),
+    Rule("ffn-over-tensor", _width), Rule("head-size", _head_size), Rule("positions", _positions),
+    Rule("sequence-parallel", _sequence_parallel), Rule("pipeline-split", _pipeline), Rule("global-batch", _batch),
+    Rule("vocabulary", _vocabulary),
+)
+ALWAYS = (
+    Rule("duration", _duration), Rule("learning-rate", _rate), Rule("number-formats", _formats),
+    Rule("activation", _activations), Rule("recompute", _recompute), Rule("overlap", _overlap), Rule("data", _data),
+    Rule("dropout", _dropout), Rule("checkpoints", _checkpoints),
+)
+
+
+def broken(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
+    """(name, what to say) of every rule that this config breaks. The config is resolved."""
+    setting = Setting(config, world_size)
+    lacking = [(rule.name, said) for rule in NEEDS if (said := rule.says(setting))]
+    yield from lacking
+    for rule in ALWAYS + (() if lacking else RULES):
+        said = rule.says(setting)
+        if said:
+            yield rule.name, said

@@ -1,0 +1,161 @@
+"""How a run goes: duration, batches, recomputation, checkpoints, reports; and `RunConfig`, which holds every config."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.data import DataConfig, TokenizerConfig
+from megatron.core.config.flags import flag
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.core.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Training.
+
+    Batches, duration, evaluation and early exits.
+    """
+
+    seq_length: int | None = flag(None, "tokens in one sample")
+    micro_batch_size: int | None = flag(None, "samples in one forward pass of a rank")
+    global_batch_size: int | None = flag(None, "samples in one step; left out: micro batch times data-parallel size")
+    rampup_batch_size: tuple[int, ...] | None = flag(None, "start, increment and samples of a growing global batch")
+    step_batch_size_schedule: str | None = flag(None, "global batch by tokens seen: '0:768 250B:1536'")
+    decrease_batch_size_if_needed: bool = flag(False, "round the global batch down to what the ranks divide")
+    train_iters: int | None = flag(None, "iterations to train")
+    train_samples: int | None = flag(None, "samples to train, instead of iterations")
+    calculate_per_token_loss: bool = flag(
+        True, "the loss is the sum over all tokens of the step over their number; off: mean of micro-batch means")
+    eval_iters: int = flag(100, "global batches in one evaluation")
+    eval_interval: int | None = flag(None, "iterations between evaluations (default: 1000)")
+    skip_train: bool = flag(False, "evaluate only")
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = flag(True, "save and exit on --exit-signal")
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag("SIGTERM", "the signal that ends a run politely")
+    iterations_to_skip: tuple[int, ...] = flag((), "iterations whose data is passed over", parse=int)
+    seed: int = flag(1234, "seed of weights, dropout and data order")
+    data_parallel_random_init: bool = flag(False, "another dropout stream on each data-parallel rank")
+    deterministic_mode: bool = flag(False, "deterministic kernels only")
+    check_for_nan_in_loss_and_grad: bool = flag(True, "stop when the loss or the gradient is not finite")
+    manual_gc: bool = flag(False, "collect Python's garbage at fixed iterations, on all ranks at once")
+    manual_gc_interval: int = flag(0, "iterations between those collections; 0: only at evaluations")
+    empty_unused_memory_level: Literal[0, 1, 2] = flag(0, "give cached device memory back: 1 once, 2 twice a step")
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeConfig:
+    """Activation recomputation.
+
+    Trade compute for memory: drop activations in the forward pass and compute them again in the backward pass.
+    """
+
+    recompute_granularity: Literal["full", "selective"] | None = flag(None, "whole layers, or chosen modules")
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "full: keep the input of every group of layers, or recompute the first layers of each stage")
+    recompute_num_layers: int | None = flag(None, "layers in one group (uniform), or layers to recompute (block)")
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = flag(
+        None, "selective: what to recompute (default: core_attn)")
+    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
+    distribute_saved_activations: bool = flag(False, "full: keep each saved input in pieces over the tensor ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Where the run's state goes and comes from. Any layout loads any other layout's checkpoint.
+    """
+
+    save: str | None = flag(None, "folder for checkpoints")
+    load: str | None = flag(None, "folder to resume from; empty is accepted only when it is also --save")
+    save_interval: int | None = flag(None, "iterations between checkpoints", also=("--persistent-save-interval",))
+    save_retain_interval: int | None = flag(None, "keep only checkpoints that are multiples of this, and the newest")
+    save_optim: bool = flag(True, "save optimizer state")
+    save_rng: bool = flag(True, "save random streams")
+    load_optim: bool = flag(True, "load optimizer state")
+    load_rng: bool = flag(True, "load random streams")
+    finetune: bool = flag(False, "load weights only, and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet")
+    ckpt_step: int | None = flag(None, "iteration to load, instead of the newest")
+    use_checkpoint_args: bool = flag(False, "take the model's shape and tokenizer from the checkpoint")
+    exit_on_missing_checkpoint: bool = flag(False, "stop when --load has no checkpoint, even when it is also --save")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Reports.
+
+    What is written, where, and how often.
+    """
+
+    log_interval: int = flag(100, "iterations between log lines")
+    log_throughput: bool = flag(False, "model TFLOP/s and tokens/s in the log line")
+    peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; left out: known for common GPUs")
+    log_params_norm: bool = flag(False, "norm of the parameters in the log line")
+    log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line")
+    log_progress: bool = flag(False, "append a line to progress.txt in --save at every checkpoint")
+    log_memory_interval: int | None = flag(None, "iterations between memory reports; left out: one after the first log line")
+    log_jsonl: str | None = flag(None, "file for one JSON object a report")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
+    tensorboard_queue_size: int = flag(1000, "points kept before TensorBoard writes them")
+    log_timers_to_tensorboard: bool = flag(False, "timers to TensorBoard")
+    log_memory_to_tensorboard: bool = flag(False, "memory to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard")
+    log_world_size_to_tensorboard: bool = flag(False, "number of ranks to TensorBoard")
+    log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
+    timing_log_level: Literal[0, 1, 2] = flag(0, "0: the whole iteration, 1: its big parts, 2: everything")
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", "which ranks' timers are shown")
+    barrier_with_level_1_timing: bool = flag(True, "ranks wait for each other around level 1 timers")
+    wandb_project: str | None = flag(None, "Weights & Biases project")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run")
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files")
+    wandb_entity: str | None = flag(None, "Weights & Biases team")
+    logging_level: int | None = flag(None, "level of Python's logging (10 debug, 20 info, 30 warning)")
+    profile: bool = flag(False, "record a torch profile of some iterations")
+    profile_step_start: int = flag(10, "first iteration of the profile")
+    profile_step_end: int = flag(12, "iteration after the last of the profile")
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that record a profile", parse=int)
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything the user said, once."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    train: TrainConfig = TrainConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    def resolve(self, world_size: int) -> RunConfig:
+        """Fill in what depends on other settings; nothing that was given changes.
+
+        Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut.
+        """
+        train, model, parallel, recompute = self.train, self.model.resolve(), self.parallel, self.recompute
+        if model.max_position_embeddings is None:
+            model = dataclasses.replace(model, max_position_embeddings=train.seq_length)
+        if parallel.sequence_parallel and parallel.tp == 1:
+            parallel = dataclasses.replace(parallel, sequence_parallel=False)
+        if train.global_batch_size is None and train.micro_batch_size is not None:
+            data_parallel = max(1, parallel.data_parallel_size(world_size))
+            train = dataclasses.replace(train, global_batch_size=train.micro_batch_size * data_parallel)
+        if train.eval_interval is None:
+            train = dataclasses.replace(train, eval_interval=1000)
+        if recompute.recompute_activations and recompute.recompute_granularity is None:
+            recompute = dataclasses.replace(recompute, recompute_granularity="selective")
+        if recompute.recompute_granularity == "selective" and recompute.recompute_modules is None:
+            recompute = dataclasses.replace(recompute, recompute_modules=("core_attn",))
+        return dataclasses.replace(self, model=model, parallel=parallel, train=train, recompute=recompute)

@@ -1,0 +1,164 @@
+"""Windows of tokens for next-token prediction.
+
+A `GPTDataset` is one split of one token source, cut into samples of L tokens by the indices of `index_map.py`. Sample k
+is L + 1 tokens: the first L are the input, the last L the labels. Documents follow each other within a sample; the
+options say whether positions, attention and loss notice where one ends.
+
+    ids        a b EOD c d e EOD f      L = 7
+    tokens     a b EOD c d e EOD        labels  b EOD c d e EOD f
+    positions  0 1 2   0 1 2 3          with reset_position_ids
+    documents  0 0 0   1 1 1 1          with reset_attention_mask: only equal numbers see each other
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron.core.datasets.index_map import IndexCache, build_indices, index_shapes, load_or_build, plan_epochs
+from megatron.core.datasets.indexed import DataError
+
+NO_PAD = -1  # padding that no token id equals
+
+Sample = dict[str, np.ndarray]
+
+logger = logging.getLogger(__name__)
+
+
+class TokenSource(Protocol):
+    """Sequences of token ids, from files (`IndexedDataset`) or made up."""
+
+    prefix: str
+    sequence_lengths: np.ndarray
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Ids [offset, offset + length) of one sequence, to its end when `length` is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """How a window of ids becomes a sample.
+
+    pad: this id has no loss and is fed as 0. keep_partial: a last window that is not full is padded, not dropped.
+    """
+
+    sequence_length: int
+    vocab_size: int
+    eod: int
+    pad: int = NO_PAD
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    keep_partial: bool = False
+
+
+class GPTDataset:
+    """One split of one token source, as shuffled samples.
+
+    sequences: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch.
+    A sample holds tokens, labels, position_ids (int64 [L]), loss_mask (float32 [L]), and document_ids (int64 [L], the
+    number of ends of document before each position) when attention is to be reset.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        options: WindowOptions,
+        *,
+        sequences: range,
+        num_samples: int | None,
+        seed: int,
+        split: str,
+        cache: IndexCache = IndexCache(None),
+    ) -> None:
+        lengths = source.sequence_lengths[sequences.start : sequences.stop]
+        tokens = int(lengths.sum(dtype=np.int64))
+        size = options.sequence_length
+        if tokens == 0 or (num_samples is None and tokens <= size):
+            raise DataError(f"the {split} split of {source.prefix} holds {len(sequences)} of its "
+                            f"{len(source.sequence_lengths)} sequences, with {tokens} tokens; samples of {size} tokens "
+                            f"need at least {size + 1}: give that split a larger share in --split, or none")
+        plan = plan_epochs(tokens, num_samples, sequence_length=size, keep_partial=options.keep_partial)
+        description = {
+            "class": type(self).__name__,
+            "prefix": source.prefix,
+            "sequences": [sequences.start, sequences.stop, len(source.sequence_lengths)],
+            "tokens": tokens,
+            "num_samples": num_samples,
+            "split": split,
+            "seed": seed,
+            "sequence_length": size,
+            "keep_partial": options.keep_partial,
+        }
+        arrays = load_or_build(
+            cache, f"{type(self).__name__}-{split}", description, index_shapes(len(sequences), plan),
+            lambda: build_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed))
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+        self.source, self.options, self.description = source, options, description
+        self._positions = np.arange(size, dtype=np.int64)
+        self._positions.flags.writeable = False
+        logger.info("%s: %d samples of %d tokens, %d x %d tokens of %s",
+                    split, len(self), size, plan.epochs, tokens, source.prefix)
+
+    def __len__(self) -> int:
+        """The number of samples; at least as many as were asked for."""
+        return len(self.shuffle_index)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample in shuffled order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        options, window = self.options, self._window(int(self.shuffle_index[index]))
+        tokens, labels = window[:-1], window[1:].copy()
+        loss_mask = np.ones(options.sequence_length, np.float32)
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._positions}
+        if options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask:
+            self._mark_documents(sample)
+        padding = labels == options.pad
+        if padding.any() or tokens[0] == options.pad:
+            loss_mask[padding] = 0
+            labels[padding] = 0
+            tokens[tokens == options.pad] = 0
+        return sample
+
+    def _mark_documents(self, sample: Sample) -> None:
+        """What depends on where documents end: an end of document belongs to the document that it ends."""
+        options = self.options
+        ends = sample["tokens"] == options.eod
+        if options.eod_mask_loss:
+            sample["loss_mask"][ends] = 0
+        if options.reset_position_ids:
+            starts = np.zeros(options.sequence_length, np.int64)
+            starts[1:][ends[:-1]] = np.flatnonzero(ends[:-1]) + 1
+            sample["position_ids"] = self._positions - np.maximum.accumulate(starts)
+        if options.reset_attention_mask:
+            sample["document_ids"] = np.cumsum(ends, dtype=np.int64) - ends
+
+    def _window(self, place: int) -> np.ndarray:
+        """The L + 1 ids from where sample `place` begins. int64 [L + 1]"""
+        (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
+        window = np.empty(self.options.sequence_length + 1, np.int64)
+        filled = 0
+        try:
+            for position, sequence in enumerate(self.document_index[first : last + 1].tolist(), first):
+                start = offset if position == first else 0
+                ids = self.source.get(sequence, start, end + 1 - start if position == last else None)
+                window[filled : filled + len(ids)] = ids
+                filled += len(ids)
+        except (IndexError, ValueError) as error:
+            raise DataError(f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
+                            "replaced while the run was going on, start again; else remove the index cache") from error
+        self._check_ids(window[:filled])
+        window[filled:] = self.options.pad
+        return window
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.options.vocab_size:
+            raise DataError(f"{self.source.prefix} holds the id {low if low < 0 else high}, but the vocabulary has "
+                            f"{self.options.vocab_size} ids; train with the tokenizer the data was written with")

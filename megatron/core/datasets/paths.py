@@ -1,0 +1,148 @@
+"""What the data settings say: of which datasets each split is made, by which weights, and which share of them.
+
+    one blend for all:    --data-path [weight] prefix ...  cut by --split        (or --data-args-path FILE)
+    a blend a split:      --train-data-path ... --valid-data-path ... --test-data-path ...
+                          (or --per-split-data-args-path FILE); every split uses its data whole
+    no files:             --mock-data
+
+A weight is a share of the samples drawn, whatever the datasets' sizes. Without weights every dataset is gone through
+once, and mixed in proportion to its size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.config.data import DataConfig
+from megatron.core.config.flags import ConfigError
+
+SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969, 30, 1"
+MOCK_SPLIT = "1, 1, 1"
+MOCK_PREFIX = "mock data"
+
+Share = tuple[float, float]  # from where to where of a dataset, as fractions
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Datasets by prefix, with weights that sum to 1, or without."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """What one split is made of: a blend, and which share of each of its datasets."""
+
+    name: str
+    blend: Blend
+    share: Share
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """Read prefixes, or weights and prefixes in turn; `flag` is named in errors."""
+    if not words:
+        raise ConfigError(f"{flag} names no dataset")
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or all(weight is None for weight in weights):
+        return Blend(tuple(words), None)
+    if None in weights:
+        word = words[::2][weights.index(None)]
+        raise ConfigError(f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
+                          "expected; give 'weight prefix weight prefix ...' or prefixes only")
+    prefixes = tuple(words[1::2])
+    for weight, prefix in zip(weights, prefixes):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ConfigError(f"{flag} gives {prefix} the weight {weight}; a weight is above 0: leave the dataset out")
+    return Blend(prefixes, normalize(weights))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalize(weights: Sequence[float]) -> tuple[float, ...]:
+    """The weights divided by their sum."""
+    array = np.array(weights, np.float64)
+    return tuple((array / array.sum()).tolist())
+
+
+def parse_split(text: str) -> list[Share | None]:
+    """The shares of training, validation and test; None where the share is empty."""
+    try:
+        numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
+    except ValueError:
+        numbers = []
+    if "-" in text or not 0 < len(numbers) <= len(SPLITS) or sum(numbers) == 0:
+        raise ConfigError(f"--split {text!r} is not one to three shares with a sum above 0, such as '969, 30, 1'")
+    ends = [0.0, *accumulate(normalize(numbers + [0.0] * (len(SPLITS) - len(numbers))))]
+    return [(first, last) if last > first else None for first, last in zip(ends, ends[1:])]
+
+
+def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
+    """What the settings say about training, validation and test; None for a split that has no data."""
+    own_paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    given = {
+        "--mock-data": config.mock_data,
+        "--data-path": config.data_path,
+        "--data-args-path": config.data_args_path,
+        "--train-data-path, --valid-data-path, --test-data-path": any(own_paths),
+        "--per-split-data-args-path": config.per_split_data_args_path,
+    }
+    sources = [name for name, value in given.items() if value]
+    if len(sources) != 1:
+        raise ConfigError(f"the data comes from {' and '.join(sources) or 'nowhere'}; give exactly one of "
+                          + "; ".join(given))
+    source = sources[0]
+    if config.mock_data or config.data_path or config.data_args_path:
+        if config.mock_data:
+            blend = Blend((MOCK_PREFIX,), None)
+        else:
+            words = config.data_path or _read(config.data_args_path, source).split()
+            blend = parse_blend(words, source)
+        shares = parse_split(MOCK_SPLIT if config.mock_data else config.split or DEFAULT_SPLIT)
+        return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
+    if config.split is not None:
+        raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
+    words_of = _words_per_split(config.per_split_data_args_path, source) if not any(own_paths) else own_paths
+    return [_own_split(name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+
+
+def _own_split(name: str, words: Sequence[str], source: str) -> SplitPlan:
+    blend = parse_blend(words, f"{source} ({name})")
+    if len(blend.prefixes) == 1:
+        blend = Blend(blend.prefixes, None)  # the weight of the only dataset says nothing
+    return SplitPlan(name, blend, (0.0, 1.0))
+
+
+def _words_per_split(path: str | None, flag: str) -> list[Sequence[str] | None]:
+    """The JSON file of `--per-split-data-args-path`: for each split a string or a list of weights and prefixes."""
+    try:
+        content = json.loads(_read(path, flag))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag} {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not content or set(content) - set(SPLITS):
+        raise ConfigError(f"{flag} {path} is not an object with some of the keys {', '.join(SPLITS)}")
+    words = [content.get(name) for name in SPLITS]
+    return [given.split() if isinstance(given, str) else [str(word) for word in given or ()] for given in words]
+
+
+def _read(path: str | None, flag: str) -> str:
+    assert path is not None, "a source that was given has a path"
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,74 @@
+"""Which samples come next, from the number of consumed samples alone; so resuming needs no other state.
+
+A block is one micro batch for every data-parallel rank: `micro_batch_size * num_ranks` samples. Each sampler yields
+this rank's lists of sample numbers, one list a micro batch, and so does not care how many micro batches make a step
+(the batch may ramp up). `single` takes the samples in the order of the dataset, which is already shuffled, and ends
+with it; `cyclic` shuffles anew in every epoch and never ends. The dataloader type `external` has no sampler: the user's
+own iterable is the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from megatron.core.datasets.indexed import DataError
+
+
+def single(
+    num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Samples from `consumed_samples` upward, a block at a time; a last block that is not full is left out.
+
+    The samples of a global batch are the same for any number of ranks that divides it.
+    """
+    block = micro_batch_size * num_ranks
+    for start in range(consumed_samples, num_samples - block + 1, block):
+        first = start + rank * micro_batch_size
+        yield list(range(first, first + micro_batch_size))
+
+
+def cyclic(
+    num_samples: int,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    rank: int,
+    num_ranks: int,
+    sharded: bool = True,
+) -> Iterator[list[int]]:
+    """A new random order every epoch, seeded by the epoch's number, for ever.
+
+    sharded: each rank shuffles a contiguous part of the dataset of its own; otherwise one order is dealt to the ranks.
+    An epoch is as many whole blocks as the dataset holds, so it depends on the number of ranks.
+    """
+    block = micro_batch_size * num_ranks
+    epoch_samples = num_samples - num_samples % block
+    if epoch_samples == 0:
+        raise DataError(f"{num_samples} samples are fewer than one block of micro batch {micro_batch_size} x "
+                        f"data-parallel size {num_ranks} = {block}; use more data or fewer ranks")
+    epoch, offset = divmod(consumed_samples, epoch_samples)
+    if offset % block:
+        raise DataError(f"{consumed_samples} consumed samples end within a block of micro batch {micro_batch_size} x "
+                        f"data-parallel size {num_ranks} = {block}: with --dataloader-type cyclic, resume with the "
+                        "same micro batch and data-parallel size")
+    while True:
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        if sharded:
+            part = epoch_samples // num_ranks
+            order = torch.randperm(part, generator=generator)[offset // num_ranks :] + rank * part
+        else:
+            shuffled = torch.randperm(num_samples - num_samples % micro_batch_size, generator=generator)
+            # Whole blocks only: all ranks must start the next epoch at the same step.
+            order = shuffled[offset:epoch_samples][rank::num_ranks]
+        for micro_batch in order.view(-1, micro_batch_size):
+            yield micro_batch.tolist()
+        epoch, offset = epoch + 1, 0
+
+
+def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Samples to one micro batch: every key's arrays stacked along a new first dimension. [...] -> [b, ...]"""
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}

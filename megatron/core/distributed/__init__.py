@@ -1,0 +1,6 @@
+"""Floor 3: gradients meet here.
+
+buffers.py   contiguous parameter and gradient buffers in buckets; which range of each this rank owns
+ddp.py       when buckets are reduced, and when parameters are gathered
+finalize.py  the sums that layouts ask for: replicated parameters, shared heads, tied matrices
+"""

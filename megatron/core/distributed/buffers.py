@@ -1,0 +1,121 @@
+"""Contiguous parameter and gradient buffers in buckets, and which range of each this rank owns.
+
+    bucket.data  [ fc2.weight | fc2.bias | fc1.weight | ... | padding ]     parameters are views into it
+    bucket.grad  [     ...         same places              | padding ]     gradients are accumulated here
+    owned range  [ rank 0     |     rank 1     |  rank 2    |  rank 3 ]     when sharded (ZeRO-1), else everything
+
+Parameters stand in reverse order of registration, about the order in which the backward pass finishes them. A tied
+matrix has a bucket of its own, so that the two stages that hold it cut it alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.spec import ParamSpec, spec_of
+
+_ALIGNMENT = 64  # elements: pieces of a bucket start at addresses that vector units and NCCL like
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor."""
+
+    spec: ParamSpec
+    local_shape: tuple[int, ...]
+    low: int
+    high: int
+    data: Tensor
+    grad: Tensor
+
+    @property
+    def name(self) -> str:
+        """The parameter's global name."""
+        return self.spec.name
+
+
+class Bucket:
+    """Some parameters in one piece of memory, reduced and gathered together over `axis`."""
+
+    def __init__(self, params: list[nn.Parameter], axis: Axis, *, grad_dtype: torch.dtype, sharded: bool) -> None:
+        self.params, self.axis, self.sharded = params, axis, sharded
+        self.starts = [0]
+        for param in params:
+            self.starts.append(self.starts[-1] + _round_up(param.numel(), _ALIGNMENT))
+        size = _round_up(self.starts[-1], math.lcm(axis.size, _ALIGNMENT) if sharded else 1)
+        device = params[0].device
+        self.data = torch.zeros(size, dtype=params[0].dtype, device=device)
+        self.grad = torch.zeros(size, dtype=grad_dtype, device=device)
+        for param, start in zip(params, self.starts, strict=False):
+            view = self.data[start:start + param.numel()].view_as(param)
+            view.copy_(param.data)
+            param.data = view
+        self.attach_gradients()
+
+    def attach_gradients(self) -> None:
+        """Let autograd accumulate straight into the buffer, where formats agree."""
+        for param, view in zip(self.params, self.gradient_views(), strict=True):
+            if self.grad.dtype == param.dtype:
+                param.grad = view
+
+    def gradient_views(self) -> list[Tensor]:
+        """Each parameter's gradient, in its shape."""
+        return [self.grad[start:start + param.numel()].view_as(param)
+                for param, start in zip(self.params, self.starts, strict=False)]
+
+    def owned(self) -> tuple[int, int]:
+        """The range of the buffer that this rank steps."""
+        if not self.sharded:
+            return 0, self.data.numel()
+        piece = self.data.numel() // self.axis.size
+        return piece * self.axis.rank, piece * (self.axis.rank + 1)
+
+    def segments(self) -> Iterator[Segment]:
+        """What this rank owns of each parameter."""
+        low, high = self.owned()
+        for param, start in zip(self.params, self.starts, strict=False):
+            begin, end = max(low, start), min(high, start + param.numel())
+            if begin < end:
+                yield Segment(spec_of(param), tuple(param.shape), begin - start, end - start,
+                              self.data[begin:end], self.grad[begin:end])
+
+
+def make_buckets(module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool,
+                 bucket_size: int | None) -> list[Bucket]:
+    """Move a stage's parameters into buckets. bucket_size: elements, or None for one bucket per format and axis."""
+    found: list[Bucket] = []
+    waiting: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
+
+    def close(key: tuple[torch.dtype, str]) -> None:
+        params = waiting.pop(key, [])
+        if params:
+            found.append(Bucket(params, mesh.axis(key[1]), grad_dtype=grad_dtype, sharded=sharded))
+
+    for param in reversed(list(module.parameters())):
+        if not param.requires_grad:
+            continue
+        key = (param.dtype, spec_of(param).reduce_over)
+        if spec_of(param).tied:
+            close(key)
+        waiting.setdefault(key, []).append(param)
+        full = bucket_size is not None and sum(p.numel() for p in waiting[key]) >= bucket_size
+        if full or spec_of(param).tied:
+            close(key)
+    for key in list(waiting):
+        close(key)
+    return found
+
+
+def default_bucket_size(data_parallel_size: int) -> int:
+    """Elements in a bucket when nothing is said: large enough that latency does not matter."""
+    return max(40_000_000, 1_000_000 * data_parallel_size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

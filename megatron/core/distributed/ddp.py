@@ -1,0 +1,113 @@
+"""When buckets are reduced, and when parameters are gathered.
+
+One `DataParallel` serves one stage. During the last backward pass of a step, a bucket starts to be summed as soon as
+its gradients are all there (`--overlap-grad-reduce`), in the order of the buckets, which is the same on every rank.
+After the step, owners send their new parameters round; with `--overlap-param-gather` each module waits for its own
+bucket only when its next forward pass begins.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.buffers import Bucket, Segment, make_buckets
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
+
+
+class DataParallel:
+    """The buckets of one stage, and the collectives over them."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool, bucket_size: int | None,
+                 overlap_reduce: bool, overlap_gather: bool, average: bool) -> None:
+        """sharded: every rank owns a range of each bucket (ZeRO-1). average: divide inside the collective."""
+        self.module, self.overlap_reduce, self.overlap_gather = module, overlap_reduce, overlap_gather
+        self.op = "avg" if average else "sum"
+        self.buckets = make_buckets(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size)
+        self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
+        self._reducing: list[collectives.Work] = []
+        self._missing: list[int] | None = None
+        self._launched = 0
+        self._gathering: dict[int, collectives.Work] = {}
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
+                param.register_post_accumulate_grad_hook(partial(self._arrived, view))
+        if overlap_gather:
+            for child in module.modules():
+                if any(True for _ in child.parameters(recurse=False)):
+                    child.register_forward_pre_hook(self._before_forward)
+
+    def segments(self) -> list[Segment]:
+        """What this rank owns, over all buckets."""
+        return [segment for bucket in self.buckets for segment in bucket.segments()]
+
+    def zero_gradients(self) -> None:
+        """Begin a step."""
+        for bucket in self.buckets:
+            bucket.grad.zero_()
+            bucket.attach_gradients()
+        self._missing, self._launched = None, 0
+
+    def before_last_backward(self) -> None:
+        """The next backward pass is the last of the step: from now on, gradients that arrive are final."""
+        if self.overlap_reduce:
+            self._missing = [len(bucket.params) for bucket in self.buckets]
+
+    def start_reduction(self) -> None:
+        """Start to sum whatever is not yet on its way."""
+        self._missing = None
+        while self._launched < len(self.buckets):
+            self._launch()
+
+    def finish_reduction(self) -> None:
+        """Wait until every bucket is summed."""
+        for work in self._reducing:
+            collectives.wait(work)
+        self._reducing.clear()
+
+    def start_gather(self) -> None:
+        """Send the owned parameters round. Buckets go in the order in which the forward pass needs them."""
+        for index in reversed(range(len(self.buckets))):
+            bucket = self.buckets[index]
+            if bucket.sharded:
+                low, high = bucket.owned()
+                self._gathering[index] = collectives.start_all_gather(bucket.data, bucket.data[low:high], bucket.axis)
+        if not self.overlap_gather:
+            self.finish_gather()
+
+    def finish_gather(self) -> None:
+        """Wait until every parameter is whole."""
+        for index in list(self._gathering):
+            collectives.wait(self._gathering.pop(index))
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if self._gathering:
+            for param in module.parameters(recurse=False):
+                collectives.wait(self._gathering.pop(self._place[param], None))
+
+    def _arrived(self, view: torch.Tensor, param: nn.Parameter) -> None:
+        """A gradient was accumulated: bring it into the buffer, and count."""
+        if param.grad is not None and param.grad.data_ptr() != view.data_ptr():
+            view.add_(param.grad)
+            param.grad = None
+        if self._missing is None:
+            return
+        self._missing[self._place[param]] -= 1
+        while self._launched < len(self.buckets) and self._missing[self._launched] == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        self._reducing.append(_start(bucket, self.op))
+
+
+def _start(bucket: Bucket, op: str) -> collectives.Work:
+    if not bucket.sharded:
+        return collectives.start_all_reduce(bucket.grad, bucket.axis, op)
+    low, high = bucket.owned()
+    return collectives.start_reduce_scatter(bucket.grad[low:high], bucket.grad, bucket.axis, op)

@@ -1,0 +1,7 @@
+"""Floor 2: the one seam to optional accelerators. Kernels are functions of tensors; parameters stay in our layers.
+
+mask.py       MaskSpec: which key each query may see, before anyone makes a tensor of it
+reference.py  every op in plain torch: the meaning of the others
+fused.py      torch's own fused kernels (scaled dot product attention)
+table.py      Kernels record; select(): the best candidate per op, with reasons
+"""

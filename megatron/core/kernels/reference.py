@@ -1,0 +1,80 @@
+"""Every op in plain torch: readable, differentiable, on any device. These functions *define* the ops.
+
+Sums are taken in fp32 for fp16 and bf16 inputs, and in fp64 for fp64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.mask import MaskSpec
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The format in which sums over `dtype` are taken."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0) -> Tensor:
+    """Softmax attention of every query over the keys that the mask lets it see (Vaswani et al., 2017).
+
+    q: [s, b, n, d]; k, v: [s, b, g, d], each of the g heads serving n/g query heads. Returns [s, b, n * d].
+    """
+    queries, batch, heads, size = q.shape
+    repeat = heads // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * size**-0.5
+    scores = scores.masked_fill(~mask.visible(queries, k.shape[2], q.device), float("-inf"))
+    weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)
+    return (weights @ v).permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """LayerNorm over the last dimension (Ba et al., 2016)."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x over its root mean square, along the last dimension (Zhang and Sennrich, 2019)."""
+    wide_x = x.to(wide(x.dtype))
+    return (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)) or squared_relu, element by element."""
+    if name == "gelu":
+        return F.gelu(x)
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if name == "silu":
+        return F.silu(x)
+    if name == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    assert name == "squared_relu", f"no activation is called {name}"
+    return F.relu(x).square()
+
+
+def gated_activation(x: Tensor, name: str) -> Tensor:
+    """activation(gate) * up for x = [gate | up] along the last dimension (Shazeer, 2020)."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, name) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first r sizes of every head by position (Su et al., 2021).
+
+    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. interleaved: pairs are neighbours, else the two halves.
+    """
+    size = cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    wide_x = turned.to(cos.dtype)
+    if interleaved:
+        across = torch.stack((-wide_x[..., 1::2], wide_x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = wide_x.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turned = (wide_x * cos + across * sin).to(x.dtype)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

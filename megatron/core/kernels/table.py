@@ -1,0 +1,90 @@
+"""Which kernel serves which op: chosen once at start, with reasons.
+
+A candidate says why it does not fit a need, or nothing. `auto` takes the first that fits; a wish that cannot be met is
+an error with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.kernels import fused, reference
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the run asks of its kernels."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    documents: bool = False
+    attention_dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute an op; `unfit` returns the reason why it cannot serve a need, or an empty string."""
+
+    op: str
+    name: str
+    call: Callable
+    unfit: Callable[[Need], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One callable an op. `report`: (op, chosen, why the better ones were not)."""
+
+    attention: Callable = fused.attention
+    layer_norm: Callable = reference.layer_norm
+    rms_norm: Callable = fused.rms_norm
+    activation: Callable = reference.activation
+    gated_activation: Callable = reference.gated_activation
+    rotary: Callable = reference.rotary
+    report: tuple[tuple[str, str, str], ...] = ()
+
+
+def _flash_unfit(need: Need) -> str:
+    if need.documents:
+        return "documents are kept apart by a mask tensor, which torch's flash backend does not take"
+    if need.device == "cuda" and need.dtype not in (torch.float16, torch.bfloat16):
+        return "on a GPU it needs fp16 or bf16"
+    if need.device == "cpu" and need.attention_dropout > 0:
+        return "on a CPU it has no dropout"
+    return ""
+
+
+def _always_fits(_: Need) -> str:
+    return ""
+
+
+CANDIDATES = (
+    Candidate("attention", "fused", fused.attention, _always_fits),
+    Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
+    Candidate("attention", "unfused", reference.attention, _always_fits),
+    Candidate("attention", "local", reference.attention, _always_fits),
+    Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
+    Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
+)
+
+
+def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES) -> Kernels:
+    """The kernels of a run. wish: op -> candidate name, or auto."""
+    chosen, report = {}, []
+    for op in dict.fromkeys(candidate.op for candidate in candidates):
+        offers = [candidate for candidate in candidates if candidate.op == op]
+        wanted = (wish or {}).get(op, "auto")
+        if wanted != "auto":
+            offers = [candidate for candidate in offers if candidate.name == wanted]
+        refusals = [f"{c.name}: {c.unfit(need)}" for c in offers if c.unfit(need)]
+        fitting = [c for c in offers if not c.unfit(need)]
+        if not fitting:
+            raise ConfigError(f"--{op}-backend {wanted} cannot be used: {'; '.join(refusals) or 'no such kernel'}; "
+                              f"choose another or auto")
+        chosen[op] = fitting[0].call
+        report.append((op, fitting[0].name, "; ".join(refusals)))
+    return Kernels(**chosen, report=tuple(report))

@@ -1,0 +1,214 @@
+"""Parameters, model FLOPs and memory of a network, from its config alone: nothing is built.
+
+Model FLOPs are what the mathematics needs for one training step, so they do not grow with recomputation: a matrix
+element costs 2 in the forward pass and 4 in the backward pass. Attention's scores are counted in two ways that both are
+in use, and every number says which one it is:
+
+    square   each query meets all s keys                        12 * s * (query width) a token and layer
+    causal   each query meets half of them, the work there is    6 * s * (query width)
+
+Memory is an estimate of what a rank must hold: weights, gradients and optimizer state exactly; activations as the tensors
+that the backward pass of each layer needs. Temporaries and the allocator's waste come on top.
+
+Letters: s sequence, b micro batch, h hidden, f feed-forward, q and k query and key widths, v padded vocabulary, t tensor
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import RunConfig
+
+AttentionCount = Literal["causal", "square"]
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Parameters of the whole network, the vocabulary padded. A tied output layer counts once, in the embedding."""
+
+    embedding: int
+    block: int
+    final_norm: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + self.block + self.final_norm + self.head
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank must hold at the peak of a step."""
+
+    parameters: int
+    weights_and_optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.weights_and_optimizer + self.activations
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """The parameters of the whole network."""
+    return ParameterCount(
+        embedding=_embedding_parameters(model, 1),
+        block=model.num_layers * layer_parameters(model),
+        final_norm=_norm_parameters(model, model.hidden_size),
+        head=0 if model.ties_embeddings else _vocabulary_parameters(model, 1),
+    )
+
+
+def layer_parameters(model: ModelConfig, tensor_size: int = 1) -> int:
+    """One layer's parameters on each of `tensor_size` tensor ranks."""
+    h, f = model.hidden_size, model.ffn_hidden_size // tensor_size
+    q, k = model.query_size // tensor_size, _key_size(model, tensor_size)
+    fc1 = f * (2 if model.gated else 1)
+    matrices = h * (q + 2 * k) + q * h + h * fc1 + f * h
+    qkv_bias = q + 2 * k if model.add_bias_linear or model.add_qkv_bias else 0
+    biases = qkv_bias + (h + fc1 + h if model.add_bias_linear else 0)
+    norms = 2 * _norm_parameters(model, h)
+    head_norms = 2 * _norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0
+    return matrices + biases + norms + head_norms
+
+
+def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size: int = 1) -> int:
+    """Parameters on one rank that holds these pipeline stages.
+
+    A tied output layer that sits on another rank than the embedding is a second copy there.
+    """
+    held = sum(len(stage.layers) for stage in stages) * layer_parameters(model, tensor_size)
+    embeds = any(stage.embeds for stage in stages)
+    if embeds:
+        held += _embedding_parameters(model, tensor_size)
+    if any(stage.heads for stage in stages):
+        held += _norm_parameters(model, model.hidden_size)
+        held += 0 if model.ties_embeddings and embeds else _vocabulary_parameters(model, tensor_size)
+    return held
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
+    """Forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
+    h, q = model.hidden_size, model.query_size
+    layer = h * (q + 2 * model.key_size) + q * h + h * model.ffn_hidden_size * (3 if model.gated else 2)
+    scores = 12 * seq_length * q * (0.5 if count == "causal" else 1.0)
+    return model.num_layers * (6 * layer + scores) + 6 * h * model.padded_vocab_size
+
+
+def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
+    """Forward and backward FLOPs of one sequence."""
+    return seq_length * flops_per_token(model, seq_length, count)
+
+
+def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Bytes of weight, gradient and optimizer state per parameter of a rank.
+
+    Weights and gradients lie on every data-parallel rank; the distributed optimizer cuts the rest, which for half
+    precision includes an fp32 copy of the weights, and of the gradients where they are half too.
+    """
+    weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
+    state = max(4, weight)
+    has_moments = {"adam": 2, "sgd": int(config.optimizer.sgd_momentum > 0)}[config.optimizer.optimizer]
+    copies = (weight < state) + (gradient < state)
+    shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
+    return weight + gradient + state * (has_moments + copies) / shards
+
+
+def rank_memory(
+    config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
+) -> tuple[RankMemory, ...]:
+    """What the ranks of each pipeline position hold; `stages` are those of all positions."""
+    parallel, found = config.parallel, []
+    for position in range(parallel.pp):
+        own = [stage for stage in stages if stage.rank == position]
+        parameters = rank_parameters(config.model, own, parallel.tp)
+        found.append(RankMemory(parameters, parameters * state_bytes(config, data_parallel_size),
+                                _activation_bytes(config, own, position, num_microbatches)))
+    return tuple(found)
+
+
+def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True) -> float:
+    """Bytes per token that the backward pass of one layer needs on a rank.
+
+    recomputes: False leaves out what --recompute-granularity full changes, as for layers that it does not reach.
+    """
+    model, t = config.model, config.parallel.tp
+    size, h, s = BYTES[config.precision.dtype], model.hidden_size, config.train.seq_length
+    q, k, f = model.query_size // t, _key_size(model, t), model.ffn_hidden_size // t
+    recompute = config.recompute
+    saved_cut = t if config.parallel.sequence_parallel else 1
+    if recomputes and recompute.recompute_granularity == "full":
+        return size * h / (t if recompute.distribute_saved_activations else saved_cut)
+    again = set(recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else set()
+    between = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
+    between += 0 if "layernorm" in again else 2 * size * h  # their outputs: the inputs of both sublayers
+    attention = size * (q + 2 * k + q)
+    if model.attention_backend in ("unfused", "local") and "core_attn" not in again:
+        attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
+    mlp = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
+    return between / saved_cut + attention + mlp
+
+
+def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int, num_microbatches: int) -> float:
+    """Activations at the peak of a step on a rank at this pipeline position."""
+    model, parallel, train, recompute = config.model, config.parallel, config.train, config.recompute
+    tokens, t = train.seq_length * train.micro_batch_size, parallel.tp
+    saved_cut = t if parallel.sequence_parallel else 1
+    alive = _chunks_alive(config, position, len(own), num_microbatches)
+    layers = sum(len(stage.layers) for stage in own) / len(own)
+    full = recompute.recompute_granularity == "full"
+    group = recompute.recompute_num_layers or 1
+    if full and recompute.recompute_method == "block":
+        again = min(group, layers)
+        chunk = again * layer_activation_bytes(config) + (layers - again) * layer_activation_bytes(config, recomputes=False)
+        at_work = layer_activation_bytes(config, recomputes=False)
+    elif full:
+        chunk = math.ceil(layers / group) * layer_activation_bytes(config)
+        at_work = min(group, layers) * layer_activation_bytes(config, recomputes=False)
+    else:
+        chunk, at_work = layers * layer_activation_bytes(config), 0.0
+    held = alive * chunk + at_work
+    if any(stage.embeds for stage in own):
+        held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
+    if any(stage.heads for stage in own):
+        held += 4 * (model.hidden_size / saved_cut + model.padded_vocab_size / t)  # fp32 logits and their input
+    return held * tokens
+
+
+def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
+    """Forward passes of one chunk whose backward pass is still to come, at most, at this pipeline position."""
+    parallel = config.parallel
+    if parallel.pipeline_schedule == "gpipe":
+        return num_microbatches * chunks
+    if chunks == 1:
+        return min(num_microbatches, parallel.pp - position)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+    return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
+
+
+def _key_size(model: ModelConfig, tensor_size: int) -> int:
+    """Key width on one tensor rank; ranks that outnumber the key heads share them, each holding one."""
+    return max(model.key_size // tensor_size, model.kv_channels)
+
+
+def _norm_parameters(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _vocabulary_parameters(model: ModelConfig, tensor_size: int) -> int:
+    return model.padded_vocab_size // tensor_size * model.hidden_size
+
+
+def _embedding_parameters(model: ModelConfig, tensor_size: int) -> int:
+    learned = model.rope.position_embedding_type == "learned_absolute"
+    positions = model.max_position_embeddings * model.hidden_size if learned else 0
+    return _vocabulary_parameters(model, tensor_size) + positions

@@ -1,0 +1,67 @@
+"""Norm and zeros of the gradient: every element of the network counted exactly once, whatever the layout.
+
+Not counted: replicas on tensor ranks other than the first, copies of shared heads but the first, the second home of a
+tied matrix. Padding is zero, and so adds nothing to a norm; it is left out of counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.finalize import copied_ranges
+from megatron.core.parallel import collectives
+from megatron.core.parallel.boxes import flat, intersect
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import is_shared_over_tensor, pieces
+
+
+def counted_ranges(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    """Ranges of an owned segment, relative to its start, that this rank counts."""
+    spec = segment.spec
+    if is_shared_over_tensor(spec) and not mesh.tp.is_first:
+        return
+    if spec.tied and not mesh.embed.is_first:
+        return
+    start = 0
+    for low, high, _, is_first_copy in copied_ranges(segment, mesh):
+        if not is_first_copy:
+            yield start, low
+            start = high
+    yield start, segment.high - segment.low
+
+
+def _counted(segments: Sequence[Segment], mesh: Mesh, *, of: str) -> list[Tensor]:
+    return [getattr(segment, of)[low:high] for segment in segments for low, high in counted_ranges(segment, mesh) if low < high]
+
+
+def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
+    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as a scalar tensor, the same on every rank.
+
+    sharded: data-parallel ranks own different ranges, so their sums are added; else they own the same.
+    """
+    views = _counted(segments, mesh, of=of)
+    if of == "data":
+        views = [view.float() if view.dtype in (torch.float16, torch.bfloat16) else view for view in views]
+    wide = torch.float64 if views and views[0].dtype == torch.float64 else torch.float32
+    total = torch.zeros((), dtype=wide, device=mesh.device)
+    if views:
+        total += get_total_norm(views).to(wide).square()
+    return collectives.all_reduce(total, mesh.world if sharded else mesh.model).sqrt()
+
+
+def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Tensor:
+    """Number of zero elements in the whole network's gradient, as a scalar tensor."""
+    zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for segment in segments:
+        held = [piece.local for piece in pieces(segment.spec, mesh)]
+        for low, high in counted_ranges(segment, mesh):
+            for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):
+                true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
+                padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero
+                zeros += (segment.grad[start - segment.low:stop - segment.low] == 0).sum() - padding
+    return collectives.all_reduce(zeros, mesh.world if sharded else mesh.model)

@@ -1,0 +1,135 @@
+"""One optimizer step over what this rank owns.
+
+The same code serves plain data parallelism (every rank owns everything) and ZeRO-1 (every rank owns a range of each
+bucket): it sees a list of segments. Half-precision weights have fp32 masters; wide weights are their own masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.distributed.finalize import finalize
+from megatron.core.optimizer.clip import count_zeros, global_norm
+from megatron.core.optimizer.groups import Group, group_of
+from megatron.core.optimizer.scaler import LossScaler
+from megatron.core.parallel.mesh import Mesh
+
+_SLOTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """norm: of the unscaled gradient before clipping. stepped: whether weights moved."""
+
+    norm: Tensor
+    stepped: bool
+    zeros: Tensor | None = None
+
+
+class Optimizer:
+    """AdamW or SGD over the owned segments of all stages of this rank."""
+
+    def __init__(self, parallels: Sequence[DataParallel], mesh: Mesh, config: OptimizerConfig, precision: PrecisionConfig,
+                 *, sharded: bool) -> None:
+        self.parallels, self.mesh, self.config, self.sharded = parallels, mesh, config, sharded
+        self.segments = [segment for parallel in parallels for segment in parallel.segments()]
+        self.scaler = LossScaler(precision)
+        self.fp16 = precision.fp16
+        self.masters = [s.data if s.data.dtype in (torch.float32, torch.float64) else s.data.float() for s in self.segments]
+        grouped: dict[Group, list[Tensor]] = {}
+        for segment, master in zip(self.segments, self.masters, strict=True):
+            grouped.setdefault(group_of(segment.spec, config), []).append(master)
+        self.groups = sorted(grouped)
+        self.inner = self._make_inner([{"params": grouped[group]} for group in self.groups]) if grouped else None
+
+    def _make_inner(self, groups: list[dict[str, list[Tensor]]]) -> torch.optim.Optimizer:
+        if self.config.optimizer == "adam":
+            betas = (self.config.adam_beta1, self.config.adam_beta2)
+            inner: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self.config.adam_eps, fused=True)
+        else:
+            inner = torch.optim.SGD(groups, lr=0.0, momentum=self.config.sgd_momentum, foreach=True)
+        for master in self.masters:  # state is there from the start, so that any checkpoint holds all of it
+            slots = {slot: torch.zeros_like(master) for slot in _SLOTS[self.config.optimizer]}
+            if self.config.optimizer == "adam":
+                slots["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            inner.state[master] = slots
+        return inner
+
+    def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+        """Rates of the next step. decoupled_lr: of the embedding and output layer."""
+        for group, settings in zip(self.groups, self.inner.param_groups if self.inner else (), strict=True):
+            settings["lr"] = decoupled_lr if group.decoupled and decoupled_lr is not None else lr
+            settings["weight_decay"] = weight_decay if group.decays else 0.0
+
+    @torch.no_grad()
+    def step(self, *, multiplier: float | Tensor = 1.0, count_zero_elements: bool = False) -> StepResult:
+        """Sum what layouts ask for, clip, and update, once gradients are reduced.
+
+        multiplier: what the gradients still lack beside the loss scale. An overflow of an fp16 run, seen by all ranks
+        in the norm, leaves the weights as they are.
+        """
+        finalize(self.segments, self.mesh)
+        unscale = multiplier / self.scaler.scale
+        norm = global_norm(self.segments, self.mesh, sharded=self.sharded) * unscale
+        overflow = self.fp16 and not bool(torch.isfinite(norm))
+        self.scaler.update(overflow)
+        zeros = count_zeros(self.segments, self.mesh, sharded=self.sharded) if count_zero_elements else None
+        if overflow:
+            return StepResult(norm, False, zeros)
+        if self.config.clip_grad > 0:
+            unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
+        self._update(unscale)
+        return StepResult(norm, True, zeros)
+
+    def _update(self, factor: float | Tensor) -> None:
+        for master, segment in zip(self.masters, self.segments, strict=True):
+            master.grad = segment.grad if segment.grad.dtype == master.dtype else segment.grad.to(master.dtype)
+        if self.masters:
+            torch._foreach_mul_([master.grad for master in self.masters], factor)
+        if self.inner is not None:
+            self.inner.step()
+        for master, segment in zip(self.masters, self.segments, strict=True):
+            master.grad = None
+            if master.data_ptr() != segment.data.data_ptr():
+                segment.data.copy_(master)
+        for parallel in self.parallels:
+            parallel.start_gather()
+
+    def weights_norm(self) -> Tensor:
+        """The 2-norm of the whole network's weights."""
+        return global_norm(self.segments, self.mesh, sharded=self.sharded, of="data")
+
+    def slots(self) -> Iterator[tuple[str, Segment, Tensor]]:
+        """(slot, segment, flat tensor) of everything kept per element: masters and moments."""
+        for master, segment in zip(self.masters, self.segments, strict=True):
+            if master.data_ptr() != segment.data.data_ptr():
+                yield "master", segment, master
+            for slot in _SLOTS[self.config.optimizer]:
+                yield slot, segment, self.inner.state[master][slot]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates done so far (Adam's bias correction counts them)."""
+        if self.inner is None or self.config.optimizer != "adam" or not self.masters:
+            return 0
+        return int(self.inner.state[self.masters[0]]["step"])
+
+    def load_num_steps(self, steps: int) -> None:
+        """Continue counting from `steps`."""
+        if self.config.optimizer == "adam":
+            for master in self.masters:
+                self.inner.state[master]["step"].fill_(steps)
+
+    @torch.no_grad()
+    def weights_to_masters(self) -> None:
+        """After weights were loaded without optimizer state: start the masters from them."""
+        for master, segment in zip(self.masters, self.segments, strict=True):
+            if master.data_ptr() != segment.data.data_ptr():
+                master.copy_(segment.data)

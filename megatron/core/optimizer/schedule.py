@@ -1,0 +1,188 @@
+"""Learning rate and weight decay as pure functions of the samples consumed.
+
+    rate
+     max |      ____
+         |     /     \\__           warm-up, then one of: constant, linear, cosine,
+         |    /         \\__        inverse-square-root, WSD (flat, then an anneal)
+     min |   /             \\_____
+         +--+------------+--+-----  samples
+          warm-up     horizon
+
+A schedule holds numbers only and never advances: the caller keeps one counter of samples, adds a step's batch after each
+step that really updated the parameters (a step skipped for an overflow adds nothing), and asks for `lr(samples)`. Since
+samples and not iterations are counted, a batch size that ramps up does not bend the curve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.flags import refuse
+from megatron.core.config.optim import OptimizerConfig, ScheduleConfig
+from megatron.core.config.run import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The two curves. Horizons are in samples; the warm-up may be a fraction of a sample."""
+
+    max_lr: float
+    min_lr: float
+    warmup_init: float
+    warmup_samples: float
+    decay_samples: int
+    decay_style: str
+    wsd_samples: int | None
+    wsd_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_samples: int
+    weight_decay_style: str
+
+    @classmethod
+    def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> Schedule:
+        """Read the curves from the flags; every setting that does not fit is named in one error."""
+        refuse(_unfit(schedule, optimizer, train))
+        if train.train_iters is not None:
+            # With iterations the horizon counts full batches, so ramp-up reaches it later than iteration N.
+            scale, total = train.global_batch_size, train.train_iters
+            decay, warmup, wsd = schedule.lr_decay_iters, schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
+        else:
+            scale, total = 1, train.train_samples
+            decay, warmup, wsd = schedule.lr_decay_samples, schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
+        horizon = (total if decay is None else decay) * scale
+        fraction = schedule.lr_warmup_fraction
+        built = cls(
+            max_lr=schedule.lr,
+            min_lr=schedule.min_lr,
+            warmup_init=schedule.lr_warmup_init,
+            warmup_samples=warmup * scale if fraction is None else fraction * horizon,
+            decay_samples=horizon,
+            decay_style=schedule.lr_decay_style,
+            wsd_samples=None if wsd is None else wsd * scale,
+            wsd_style=schedule.lr_wsd_decay_style,
+            start_weight_decay=_first(optimizer.start_weight_decay, optimizer.weight_decay),
+            end_weight_decay=_first(optimizer.end_weight_decay, optimizer.weight_decay),
+            weight_decay_samples=total * scale,
+            weight_decay_style=optimizer.weight_decay_incr_style,
+        )
+        refuse(built._problems())
+        return built
+
+    def lr(self, samples: float) -> float:
+        """The learning rate of the step that comes after `samples` samples."""
+        return self.scaled_lr(samples, max_lr=self.max_lr, min_lr=self.min_lr)
+
+    def scaled_lr(self, samples: float, *, max_lr: float, min_lr: float) -> float:
+        """The same curve between other bounds: parameter groups with a learning rate of their own."""
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.warmup_init + (max_lr - self.warmup_init) * float(samples) / float(self.warmup_samples)
+        if self.decay_style == "constant":
+            return max_lr
+        if samples > self.decay_samples:
+            return min_lr
+        if self.decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5)
+        if self.decay_style == "WSD":
+            assert self.wsd_samples is not None, "build() refused a WSD schedule without an anneal"
+            into = samples - (self.decay_samples - self.wsd_samples)
+            share = 1.0 if into <= 0 else _remaining(self.wsd_style, into / self.wsd_samples)
+        else:
+            share = _remaining(self.decay_style,
+                               (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples))
+        return min_lr + share * (max_lr - min_lr)
+
+    def weight_decay(self, samples: float) -> float:
+        """The weight decay of the step that comes after `samples` samples."""
+        if samples > self.weight_decay_samples or self.weight_decay_style == "constant":
+            return self.end_weight_decay
+        done = 1.0 - _remaining(self.weight_decay_style, samples / self.weight_decay_samples)
+        return self.start_weight_decay + done * (self.end_weight_decay - self.start_weight_decay)
+
+    def state(self) -> dict[str, float | int | str | None]:
+        """What a checkpoint keeps of it; `Schedule.from_state` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Schedule:
+        """The schedule that a checkpoint was written with (`--use-checkpoint-opt-param-scheduler`)."""
+        return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
+
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """How a checkpoint's schedule differs from this one, a line each; empty when a run may simply resume."""
+        return [f"{name.replace('_', ' ')} is {mine} now and was {saved.get(name)} in the checkpoint"
+                for name, mine in self.state().items() if saved.get(name) != mine]
+
+    def _problems(self) -> list[str]:
+        found = []
+        if self.warmup_samples >= self.decay_samples:
+            found.append(f"the warm-up of {self.warmup_samples:g} samples does not end before the decay horizon of "
+                         f"{self.decay_samples} samples; shorten --lr-warmup-... or lengthen --lr-decay-...")
+        if self.wsd_samples is not None and not 0 < self.wsd_samples <= self.decay_samples:
+            found.append(f"the WSD anneal of {self.wsd_samples} samples does not fit into the decay horizon of "
+                         f"{self.decay_samples} samples")
+        return found
+
+
+def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_checkpoint: bool) -> Schedule:
+    """Whose schedule a resumed run follows: the flags', the checkpoint's, or both because they are equal.
+
+    override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`.
+    """
+    if override and use_checkpoint:
+        refuse(["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"])
+    if override:
+        return mine
+    if use_checkpoint:
+        return Schedule.from_state(saved)
+    refuse(f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old"
+           for line in mine.differences(saved))
+    return mine
+
+
+def _remaining(style: str, ratio: float) -> float:
+    """The share of the way from the bottom to the top that is left after `ratio` of a decay: 1 at 0, 0 at 1."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, ratio) - 1.0
+    assert style == "minus_sqrt", f"the configs allow no decay style {style!r}"
+    return 1.0 - math.sqrt(ratio)
+
+
+def _first(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
+
+
+def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
+    """What the flags alone say wrong, before any curve can be drawn."""
+    found = []
+    if schedule.lr is None:
+        found.append("--lr is missing; give the peak learning rate")
+    elif not 0.0 <= schedule.min_lr <= schedule.lr:
+        found.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}")
+    if schedule.lr is not None and schedule.lr_warmup_init > schedule.lr:
+        found.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
+    if (train.train_iters is None) == (train.train_samples is None):
+        found.append("give the length of training once: --train-iters or --train-samples")
+    other = "samples" if train.train_iters is not None else "iters"
+    unit = "iters" if train.train_iters is not None else "samples"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(schedule, f"{name}_{other}"):
+            flag = "--" + name.replace("_", "-")
+            found.append(f"{flag}-{other} does not go with --train-{unit}; say it as {flag}-{unit}")
+    if schedule.lr_warmup_fraction is not None and (schedule.lr_warmup_iters or schedule.lr_warmup_samples):
+        found.append("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples say the warm-up twice; give one")
+    if schedule.lr_decay_style == "WSD" and getattr(schedule, f"lr_wsd_decay_{unit}") is None:
+        found.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
+    ends = (_first(optimizer.start_weight_decay, optimizer.weight_decay),
+            _first(optimizer.end_weight_decay, optimizer.weight_decay))
+    if optimizer.weight_decay_incr_style == "constant" and ends[0] != ends[1]:
+        found.append(f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine")
+    return found

@@ -1,0 +1,195 @@
+"""Collectives over an axis, and their gradients.
+
+The plain functions (`all_reduce`, `all_gather`, ...) work on tensors outside autograd. The pairs at the end are
+differentiable and named by what they do forward and backward. Every one of them returns its input when the axis has
+size 1: this is the only file that asks. Gathers and scatters go along dimension 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.parallel.mesh import Axis
+
+Work = dist.Work | None
+
+# torch 2.13 gave these two new names and warns about the old ones.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def wait(work: Work) -> None:
+    """Wait for a collective started with `start_...`; None is already done."""
+    if work is not None:
+        work.wait()
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Reduce over the axis, in place; op is sum, max, min or avg. Returns the tensor."""
+    wait(start_all_reduce(tensor, axis, op))
+    return tensor
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
+    """Begin an in-place reduction; the tensor must be left alone until `wait`."""
+    if axis.size == 1:
+        return None
+    return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
+
+
+def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
+    """Begin to sum `tensor` over the axis into this rank's piece `output`; output may be that slice of tensor."""
+    if axis.size == 1:
+        if output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor)
+        return None
+    return _scatter_single(output, tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
+
+
+def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
+    """Begin to gather every rank's piece into `output`; piece may be this rank's slice of output."""
+    if axis.size == 1:
+        if output.data_ptr() != piece.data_ptr():
+            output.copy_(piece)
+        return None
+    return _gather_single(output, piece, group=axis.group, async_op=True)
+
+
+def all_gather(piece: Tensor, axis: Axis) -> Tensor:
+    """Every rank's piece, laid end to end along dimension 0. piece: [k, ...]; returns [axis.size * k, ...]."""
+    if axis.size == 1:
+        return piece
+    output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
+    wait(start_all_gather(output, piece.contiguous(), axis))
+    return output
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, cut along dimension 0. tensor: [axis.size * k, ...]; returns this rank's [k, ...]."""
+    if axis.size == 1:
+        return tensor
+    output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
+    wait(start_reduce_scatter(output, tensor.contiguous(), axis))
+    return output
+
+
+def cut(tensor: Tensor, axis: Axis) -> Tensor:
+    """This rank's piece of a tensor that all ranks of the axis hold, along dimension 0."""
+    if axis.size == 1:
+        return tensor
+    return tensor.chunk(axis.size)[axis.rank].contiguous()
+
+
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Copy from the rank at place `source` of the axis to all, in place. Returns the tensor."""
+    if axis.size > 1:
+        dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
+    """A picklable value of the rank at place `source`, on all ranks of the axis."""
+    if axis.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
+    return box[0]
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's picklable value, in the order of the axis, on all ranks."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, value, group=axis.group)
+    return found
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until all ranks of the axis are here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+class _IdentityThenReduce(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.clone(), context.axis), None
+
+
+class _ReduceThenIdentity(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(tensor.clone(), axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherThenScatter(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return all_gather(tensor, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradient, context.axis), None
+
+
+class _ScatterThenGather(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return reduce_scatter(tensor, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, context.axis), None
+
+
+class _CutThenGather(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return cut(tensor, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, context.axis), None
+
+
+def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: nothing. Backward: sum the gradient over the axis."""
+    return tensor if axis.size == 1 else _IdentityThenReduce.apply(tensor, axis)
+
+
+def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: sum over the axis. Backward: nothing, since every rank's gradient is already whole."""
+    return tensor if axis.size == 1 else _ReduceThenIdentity.apply(tensor, axis)
+
+
+def gather_then_scatter(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: gather along dimension 0. Backward: sum the gradient and keep this rank's piece."""
+    return tensor if axis.size == 1 else _GatherThenScatter.apply(tensor, axis)
+
+
+def scatter_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: sum over the axis and keep this rank's piece. Backward: gather the gradient."""
+    return tensor if axis.size == 1 else _ScatterThenGather.apply(tensor, axis)
+
+
+def cut_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: keep this rank's piece of a replicated tensor. Backward: gather the gradient."""
+    return tensor if axis.size == 1 else _CutThenGather.apply(tensor, axis)

@@ -1,0 +1,79 @@
+"""The few calls that differ between CPU and GPU. Nobody else says `torch.cuda`."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+import torch.profiler
+
+
+def pick_device() -> torch.device:
+    """The device of this process: its own GPU where there is one, else the CPU."""
+    if torch.cuda.is_available() and os.environ.get("MEGATRON_DEVICE", "auto") != "cpu":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def claim(device: torch.device) -> None:
+    """Make `device` this process's current device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def backend_of(device: torch.device, wish: str = "auto") -> str:
+    """The process-group backend for tensors on `device`."""
+    return wish if wish != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """State of the device's default random generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put the device's default random generator into `state`."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def memory_report(device: torch.device) -> dict[str, int]:
+    """Bytes held on the device: allocated, max allocated, reserved, max reserved. On a CPU: the process's own memory."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {"allocated": stats["allocated_bytes.all.current"], "max allocated": stats["allocated_bytes.all.peak"],
+                "reserved": stats["reserved_bytes.all.current"], "max reserved": stats["reserved_bytes.all.peak"],
+                "allocated count": stats["allocation.all.current"]}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/statm") as statm:
+            now = int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux: only the peak is known
+        now = peak
+    return {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak, "allocated count": 0}
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give cached device memory back to the driver."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def name_of(device: torch.device) -> str:
+    """The device's product name, e.g. `NVIDIA H200`; `cpu` on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def profiler_activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
+    """What a profile of this device records."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return activities + [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else activities

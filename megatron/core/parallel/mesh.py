@@ -1,0 +1,103 @@
+"""This rank's place on every axis, and the process groups that go with it.
+
+A `Mesh` is made once and passed; nothing about ranks is kept in module state. An axis of size 1 has no group, and
+every collective over it returns its input: one code path serves a laptop and a cluster.
+
+        dp 0        dp 1                 Mesh of tensor 2 x data 2 x pipeline 2, rank 5 in brackets:
+      tp0 tp1     tp0 tp1                tp (4, 5) here 1;  dp (5, 7) here 0;  pp (1, 5) here 1
+pp 0   0   1       2   3
+pp 1   4  [5]      6   7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.config.parallel import ParallelConfig
+from megatron.core.parallel.device import backend_of
+from megatron.core.parallel.grid import axis_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank stands at the beginning of the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank stands at the end of the axis."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where this rank stands. `pp_backward` is the pipeline again, with a group of its own for gradients."""
+
+    device: torch.device
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    pp_backward: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis
+    dp_cp: Axis
+    tp_cp: Axis
+    model: Axis
+    embed: Axis
+    world: Axis
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> Mesh:
+        """The mesh of one process, without torch.distributed."""
+        axes = {field.name: Axis(field.name) for field in fields(Mesh) if field.name != "device"}
+        return Mesh(device=device or torch.device("cpu"), **axes)
+
+    @staticmethod
+    def build(parallel: ParallelConfig, device: torch.device) -> Mesh:
+        """Make all groups. Every rank of the initialized default group calls this, with the same config."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        backend = backend_of(device, parallel.distributed_backend)
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        lists = axis_ranks(parallel, world_size)
+        lists["pp_backward"] = lists["pp"]
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        axes = {}
+        for field in fields(Mesh):
+            if field.name == "device":
+                continue
+            if field.name == "pp_backward":
+                made = {}
+            axes[field.name] = _axis(field.name, lists[field.name], rank, made, backend, timeout)
+        return Mesh(device=device, **axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        return getattr(self, name)
+
+
+def _axis(name: str, lists: tuple[tuple[int, ...], ...], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup],
+          backend: str, timeout: timedelta) -> Axis:
+    """This rank's axis. All ranks make all groups in the same order; equal lists of ranks share one group."""
+    mine = Axis(name, ranks=(rank,))
+    for ranks in lists:
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        if rank in ranks:
+            mine = Axis(name, len(ranks), ranks.index(rank), ranks, made.get(ranks))
+    return mine

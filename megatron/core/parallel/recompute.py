@@ -1,0 +1,82 @@
+"""Activation recomputation that replays the random streams.
+
+`recompute(function, streams, *tensors)` runs the function without keeping its activations; the backward pass runs it
+again from the same inputs and the same random states, then differentiates (Chen et al., 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.rng import RandomStreams
+
+
+class _Recompute(Function):
+    @staticmethod
+    def forward(context: Any, function: Callable[..., Tensor], streams: RandomStreams, axis: Axis | None,
+                *tensors: Tensor) -> Tensor:
+        context.function, context.streams, context.axis = function, streams, axis
+        context.states = streams.state()
+        context.shape = tensors[0].shape
+        kept = tensors if axis is None else (_own_piece(tensors[0], axis), *tensors[1:])
+        context.save_for_backward(*kept)
+        with torch.no_grad():
+            return function(*tensors)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        kept = list(context.saved_tensors)
+        if context.axis is not None:
+            kept[0] = collectives.all_gather(kept[0], context.axis).view(context.shape)
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in
+                  zip(kept, context.needs_input_grad[3:], strict=True)]
+        now = context.streams.state()
+        context.streams.load(context.states)
+        with torch.enable_grad():
+            output = context.function(*inputs)
+        context.streams.load(now)
+        torch.autograd.backward(output, gradient)
+        return (None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _own_piece(tensor: Tensor, axis: Axis) -> Tensor:
+    return collectives.cut(tensor.reshape(-1), axis)
+
+
+def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor, axis: Axis | None = None) -> Tensor:
+    """function(*tensors), keeping only the inputs.
+
+    axis: keep the first input in pieces over this axis (`--distribute-saved-activations`); its size must divide the
+    input's number of elements. At least one input must require a gradient for the function's parameters to get theirs.
+    """
+    return _Recompute.apply(function, streams, axis, *tensors)
+
+
+def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """second(first(x)) and first(x), where `second` does not keep first(x) for its backward pass but asks for it again.
+
+    Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its own output.
+    """
+    middle = first(x)
+    address, source = middle.data_ptr(), x.detach()
+
+    def pack(tensor: Tensor) -> Any:
+        same = tensor.data_ptr() == address and tensor.numel() == middle_size and tensor.is_contiguous()
+        return tensor.shape if same else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return first(source).view(packed)
+
+    middle_size = middle.numel()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return second(middle), middle

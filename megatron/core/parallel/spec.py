@@ -1,0 +1,156 @@
+"""The one record a parameter carries, and what follows from it.
+
+A layer states the whole parameter, as if there were one rank, and how it is cut:
+
+    parameter(ParamSpec(shape=(q + 2 * kv, h), cuts=(Cut(0, "tp", (Part(q), Part(kv, copies), Part(kv, copies))),), ...))
+
+A cut dimension is made of parts laid end to end, each divided over the axis by itself. When an axis has more ranks than
+a part has pieces (key/value heads), `copies` neighbouring ranks share a piece. A part whose size the axis does not
+divide is padded (the vocabulary); padding belongs to no box, so checkpoints and initial values never see it.
+
+    part q, 4 ranks:      [q0 | q1 | q2 | q3]        part kv, 2 copies:   [k0 | k0 | k1 | k1]
+    piece held by rank 2:  [q2 | k1 | v1]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.mesh import Mesh
+
+Initial = Callable[[tuple[int, ...], torch.Generator], Tensor]
+Kind = Literal["matrix", "vector", "embedding", "qk_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A segment of a cut dimension. size: true length; copies: ranks that share a piece; padded: length that is divided."""
+
+    size: int
+    copies: int = 1
+    padded: int | None = None
+
+    def piece(self, ranks: int) -> int:
+        """Length of one rank's piece, padding included."""
+        return (self.padded or self.size) * self.copies // ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dimension `dim` is divided over mesh axis `axis`, part by part."""
+
+    dim: int
+    axis: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A parameter's place in the whole.
+
+    shape: true global shape. sum_over: axes over which every rank's gradient is only a share. reduce_over: data axis
+    that averages it. tied: held by the first and the last pipeline stage. name: global name, filled in by `name_all`.
+    """
+
+    shape: tuple[int, ...]
+    init: Initial
+    kind: Kind
+    cuts: tuple[Cut, ...] = ()
+    sum_over: tuple[str, ...] = ()
+    reduce_over: str = "dp_cp"
+    tied: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rectangle this rank holds: `box` in the global tensor, `local` in its own tensor, shared by `copies` ranks."""
+
+    box: Box
+    local: Box
+    copies: int
+    is_first_copy: bool
+
+
+def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the tensor that this rank holds, padding included."""
+    shape = list(spec.shape)
+    for cut in spec.cuts:
+        shape[cut.dim] = sum(part.piece(mesh.axis(cut.axis).size) for part in cut.parts)
+    return tuple(shape)
+
+
+def pieces(spec: ParamSpec, mesh: Mesh) -> list[Piece]:
+    """The rectangles of the global tensor that this rank holds. At most one dimension of a parameter is cut in parts."""
+    held = [Piece(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
+    for cut in spec.cuts:
+        held = [cut_piece for piece in held for cut_piece in _cut(piece, cut, mesh)]
+    return held
+
+
+def _cut(piece: Piece, cut: Cut, mesh: Mesh) -> Iterator[Piece]:
+    axis, start, local_start = mesh.axis(cut.axis), 0, 0
+    for part in cut.parts:
+        length = part.piece(axis.size)
+        begin = axis.rank // part.copies * length
+        held = max(0, min(length, part.size - begin))
+        if held:
+            yield Piece(_replace(piece.box, cut.dim, start + begin, held), _replace(piece.local, cut.dim, local_start, held),
+                        piece.copies * part.copies, piece.is_first_copy and axis.rank % part.copies == 0)
+        start, local_start = start + part.size, local_start + length
+
+
+def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
+    offsets, shape = list(box.offset), list(box.shape)
+    offsets[dim], shape[dim] = offset, size
+    return Box(tuple(offsets), tuple(shape))
+
+
+def parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
+    """An empty parameter on the meta device that carries its spec; `materialize` gives it its values."""
+    made = nn.Parameter(torch.empty(local_shape(spec, mesh), dtype=dtype, device="meta"))
+    made.spec = spec  # type: ignore[attr-defined]
+    return made
+
+
+def spec_of(param: nn.Parameter) -> ParamSpec:
+    """The record that a parameter carries."""
+    return param.spec  # type: ignore[attr-defined]
+
+
+def name_all(module: nn.Module) -> None:
+    """Write each parameter's global name (its module path) into its spec. A tied parameter has one already."""
+    for path, param in module.named_parameters():
+        if not spec_of(param).name:
+            param.spec = dataclasses.replace(spec_of(param), name=path)  # type: ignore[attr-defined]
+
+
+def is_shared_over_tensor(spec: ParamSpec) -> bool:
+    """Whether every tensor rank holds the whole parameter."""
+    return not any(cut.axis == "tp" for cut in spec.cuts)
+
+
+def normal(deviation: float) -> Initial:
+    """Initial values drawn from a normal distribution around zero."""
+    return lambda shape, generator: torch.empty(shape, device=generator.device).normal_(0.0, deviation, generator=generator)
+
+
+def xavier_uniform() -> Initial:
+    """Initial values drawn by Glorot and Bengio's uniform rule (2010), for a matrix [out, in]."""
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        bound = (6.0 / (shape[0] + shape[1])) ** 0.5
+        return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
+
+    return draw
+
+
+def constant(value: float) -> Initial:
+    """The same initial value everywhere."""
+    return lambda shape, generator: torch.full(shape, value, device=generator.device)

@@ -1,0 +1,138 @@
+"""Pipeline schedules as data: for every rank, the list of what it does, in order.
+
+Stage s lives on rank s % pp, as that rank's chunk s // pp. An `Action` is one stage's forward pass "F" or backward pass
+"B" of one microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the
+same shape: a rank runs some forwards to warm up, then one forward and one backward in turn, then the backwards that
+are left. Schedules differ in the order of the forwards and in how many of them warm up:
+
+    one_f_one_b(2, 3)     rank 0   F0.0 F0.1 B0.0 F0.2 B0.1 B0.2          (F0.2 is stage 0, microbatch 2)
+                          rank 1   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+
+No schedule says when anything happens or what is sent: timeline.py and transfers.py derive both from `awaited`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flags import ConfigError, refuse
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing a rank does. An "R" has no microbatch and carries 0."""
+
+    op: str
+    stage: int
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"R{self.stage}" if self.op == "R" else f"{self.op}{self.stage}.{self.microbatch}"
+
+
+Plan = tuple[tuple[Action, ...], ...]
+
+# Where a result goes: activations to the next stage, gradients to the one before.
+TOWARDS = {"F": 1, "B": -1}
+
+
+class ScheduleError(Exception):
+    """A plan that cannot be carried out. The message names the actions at fault."""
+
+
+def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b") -> Plan:
+    """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size."""
+    if name == "gpipe":
+        return gpipe(pp, m, vpp=vpp)
+    if name != "1f1b":
+        raise ConfigError(f"--pipeline-schedule {name} is not known; choose 1f1b or gpipe")
+    if vpp == 1:
+        return one_f_one_b(pp, m)
+    group = pp if group is None else group
+    refuse(_group_problems(pp, m, group))
+    return interleaved(pp, vpp, m, min(group, m))
+
+
+def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
+    """All forwards, then all backwards: the most memory, the simplest picture."""
+    return _plan(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
+
+
+def one_f_one_b(pp: int, m: int) -> Plan:
+    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations."""
+    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
+
+
+def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
+    """1F1B over vpp chunks a rank, which cuts the bubble by vpp; a chunk runs `group` microbatches in a row.
+
+    The ranks warm up by two microbatches a step of the pipeline, so that a message has a slot's time to travel.
+    """
+    return _plan(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
+
+
+def forward_only(pp: int, vpp: int, m: int) -> Plan:
+    """Forwards alone, for evaluation and decoding."""
+    return tuple(tuple(Action("F", chunk * pp + rank, i) for chunk, i in _turns(vpp, m, group=pp))
+                 for rank in range(pp))
+
+
+def with_reduction(plan: Plan) -> Plan:
+    """The plan with an "R" right after each stage's last backward pass."""
+    rows = []
+    for row in plan:
+        last = {action.stage: action for action in row if action.op == "B"}
+        steps: list[Action] = []
+        for action in row:
+            steps.append(action)
+            if action == last.get(action.stage):
+                steps.append(Action("R", action.stage))
+        rows.append(tuple(steps))
+    return tuple(rows)
+
+
+def num_stages(plan: Plan) -> int:
+    """Stages that the plan runs: one more than the largest it names."""
+    return 1 + max((action.stage for row in plan for action in row), default=-1)
+
+
+def awaited(action: Action, stages: int) -> Action | None:
+    """The action of another stage whose result this one takes in, if there is one; `stages` is how many there are."""
+    stage = action.stage - TOWARDS.get(action.op, stages)
+    return Action(action.op, stage, action.microbatch) if 0 <= stage < stages else None
+
+
+def _plan(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
+    """Every rank's row; gradients visit the chunks of a rank in the opposite order of activations."""
+    turns = tuple(_turns(vpp, m, group))
+    rows = []
+    for rank in range(pp):
+        forwards = [Action("F", chunk * pp + rank, i) for chunk, i in turns]
+        backwards = [Action("B", (vpp - 1 - chunk) * pp + rank, i) for chunk, i in turns]
+        ahead = min(warmup(rank), len(turns))
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        rows.append((*forwards[:ahead], *(action for pair in pairs for action in pair),
+                     *backwards[len(turns) - ahead:]))
+    return tuple(rows)
+
+
+def _turns(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
+    """(chunk, microbatch) in the order a rank runs them: chunk by chunk within each group of microbatches."""
+    for start in range(0, m, group):
+        for chunk in range(vpp):
+            for microbatch in range(start, min(start + group, m)):
+                yield chunk, microbatch
+
+
+def _group_problems(pp: int, m: int, group: int) -> list[str]:
+    """Why m microbatches cannot be interleaved in groups of this size. A single group, full or not, always can."""
+    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    if group < pp:
+        return [f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"]
+    if m > group and 0 < m % group < pp:
+        full = m - m % group
+        return [f"{flag} leaves a last group of {m % group} of {m} microbatches, smaller than "
+                f"--pipeline-model-parallel-size {pp}, which can deadlock; choose --global-batch-size so that a step "
+                f"has {full} or {full + pp} microbatches"]
+    return []

@@ -1,0 +1,53 @@
+"""Tables that turn ids and positions into vectors."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, local_shape, parameter
+from megatron.core.tensor_parallel.region import Region
+
+
+def vocabulary_spec(true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False,
+                    name: str = "") -> ParamSpec:
+    """The record of a matrix [vocabulary, hidden] cut over the tensor ranks; padded rows belong to no box."""
+    cut = Cut(0, "tp", (Part(true_size, padded=padded_size),))
+    return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
+
+
+class VocabEmbedding(nn.Module):
+    """One vector an id; every tensor rank holds a range of ids."""
+
+    def __init__(self, spec: ParamSpec, *, region: Region, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.region = region
+        self.weight = parameter(spec, mesh, dtype)
+        self.rows = local_shape(spec, mesh)[0]
+        self.first = self.rows * region.axis.rank
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [b, s]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
+        if self.region.axis.size == 1:
+            return F.embedding(ids.t(), self.weight)
+        local = ids.t() - self.first
+        elsewhere = (local < 0) | (local >= self.rows)
+        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.region.exit(vectors.masked_fill(elsewhere[..., None], 0.0))
+
+
+class PositionEmbedding(nn.Module):
+    """One learned vector a position, whole on every rank."""
+
+    def __init__(self, num_positions: int, hidden_size: int, *, init: Initial, region: Region, mesh: Mesh,
+                 dtype: torch.dtype) -> None:
+        super().__init__()
+        self.region = region
+        spec = ParamSpec((num_positions, hidden_size), init, "matrix", sum_over=region.outside_sums)
+        self.weight = parameter(spec, mesh, dtype)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [b or 1, s]. Returns [s, b or 1, h] (or this rank's [s/tp, ...] with sequence parallelism)."""
+        return F.embedding(self.region.own(positions.t().contiguous()), self.weight)

@@ -1,0 +1,66 @@
+"""Cross entropy over a vocabulary that is cut over the tensor ranks.
+
+No rank ever sees another's logits: the ranks exchange each token's largest logit, sum of exponentials and target logit.
+Padded columns take no part. The logits' own memory becomes the gradient, so that one buffer of vocabulary size is live.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+
+_ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in its cache
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor, axis: Axis, valid: int) -> Tensor:
+        columns = logits.shape[-1]
+        first = axis.rank * columns
+        flat = logits.detach().view(-1, columns)
+        if flat.dtype in (torch.float16, torch.bfloat16):
+            flat = flat.float()
+        if valid < columns:
+            flat[:, max(0, valid):] = float("-inf")
+        largest = collectives.all_reduce(flat.amax(dim=-1), axis, "max")
+        local = targets.reshape(-1) - first
+        here = (local >= 0) & (local < columns)
+        local = local.masked_fill(~here, 0)
+        target_logit = flat.gather(1, local[:, None])[:, 0].sub_(largest).masked_fill_(~here, 0.0)
+        sums = torch.empty_like(largest)
+        for rows, shift, total in zip(_blocks(flat), _blocks(largest), _blocks(sums), strict=True):
+            torch.sum(rows.sub_(shift[:, None]).exp_(), dim=-1, out=total)
+        totals = collectives.all_reduce(torch.stack((sums, target_logit)), axis)
+        context.save_for_backward(totals[0], local, here)
+        context.flat, context.dtype = flat, logits.dtype  # not `saved`: backward writes into it
+        return (totals[0].log() - totals[1]).view(targets.shape)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sums, local, here = context.saved_tensors
+        flat, context.flat = context.flat, None
+        weight = gradient.reshape(-1)
+        scale = weight / sums
+        for rows, factor in zip(_blocks(flat), _blocks(scale), strict=True):
+            rows.mul_(factor[:, None])
+        flat.scatter_add_(1, local[:, None], -(weight * here)[:, None].to(flat.dtype))
+        return flat.view(*gradient.shape, -1).to(context.dtype), None, None, None
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.split(_ROWS) if tensor.device.type == "cpu" else (tensor,)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    """The loss of every token. Consumes the logits: their memory is reused.
+
+    logits: [s, b, v/tp], padded columns included; targets: [s, b]. Returns [s, b] in fp32 (fp64 for fp64 logits).
+    """
+    valid = true_vocab_size - axis.rank * logits.shape[-1]
+    return _CrossEntropy.apply(logits, targets, axis, valid)

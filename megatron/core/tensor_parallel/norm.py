@@ -1,0 +1,36 @@
+"""Norms, and over which ranks the gradients of their weights are shares of a sum."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension.
+
+    one_plus: the stored weight is the scale minus one. sum_over: axes whose ranks each see a share of the positions or
+    heads. Returns the module's own format whatever the residual's is.
+    """
+
+    def __init__(self, size: int, *, normalization: Literal["LayerNorm", "RMSNorm"], epsilon: float, one_plus: bool,
+                 sum_over: tuple[str, ...], kernels: Kernels, mesh: Mesh, dtype: torch.dtype, kind: Kind = "vector") -> None:
+        super().__init__()
+        self.epsilon, self.one_plus, self.kernels = epsilon, one_plus, kernels
+        scale = constant(0.0 if one_plus else 1.0)
+        self.weight = parameter(ParamSpec((size,), scale, kind, sum_over=sum_over), mesh, dtype)
+        shift = ParamSpec((size,), constant(0.0), kind, sum_over=sum_over)
+        self.bias = parameter(shift, mesh, dtype) if normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size]. Returns the same shape."""
+        scale = (self.weight + 1.0 if self.one_plus else self.weight).to(x.dtype)
+        if self.bias is None:
+            return self.kernels.rms_norm(x, scale, self.epsilon).to(self.weight.dtype)
+        return self.kernels.layer_norm(x, scale, self.bias.to(x.dtype), self.epsilon).to(self.weight.dtype)

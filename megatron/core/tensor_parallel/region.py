@@ -1,0 +1,47 @@
+"""A tensor-parallel region has one entrance and one exit.
+
+Without sequence parallelism activations between regions are whole on every rank: enter does nothing (and sums the
+gradient), exit sums. With it they are cut along the sequence: enter gathers, exit sums and cuts; both cost the same
+bytes, and what lies between is computed once instead of on every rank (Korthikanti et al., 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The choice, made once. axis: the tensor axis."""
+
+    axis: Axis
+    sequence_parallel: bool = False
+
+    def exit(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' shares [s, b, h]; returns [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+        if self.sequence_parallel:
+            return collectives.scatter_then_gather(partial, self.axis)
+        return collectives.reduce_then_identity(partial, self.axis)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What a rank keeps between regions of a tensor [s, ...] that all ranks computed: all of it, or its piece."""
+        return collectives.cut_then_gather(whole, self.axis) if self.sequence_parallel else whole
+
+    def length(self, sequence: int) -> int:
+        """Positions that a rank holds between regions."""
+        return sequence // self.axis.size if self.sequence_parallel else sequence
+
+    @property
+    def outside_sums(self) -> tuple[str, ...]:
+        """Axes over which gradients of parameters used between regions must be summed."""
+        return ("tp",) if self.sequence_parallel else ()
+
+    @property
+    def outside_stream(self) -> str:
+        """Random stream for dropout between regions."""
+        return "cut" if self.sequence_parallel else "default"

@@ -1,0 +1,10 @@
+"""Floor 4: what a layer is made of.
+
+build.py      Build: what every layer constructor receives
+rope.py       rotary tables
+dropout.py    dropout from a named random stream
+attention.py  self attention with grouped heads
+mlp.py        dense and gated MLP
+layer.py      Layer: what a LayerPlan says, in order
+stack.py      the layers of one stage, and their recomputation
+"""

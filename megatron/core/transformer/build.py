@@ -1,0 +1,66 @@
+"""What every layer constructor receives beside its own sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.run import RecomputeConfig
+from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
+from megatron.core.tensor_parallel.norm import Norm
+from megatron.core.tensor_parallel.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The choices that hold for a whole network."""
+
+    model: ModelConfig
+    mesh: Mesh
+    kernels: Kernels
+    streams: RandomStreams
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute: RecomputeConfig = RecomputeConfig()
+
+    @property
+    def region(self) -> Region:
+        """How tensor-parallel regions are entered and left."""
+        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1)
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Format of the residual stream, and so of the messages between stages."""
+        wide = self.model.fp32_residual_connection and self.dtype != torch.float64
+        return torch.float32 if wide else self.dtype
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation covers `module`."""
+        return self.recompute.recompute_granularity == "selective" and module in (self.recompute.recompute_modules or ())
+
+    def initial(self) -> Initial:
+        """Initial values of an input matrix."""
+        return xavier_uniform() if self.model.init_method_xavier_uniform else normal(self.model.init_method_std)
+
+    def initial_output(self) -> Initial:
+        """Initial values of a matrix that writes to the residual stream: smaller by sqrt(2 layers) (GPT-2)."""
+        if self.model.init_method_xavier_uniform:
+            return xavier_uniform()
+        return normal(self.model.init_method_std / math.sqrt(2.0 * self.model.num_layers))
+
+    def initial_embedding(self) -> Initial:
+        """Initial values of the embeddings."""
+        deviation = self.model.embedding_init_method_std
+        return self.initial() if deviation is None else normal(deviation)
+
+    def norm(self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector") -> Norm:
+        """A norm of the configured kind; left out, sum_over is that of a norm between tensor-parallel regions."""
+        return Norm(size, normalization=self.model.normalization, epsilon=self.model.norm_epsilon,
+                    one_plus=self.model.apply_layernorm_1p, kernels=self.kernels, mesh=self.mesh, dtype=self.dtype,
+                    sum_over=self.region.outside_sums if sum_over is None else sum_over, kind=kind)

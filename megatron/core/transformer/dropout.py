@@ -1,0 +1,23 @@
+"""Dropout from a named random stream."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.parallel.rng import RandomStreams
+
+
+class Dropout(nn.Module):
+    """Zero a share of the elements while training; nothing otherwise."""
+
+    def __init__(self, share: float, streams: RandomStreams, stream: str) -> None:
+        super().__init__()
+        self.share, self.streams, self.stream = share, streams, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: any shape."""
+        if self.share == 0.0 or not self.training:
+            return x
+        with self.streams.use(self.stream):
+            return F.dropout(x, self.share)

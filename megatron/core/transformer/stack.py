@@ -1,0 +1,62 @@
+"""The layers of one pipeline stage, and how they are recomputed.
+
+Layers sit under their global number, so a parameter's name never depends on the stage that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from megatron.core.config.plan import LayerPlan
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.recompute import recompute
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.rope import RotaryTable
+
+
+class Stack(nn.Module):
+    """Layers in order, then the final norm where the network ends."""
+
+    def __init__(self, plans: Sequence[LayerPlan], build: Build, *, final_norm: bool) -> None:
+        super().__init__()
+        self.build = build
+        self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
+        self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
+
+    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None) -> Tensor:
+        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape."""
+        for group, drop in self._groups():
+            if drop and self.training:
+                x = recompute(_Run(group, mask, table), self.build.streams, x, axis=self._saved_axis())
+            else:
+                x = _Run(group, mask, table)(x)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def _groups(self) -> list[tuple[list[Layer], bool]]:
+        """(layers, whether their activations are dropped), in order."""
+        choice, layers = self.build.recompute, list(self.layers.values())
+        if choice.recompute_granularity != "full":
+            return [(layers, False)]
+        size = choice.recompute_num_layers or 1
+        if choice.recompute_method == "block":
+            return [([layer], place < size) for place, layer in enumerate(layers)]
+        return [(layers[start:start + size], True) for start in range(0, len(layers), size)]
+
+    def _saved_axis(self) -> Axis | None:
+        return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
+
+
+class _Run:
+    """Some layers one after the other, as a function of x."""
+
+    def __init__(self, layers: list[Layer], mask: MaskSpec, table: RotaryTable | None) -> None:
+        self.layers, self.mask, self.table = layers, mask, table
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.mask, self.table)
+        return x

@@ -1,0 +1,18 @@
+"""Floor 6: the programme. The only package that knows flags.
+
+run.py            Run: what initialize_megatron returns and every provider receives
+arguments.py      flags to namespace to RunConfig
+legacy_flags.py   old, renamed and refused Megatron flags, as a table
+initialize.py     initialize_megatron(args) -> Run
+global_vars.py    get_args() and friends, for user scripts
+stages.py         this rank's stages, their buckets and the optimizer
+batch.py          one microbatch, and the loss over its tokens
+data.py           datasets to iterators of microbatches
+step.py           one optimizer step
+loop.py           pretrain() and the loop
+evaluate.py       forward-only passes
+checkpointing.py  what a run saves and how it resumes
+metrics.py  writers.py  timers.py     what is measured, where it goes, how long things take
+microbatches.py   batch size ramp-up
+watch.py          signals, time limits, NaNs, profiler window
+"""

@@ -1,0 +1,144 @@
+"""From the command line to a namespace, and from there to a checked `RunConfig`.
+
+    argv -> --yaml-cfg put in front -> old spellings translated -> argparse -> (checkpoint's shape) -> RunConfig -> rules
+
+Whatever is wrong is collected on the way and said in one message; nothing is started before all of it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, known_flags, refuse, spelling
+from megatron.core.config.rules import broken
+from megatron.core.config.run import RunConfig
+from megatron.core.dist_checkpointing.store import checkpoint_values
+from megatron.training.legacy_flags import nearest, translate
+
+Provider = Callable[[argparse.ArgumentParser], Any]
+
+
+def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
+    """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description="Train a transformer. Flags are Megatron's; they come in groups.")
+    parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
+    for config_class in (RunConfig, *extra):
+        add_arguments(parser, config_class)
+    if provider is not None:
+        provider(parser)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
+               provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
+    """The namespace of a run, checked. Prints what is wrong and exits with code 2 otherwise.
+
+    defaults: values of this script where they are not given. world_size: ranks that will run.
+    """
+    try:
+        return read_args(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider,
+                         world_size=world_size)
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+
+
+def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
+              provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
+    """Like `parse_args`, but raises `ConfigError`."""
+    parser = make_parser(extra, provider)
+    parser.set_defaults(**(defaults or {}))
+    known = {word for action in parser._actions for word in action.option_strings}
+    words = _yaml_words(argv, parser)
+    words, messages, problems = translate(words, known)
+    parser.error = _collect_into(problems)  # type: ignore[method-assign]
+    args, unknown = parser.parse_known_args(words)
+    for word in unknown:
+        if word.startswith("--"):
+            near = nearest(word.partition("=")[0], known)
+            problems.append(f"{word} is not a flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        elif not any(other.startswith("--") for other in unknown):
+            problems.append(f"{word!r} belongs to no flag")
+    if args.use_checkpoint_args and args.load:
+        _take_from_checkpoint(args)
+    args.messages = messages
+    try:
+        config_of(args, world_size)
+    except ConfigError as error:
+        problems += [line.strip() for line in str(error).splitlines()[1:]]
+    refuse(problems)
+    return args
+
+
+def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
+    """The frozen config of a namespace; `ConfigError` with every broken rule."""
+    config = from_namespace(RunConfig, args).resolve(world_size)
+    refuse(said for _, said in broken(config, world_size))
+    return config
+
+
+def _collect_into(problems: list[str]) -> Callable[[str], None]:
+    """argparse's way out, turned into one more line of the list."""
+    def error(message: str) -> None:
+        problems.append(message)
+        raise ConfigError(f"{len(problems)} settings cannot be used as given\n" + "\n".join(f"  {p}" for p in problems))
+
+    return error
+
+
+def _yaml_words(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """argv with the mapping of --yaml-cfg written out as flags before it."""
+    for place, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name == "--yaml-cfg":
+            path = value or (argv[place + 1] if place + 1 < len(argv) else "")
+            rest = [*argv[:place], *argv[place + (1 if value else 2):]]
+            return [*_read_yaml(path), *rest]
+    return list(argv)
+
+
+def _read_yaml(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--yaml-cfg {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values")
+    return [word for name, value in _flatten(content) for word in _words_of(str(name), value)]
+
+
+def _flatten(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Settings of a mapping; a mapping inside is a heading only."""
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        found += _flatten(value) if isinstance(value, Mapping) else [(name, value)]
+    return found
+
+
+def _words_of(name: str, value: Any) -> list[str]:
+    word = spelling(name.lstrip("-"))
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [word] if value else ["--no-" + word[2:]]
+    return [word, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+
+
+def _take_from_checkpoint(args: argparse.Namespace) -> None:
+    """Put the checkpoint's model and tokenizer in the place of the command line's."""
+    fields = {field.name for field, _ in flag_fields(RunConfig)}
+    for name, value in checkpoint_values(args.load, args.ckpt_step).items():
+        if name in fields:
+            setattr(args, name, value)
+
+
+def flags_of(config_class: type = RunConfig) -> set[str]:
+    """Every spelling that the configs understand."""
+    return known_flags(config_class)

@@ -1,0 +1,36 @@
+"""Forward-only passes, and the mean loss over their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron.core.parallel import collectives
+from megatron.core.pipeline_parallel.executor import run
+from megatron.training.batch import Batch
+from megatron.training.stages import Trainer
+from megatron.training.step import StepWork
+
+
+def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
+    """The mean of each loss over `iterations` global batches, the same on every rank. Random streams stay untouched."""
+    mesh = trainer.run.mesh
+    count = trainer.run.config.train.global_batch_size // trainer.batches.unit
+    totals: dict[str, torch.Tensor] = {}
+    streams = trainer.run.streams.state()
+    trainer.train_mode(False)
+    for parallel in trainer.parallels:
+        parallel.finish_gather()
+    for _ in range(iterations):
+        work = StepWork(trainer, batches, count, training=False)
+        run(trainer.script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        for name, pair in work.report().items():
+            totals[name] = totals[name] + pair if name in totals else pair
+    trainer.train_mode(True)
+    trainer.run.streams.load(streams)
+    means = {}
+    for name, pair in totals.items():
+        total, tokens = collectives.all_reduce(pair.double(), mesh.world).tolist()
+        means[name] = total / tokens if tokens else float("nan")
+    return means

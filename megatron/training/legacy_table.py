@@ -1,0 +1,406 @@
+"""Every Megatron flag that is not a field of our configs, and what becomes of it. Data only; `legacy_flags.py` reads it.
+
+A group is a reason, shared by the flags that it holds for. Names stand without their dashes:
+
+    switches   take no value            "use-mcore-models"
+    values     take values               "moe-router-topk=2": `=` gives the value that changes nothing, `|` several of them
+
+The kinds of group:
+
+    ignored    accepted with the reason: the flag changes no result here
+    later      not built yet: refused with the reason, but accepted with a value that changes nothing
+    refused    obsolete or out of scope: the same, and the reason says what to do instead
+
+When a feature is built, its flags become fields of a config and leave this table (a test holds the two apart).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["renamed", "ignored", "later", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One reason, and the flags it holds for. A name that ends in * stands for all that begin so."""
+
+    kind: Kind
+    sentence: str
+    switches: str = ""
+    values: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """An old spelling. `words`: what stands for it now; the old flag's values follow if `keeps_values`.
+
+    yields: the words go to the front of the command line, where any explicit setting that follows wins over them.
+    """
+
+    flag: str
+    words: tuple[str, ...]
+    keeps_values: bool = True
+    yields: bool = False
+
+
+RENAMES = (
+    Rename("--batch-size", ("--micro-batch-size",)),
+    Rename("--model-parallel-size", ("--tensor-model-parallel-size",)),
+    Rename("--warmup", ("--lr-warmup-fraction",)),
+    Rename("--layernorm-epsilon", ("--norm-epsilon",)),
+    Rename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
+    Rename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
+    Rename("--use-flash-attn", ("--attention-backend", "flash"), keeps_values=False),
+    Rename("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
+    Rename("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
+    Rename("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                                        "--recompute-num-layers", "1"), keeps_values=False, yields=True),
+    Rename("--checkpoint-num-layers", ("--recompute-num-layers",)),
+    Rename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
+    Rename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
+    Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
+    Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
+)
+
+# Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
+VALUES = (
+    ("--position-embedding-type", "yarn mrope relative", "this kind of position is not built yet; choose rope or learned_absolute"),
+    ("--optimizer", "muon dist_muon adaptive_muon lion soap", "this optimizer is not built yet; choose adam or sgd"),
+    ("--dataloader-type", "external", "loaders from outside are not built yet; choose single or cyclic"),
+    ("--recompute-modules", "moe moe_act shared_experts mla_up_proj",
+     "the module to recompute belongs to a kind of layer that is not built yet; choose core_attn, layernorm or mlp"),
+)
+
+IGNORED = (
+    Group("ignored", "there is one implementation of the models",
+          switches="use-mcore-models use-legacy-models enable-experimental"),
+    Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+          switches="no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
+                   "no-rope-fusion cross-entropy-loss-fusion no-gradient-accumulation-fusion no-persist-layer-norm "
+                   "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
+                   "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
+                   "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",
+          values="cross-entropy-fusion-impl flash-attention-version"),
+    Group("ignored", "softmax and loss are always summed in fp32",
+          switches="attention-softmax-in-fp32 fp16-lm-cross-entropy"),
+    Group("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
+          switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
+    Group("ignored", "it changes when ranks talk, not what they compute, and is not available here",
+          switches="tp-comm-overlap no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad no-tp-comm-overlap-ag "
+                   "no-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad no-tp-comm-split-ag no-tp-comm-split-rs "
+                   "delay-wgrad-compute defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
+                   "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
+                   "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
+                   "no-scatter-gather-tensors-in-pipeline ddp-pad-buckets-for-high-nccl-busbw create-all-gather-group "
+                   "no-use-layer-wise-param-layout use-ring-exchange-p2p no-clone-scatter-output-in-embedding",
+          values="tp-comm-overlap-cfg tp-comm-bootstrap-backend wgrad-deferral-limit DDP-impl "
+                 "pipeline-model-parallel-comm-backend suggested-communication-unit-size symmetric-ar-type "
+                 "train-sync-interval"),
+    Group("ignored", "the network library is tuned through its own environment variables",
+          switches="use-sharp use-nccl-ub disable-symmetric-registration initialize-socket-comms",
+          values="nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group "
+                 "distributed-timeout-seconds-after-init"),
+    Group("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
+          switches="no-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace "
+                   "no-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec",
+          values="flight-recorder-dump-path flight-recorder-trace-buffer-size"),
+    Group("ignored", "each rank learns its place from the launcher's environment",
+          switches="lazy-mpu-init", values="local-rank local_rank"),
+    Group("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
+    Group("ignored", "models are always built without memory first and filled rank by rank",
+          switches="init-model-with-meta-device no-initialization"),
+    Group("ignored", "random streams are always kept by name",
+          switches="te-rng-tracker inference-rng-tracker use-same-sampling-seed-across-dp-ranks"),
+    Group("ignored", "masks are made where attention is computed, never by the data loader",
+          switches="no-create-attention-mask-in-dataloader"),
+    Group("ignored", "it only shortens the start with very many data files",
+          switches="dataloader-fast-cache-load dataloader-defer-npy-index-mmap mmap-warmup",
+          values="per-dataset-sequences-path"),
+    Group("ignored", "the weights of a blend are always normalised",
+          switches="renormalize-blend-weights"),
+    Group("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
+          switches="auto-detect-ckpt-format use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load "
+                   "no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-optim-fully-reshardable "
+                   "dist-ckpt-save-pre-mcore-014 ckpt-convert-update-legacy-dist-opt-format "
+                   "ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create "
+                   "no-ckpt-load-validate-sharding-integrity distrib-optim-fully-reshardable-mem-efficient "
+                   "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load",
+          values="ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
+                 "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
+    Group("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
+          values="dist-ckpt-strictness"),
+    Group("ignored", "training waits until a checkpoint is written; what is written is the same",
+          switches="async-save use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
+          values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
+    Group("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
+    Group("ignored", "--profile always records with PyTorch's profiler, shapes included",
+          switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
+    Group("ignored", "TensorBoard always gets the batch size and the learning rate",
+          switches="log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard"),
+    Group("ignored", "services outside of the run are not called, and it trains without them",
+          switches="enable-one-logger no-one-logger one-logger-async otel-enabled adlr-autoresume enable-ft-package "
+                   "calc-ft-timeouts run-workload-inspector-server enable-msc disable-msc",
+          values="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version otel-service-name "
+                 "otel-span-groups adlr-autoresume-interval ft-num-warmup-iters config-logger-dir"),
+    Group("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
+    Group("ignored", "a signal is noticed at the end of each step, wherever it arrives",
+          switches="exit-signal-handler-for-dataloader"),
+    Group("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
+)
+
+LATER = (
+    Group("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
+          switches="use-te", values="transformer-impl=local|transformer_engine te-precision-config-file"),
+    Group("later", "encoder-decoder and BERT models are not built yet; for a decoder give --num-layers and --seq-length",
+          switches="bert-no-binary-head output-bert-embeddings",
+          values="encoder-num-layers decoder-num-layers encoder-seq-length decoder-seq-length mask-prob=0.15 "
+                 "short-seq-prob=0.1 vocab-extra-ids=0 relative-attention-num-buckets=32 "
+                 "relative-attention-max-distance=128 pipeline-model-parallel-split-rank "
+                 "encoder-tensor-model-parallel-size=0 encoder-pipeline-model-parallel-size=0 "
+                 "bert-embedder-type bert-load"),
+    Group("later", "the gpt-oss variants of gating and softmax are not built yet",
+          values="glu-linear-offset=0 activation-func-clamp-value softmax-type=vanilla"),
+    Group("later", "muP is not built yet", switches="use-mup",
+          values="mup-base-hidden-size mup-width-mult mup-embedding-mult mup-output-mult mup-base-head-dim "
+                 "mup-attn-scale-power"),
+    Group("later", "YaRN, multimodal and per-layer rotary positions are not built yet",
+          switches="yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int",
+          values="rotary-scaling-factor=1 mscale=1 mscale-all-dim=0 yarn-original-max-position-embeddings "
+                 "yarn-beta-fast yarn-beta-slow rope-type=rope no-rope-freq mrope-section"),
+    Group("later", "windows, gates and L2 norms of attention are not built yet",
+          switches="qk-l2-norm attention-output-gate qk-clip",
+          values="window-size=-1,-1 window-attn-skip-freq qk-clip-alpha qk-clip-threshold"),
+    Group("later", "multi-latent attention is not built yet",
+          switches="multi-latent-attention cache-mla-latents mla-down-proj-fusion",
+          values="q-lora-rank kv-lora-rank=32 qk-head-dim=128 qk-pos-emb-head-dim=64 v-head-dim=128"),
+    Group("later", "mixture-of-experts layers are not built yet",
+          switches="moe-router-pre-softmax moe-router-enable-expert-bias moe-router-fusion moe-permute-fusion "
+                   "moe-enable-deepep moe-grouped-gemm moe-shared-expert-gate moe-shared-expert-overlap "
+                   "moe-pad-expert-input-to-capacity moe-use-upcycling moe-layer-recompute moe-per-layer-logging "
+                   "moe-router-force-load-balancing overlap-moe-expert-parallel-comm "
+                   "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
+                   "use-grouped-gemm-for-shared-expert moe-enable-routing-replay moe-router-padding-for-quantization "
+                   "moe-router-padding-for-fp8 moe-use-grouped-tensor moe-single-grouped-weight "
+                   "moe-single-grouped-bias moe-permute-fusion-into-hybridep "
+                   "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
+                   "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream moe-extended-tp "
+                   "moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
+                   "moe-routing-trace-dump-weights",
+          values="num-experts=0 moe-layer-freq=1 moe-ffn-hidden-size moe-router-topk=2 "
+                 "moe-router-load-balancing-type=aux_loss moe-aux-loss-coeff=0 moe-router-score-function=softmax "
+                 "moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk "
+                 "moe-router-bias-update-rate=0.001 moe-router-dtype moe-z-loss-coeff moe-input-jitter-eps "
+                 "moe-token-dispatcher-type=allgather moe-flex-dispatcher-backend=deepep "
+                 "moe-shared-expert-intermediate-size moe-expert-capacity-factor moe-token-drop-policy=probs "
+                 "moe-upcycling-granularity=1 moe-latent-size moe-router-topk-limited-devices "
+                 "moe-router-quantile-balancing-ema moe-router-force-biased moe-shared-expert-glu-interleave-size "
+                 "moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms "
+                 "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute "
+                 "moe-hybridep-num-sms-preprocessing moe-dispatch-fwd-dtype moe-combine-bwd-dtype "
+                 "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor expert-model-parallel-size=1 "
+                 "expert-tensor-parallel-size=1 expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
+                 "moe-routing-trace-max-training-iters"),
+    Group("later", "context parallelism is not built yet", switches="hybrid-context-parallel",
+          values="context-parallel-size=1 cp-comm-type=p2p hierarchical-context-parallel-sizes=1 "
+                 "max-seqlen-per-dp-cp-rank"),
+    Group("later", "multi-token prediction is not built yet",
+          switches="mtp-use-repeated-layer mtp-detach-heads mtp-standalone mtp-hsm",
+          values="mtp-num-layers=0 mtp-loss-scaling-factor=0.1 mtp-hybrid-override-pattern"),
+    Group("later", "Mamba, hybrid and linear-attention layers are not built yet",
+          switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
+          values="hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio=0 hybrid-mlp-ratio=0 "
+                 "mamba-state-dim=128 mamba-head-dim=64 mamba-num-groups=8 mamba-num-heads "
+                 "mamba-training-ssm-states-dtype experimental-attention-variant linear-attention-freq "
+                 "linear-conv-kernel-dim=4 linear-key-head-dim=128 linear-value-head-dim=128 linear-num-key-heads=16 "
+                 "linear-num-value-heads=32 gdp-num-householder gdp-num-chunk-states-to-recompute"),
+    Group("later", "sharding of weights over data-parallel ranks is not built yet; --use-distributed-optimizer shards the "
+                   "optimizer's state",
+          switches="use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp "
+                   "fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
+                   "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
+                   "enable-full-sharding-in-hsdp keep-fp8-transpose-cache",
+          values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
+                 "num-distributed-optimizer-instances=1 megatron-fsdp-version megatron-fsdp-main-params-dtype "
+                 "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
+    Group("later", "fp8 and fp4 are not built yet; choose --bf16",
+          switches="fp8-param-gather fp4-param-gather no-fp8-wgrad first-last-layers-bf16 fp8-output-proj "
+                   "reuse-grad-buf-for-mxfp8-param-ag use-kitchen-attention",
+          values="fp8-format fp8-recipe=delayed fp8-margin=0 fp8-amax-history-len=1 fp8-amax-compute-algo=most_recent "
+                 "num-layers-at-start-in-bf16=1 num-layers-at-end-in-bf16=1 fp4-format fp4-recipe=nvfp4 "
+                 "fp8-quantizer-factory fp4-quantizer-factory fp8-interval=1 kitchen-attention-backend"),
+    Group("later", "optimizer state below fp32 is not built yet", switches="use-precision-aware-optimizer",
+          values="main-grads-dtype=fp32 main-params-dtype=fp32 exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32"),
+    Group("later", "another precision of logits or of gradient sums is not built yet",
+          switches="ddp-reduce-scatter-with-fp32-accumulation",
+          values="output-logit-dtype ddp-param-name-patterns-for-fp32-local-accumulation"),
+    Group("later", "optimizers other than adam and sgd are not built yet",
+          switches="muon-nesterov muon-no-split-qkv muon-use-syrk",
+          values="muon-momentum=0.9 muon-num-ns-steps=5 muon-scale-mode=spectral muon-extra-scale-factor=1 "
+                 "muon-tp-mode=duplicated muon-fp32-matmul-prec muon-coefficient-type muon-scalar-optimizer "
+                 "lion-beta1 lion-beta2"),
+    Group("later", "keeping optimizer state or activations in CPU memory is not built yet; see --recompute-granularity and "
+                   "--use-distributed-optimizer",
+          switches="optimizer-cpu-offload use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d "
+                   "no-pin-cpu-grads no-pin-cpu-params fine-grained-activation-offloading delay-offload-until-cuda-graph "
+                   "cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
+          values="optimizer-offload-fraction=1 cpu-offloading-num-layers=0 offload-modules min-offloaded-tensor-size "
+                 "delta-offload-bytes-across-pp-ranks activation-offload-fraction "
+                 "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
+                 "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
+    Group("later", "CUDA graphs are not built yet",
+          switches="enable-cuda-graph external-cuda-graph optimizer-cuda-graph",
+          values="cuda-graph-impl=none cuda-graph-modules cuda-graph-warmup-steps=3 cuda-graph-scope"),
+    Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
+          switches="full-validation multiple-validation-sets",
+          values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
+    Group("later", "checks of gradients, loss spikes and replicas are not built yet; a value that is not finite stops a run",
+          switches="check-for-large-grads check-for-spiky-loss",
+          values="check-weight-hash-across-dp-replicas-interval"),
+    Group("later", "fill-in-the-middle samples are not built yet", switches="fim-data",
+          values="fim-rate=0.5 fim-spm-rate=0.5 fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token "
+                 "fim-middle-token fim-suffix-token fim-pad-token fim-eod-token"),
+    Group("later", "fine-tuning on conversations is not built yet", switches="sft",
+          values="sft-tokenizer-prompt-format=nemotron-h-aligned chat-template finetune-hf-dataset"),
+    Group("later", "masks by document lengths are not built yet; --reset-attention-mask keeps documents apart",
+          switches="dataloader-inter-document-masking"),
+    Group("later", "this tokenizer setting is not built yet",
+          switches="trust-remote-code tokenizer-sentencepiece-legacy no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+                   "tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens use-gigatoken",
+          values="tiktoken-pattern tiktoken-num-special-tokens=1000 tiktoken-special-tokens tokenizer-special-tokens "
+                 "tokenizer-metadata null-tokenizer-eod-id null-tokenizer-pad-id"),
+    Group("later", "only this project's own checkpoint format is written and read so far, as --ckpt-format torch_dist",
+          values="ckpt-format=torch_dist dist-ckpt-format=torch_dist ckpt-convert-format ckpt-convert-save"),
+    Group("later", "--use-checkpoint-args takes the checkpoint's tokenizer too; to take another one with it is not built yet",
+          switches="no-use-tokenizer-model-from-checkpoint-args"),
+    Group("later", "checkpoints beside those of --save-interval are not built yet",
+          values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
+    Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
+          switches="load-main-params-from-ckpt verify-integrity", values="override-ckpt-iteration"),
+    Group("later", "this report is not built yet",
+          switches="log-energy log-max-attention-logit log-straggler disable-straggler-on-startup "
+                   "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
+                   "pytorch-profiler-collect-callstack "
+                   "dump-param-to-param-group-map",
+          values="straggler-minmax-count=1 straggler-ctrlr-port=65535 memory-snapshot-path=snapshot.pickle "
+                 "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
+                 "save-dgrads-interval"),
+    Group("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
+    Group("later", "this training setting is not built yet",
+          switches="freeze-all-layers batch-invariant-mode",
+          values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
+                 "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
+    Group("later", "text generation is not built yet; a training run has no use for its settings",
+          switches="flash-decode enable-chunked-prefill use-legacy-static-engine inference-dynamic-batching "
+                   "inference-dynamic-batching-track-paused-request-events "
+                   "inference-dynamic-batching-track-generated-token-events decode-only-cuda-graphs "
+                   "inference-cuda-graph-all-prefills inference-text-gen-server-logging inference-wandb-logging "
+                   "inference-use-synchronous-zmq-collectives inference-disable-ep-consensus "
+                   "nccl-all-reduce-for-prefill inference-fuse-tp-communication inference-disable-triton-nvls-kernels "
+                   "inference-moe-disable-fused-quant-kernels",
+          values="inference-max-requests=8 inference-max-seq-length=2560 max-tokens-to-oom=12000 "
+                 "inference-batch-times-seqlen-threshold=-1 inference-dynamic-batching-buffer-size-gb=40 "
+                 "inference-dynamic-batching-block-size=256 inference-dynamic-batching-max-requests "
+                 "inference-dynamic-batching-max-tokens num-speculative-tokens=0 inference-max-batch-size=8 "
+                 "inference-dynamic-batching-prefix-caching "
+                 "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-mamba-memory-ratio "
+                 "inference-dynamic-batching-num-cuda-graphs inference-cuda-graph-max-tokens inference-cuda-graph-scope "
+                 "inference-dynamic-batching-unified-memory-level "
+                 "inference-dynamic-batching-prefix-caching-eviction-policy "
+                 "inference-dynamic-batching-prefix-caching-coordinator-policy "
+                 "inference-dynamic-batching-prefix-caching-routing-alpha "
+                 "inference-dynamic-batching-prefix-caching-mamba-gb "
+                 "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
+                 "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-sampling-backend "
+                 "inference-dynamic-batching-async-sched-mode inference-dynamic-batching-logprobs-mode "
+                 "inference-logging-step-interval inference-coordinator-port mamba-inference-conv-states-dtype "
+                 "mamba-inference-ssm-states-dtype inference-shards inference-grouped-gemm-backend "
+                 "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
+                 "prompts num-tokens-to-generate model-provider"),
+    Group("later", "images and multimodal models are not built yet",
+          switches="pixel-shuffle use-tiling use-thumbnail freeze-LM freeze-ViT",
+          values="img-h=224 img-w=224 patch-dim=16 num-channels=3 language-model-type vision-model-type max-num-tiles "
+                 "prompt-path dataloader-save llm-tp"),
+    Group("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
+    Group("later", "reinforcement learning is not built yet",
+          switches="perform-rl-step rl-durable-rollout-bank grpo-filter-groups-with-same-reward "
+                   "rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts "
+                   "rl-inference-logprobs-is-correction rl-use-sequence-packing rl-training-cuda-graphs "
+                   "rl-offload-inference-model-weights-when-idle rl-verify-model-weights-swap rl-skip-bos-token rl-profile",
+          values="rl-prompts-per-eval grpo-prompts-per-step grpo-group-size rl-generation-lag rl-max-inflight-requests "
+                 "rl-submission-granularity rl-consumption-granularity rl-rollout-bank-dir rl-rollout-bank-max-bytes "
+                 "grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-entropy-term-weight "
+                 "langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
+                 "rl-kv-cache-management-mode rl-importance-sampling-truncation-coef "
+                 "rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo "
+                 "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
+                 "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
+                 "rl-inference-model-unified-memory-level refit-method rl-profile-dir rl-inference-parsers env-config"),
+    Group("later", "quantisation, distillation and export after training are not built yet",
+          switches="modelopt-enabled enable-gpt-oss logits-load-ignore-errors",
+          values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "
+                 "logits-save-dtype logits-load-dir logits-load-decode-threads logits-load-prefetch-factor "
+                 "logits-load-msc-prefetch-depth logits-load-kd-loss-alpha"),
+    Group("later", "layers that differ by a description in a file are not built yet",
+          values="heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"),
+)
+
+REFUSED = (
+    Group("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
+          values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
+    Group("refused", "a model is described by flags here, not by an import path; leave it out", values="spec=local"),
+    Group("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
+          switches="use-mp-args-from-checkpoint-args"),
+    Group("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
+          switches="standalone-embedding-stage"),
+    Group("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
+                     "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
+    Group("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
+          values="data-impl=mmap|infer"),
+    Group("refused", "data is read from a file system; copy or mount the object storage",
+          values="object-storage-cache-path s3-cache-path"),
+    Group("refused", "steps are not run again to look for faulty hardware; a loss that is not finite stops the run",
+          values="rerun-mode=disabled|validate_results error-injection-rate=0 error-injection-type=transient_error "
+                 "result-rejected-tracker-filename gpu-sniff-test-interval=0"),
+    Group("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
+          switches="inprocess-restart inprocess-empty-cuda-cache",
+          values="inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval "
+                 "inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout "
+                 "inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout "
+                 "inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time "
+                 "inprocess-granularity inprocess-active-world-size"),
+    Group("refused", "faults are not injected into training runs",
+          values="fault-injector-ranks fault-injector-num-ranks fault-injector-fault-types "
+                 "fault-injector-fault-probabilities fault-injector-fault-delay fault-injector-delay-start-iteration "
+                 "fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed"),
+    Group("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
+          switches="replication", values="non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication-jump "
+                                         "replication-factor"),
+    Group("refused", "retrieval encoders (ICT, REALM) are out of scope",
+          switches="biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling",
+          values="ict-head-size biencoder-projection-dim ict-load titles-data-path query-in-block-prob "
+                 "evidence-data-path retriever-report-topk-accuracies block-data-path embedding-path "
+                 "indexer-batch-size indexer-log-interval"),
+    Group("refused", "image classification and its pretraining are out of scope",
+          switches="no-data-sharding vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
+          values="num-classes classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
+                 "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
+                 "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "
+                 "dino-teacher-temp dino-warmup-teacher-temp-epochs"),
+    Group("refused", "sparse attention with an indexer (DSA) is out of scope",
+          switches="dsa-indexer-use-sparse-loss no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu",
+          values="dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq "
+                 "dsa-indexer-skip-topk-offset dsa-indexer-loss-coeff dsa-kernel-backend dsa-indexer-rope-interleaved "
+                 "dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
+    Group("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
+          values="mhc-num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor mhc-recompute-layer-num"),
+    Group("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
+          switches="gtp-remat-reduce-scatter-with-fp32-accumulation gtp-remat-nccl-ub gtp-expert-remat-nccl-ub",
+          values="gtp-remat-opt-in-modules"),
+    Group("refused", "export through ONNX is out of scope", values="onnx-safe"),
+    Group("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
+    Group("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
+)
+
+GROUPS = IGNORED + LATER + REFUSED

@@ -1,0 +1,256 @@
+"""What happened in each step, kept on the device until it is reported; and Megatron's words for it.
+
+    step ends        meter.add(Step(...))             tensors stay on the device, nobody waits
+    save, report     points = meter.resolve()         one reduction and one copy for all steps since the last time
+    report           meter.report(...) -> Report      averages over the interval
+                     report_line(report)              the log line, byte for byte Megatron's
+
+A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
+when they are resolved, so a step's loss is the mean over all its tokens. The interval's loss is the mean over its steps
+that were not skipped. Everything below `Meter` is a pure function of numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import torch
+from torch import Tensor
+
+MEGABYTE = 1024.0 * 1024.0
+
+# Dense matrix peaks in bf16 (fp16 where there is no bf16), TFLOP/s, from the makers' data sheets. First match wins.
+PEAK_TFLOPS = (
+    (r"\bGB200\b", 2500.0), (r"\bB200\b", 2250.0), (r"\bH200\b|\bGH200\b", 989.0), (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100 NVL\b", 835.0), (r"\bH[18]00\b", 989.0), (r"\bH20\b", 148.0), (r"\bA[18]00\b", 312.0), (r"\bL40S\b", 362.0),
+    (r"\bA40\b", 150.0), (r"\bA10\b", 125.0), (r"\bL4\b", 121.0), (r"\bV100\b", 125.0), (r"\bT4\b", 65.0),
+    (r"\bRTX 4090\b", 165.0), (r"\bRTX 3090\b", 71.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. Before it is resolved its numbers may be tensors on the device; afterwards all are plain.
+
+    losses: before, this rank's [sum, count] of each, a tensor of two numbers; after, the mean over all ranks.
+    None: not measured in this run or this step. consumed_samples: of the run, after the step.
+    skipped: the optimizer did not step (overflow in fp16).
+    """
+
+    iteration: int
+    consumed_samples: int
+    batch_size: int
+    learning_rate: float
+    losses: Mapping[str, Tensor | float]
+    decoupled_learning_rate: float | None = None
+    loss_scale: Tensor | float = 1.0
+    grad_norm: Tensor | float | None = None
+    num_zeros: Tensor | float | None = None
+    params_norm: Tensor | float | None = None
+    skipped: Tensor | bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss of a resolved step is a number."""
+        return all(math.isfinite(loss) for loss in self.losses.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """How fast the interval was. TFLOP/s are model FLOPs on one device; `peak` is that device's peak, if it is known."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    causal_tflops: float
+    square_tflops: float
+    peak: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped."""
+
+    last: Step
+    train_iters: int
+    skipped_samples: int
+    seconds_per_iteration: float
+    losses: Mapping[str, float]
+    skipped_iterations: int
+    nan_iterations: int
+    throughput: Throughput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one sample costs, and who shares it: enough to turn time into throughput."""
+
+    seq_length: int
+    causal_flops: float
+    square_flops: float
+    num_devices: int
+    peak: float | None = None
+
+    def throughput(self, samples: int, seconds: float) -> Throughput:
+        """The speed at which `samples` samples were done in `seconds` seconds."""
+        rate = samples / seconds
+        scale = rate / (1e12 * self.num_devices)
+        return Throughput(rate, rate * self.seq_length, self.causal_flops * scale, self.square_flops * scale, self.peak)
+
+
+class Meter:
+    """Collects steps. `reduce` adds a tensor up over the ranks whose losses belong together (data parallel)."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._reduce = reduce
+        self._pending: list[Step] = []
+        self._interval: list[Step] = []
+
+    def add(self, step: Step) -> None:
+        """Keep a step; nothing is computed and nobody waits."""
+        self._pending.append(step)
+
+    def resolve(self) -> list[Step]:
+        """The steps added since the last call, as plain numbers. A collective of the ranks in `reduce`."""
+        steps, self._pending = self._pending, []
+        found = _resolve(steps, self._reduce)
+        self._interval += found
+        return found
+
+    def report(
+        self, *, train_iters: int, seconds: float, skipped_samples: int = 0, work: Work | None = None
+    ) -> Report:
+        """Close the interval, which took `seconds`. Resolve first; every rank may call it."""
+        assert self._interval and not self._pending, "a report needs steps, and all of them resolved"
+        steps, self._interval = self._interval, []
+        names = dict.fromkeys(name for step in steps for name in step.losses)
+        done = [step for step in steps if not step.skipped]
+        means = {}
+        for name in names:
+            values = [step.losses[name] for step in done if name in step.losses]
+            if values:
+                means[name] = sum(values) / len(values)
+        return Report(
+            last=steps[-1],
+            train_iters=train_iters,
+            skipped_samples=skipped_samples,
+            seconds_per_iteration=seconds / len(steps),
+            losses=means,
+            skipped_iterations=len(steps) - len(done),
+            nan_iterations=sum(not step.finite for step in steps),
+            throughput=None if work is None else work.throughput(sum(step.batch_size for step in steps), seconds),
+        )
+
+
+def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[Step]:
+    """All tensors of all steps in one sum over ranks and one copy to the host."""
+    fields = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
+    scalars = [value for step in steps for name in fields if torch.is_tensor(value := getattr(step, name))]
+    pairs = [loss for step in steps for loss in step.losses.values()]
+    # fp64 holds counts of up to 2^53 exactly, which token and zero counts of large models need.
+    flat = [reduce(torch.cat([pair.detach().double() for pair in pairs]))] if pairs else []
+    device = (pairs or scalars)[0].device if pairs or scalars else None
+    flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
+    values = iter(torch.cat(flat).tolist() if flat else ())
+    means = iter([_mean(next(values), next(values)) for _ in pairs])
+    found = []
+    for step in steps:
+        losses = {name: next(means) for name in step.losses}
+        plain = {name: next(values) for name in fields if torch.is_tensor(getattr(step, name))}
+        if "skipped" in plain:
+            plain["skipped"] = bool(plain["skipped"])
+        found.append(dataclasses.replace(step, losses=losses, **plain))
+    return found
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def known_peak(device_name: str, dtype: str) -> float | None:
+    """The peak of a device for matrices of this type, if it is in the table; None where MFU would be a guess."""
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)
+
+
+def report_line(report: Report, now: datetime) -> str:
+    """Megatron's log line. Fields of ours (tokens per second, MFU) stand behind all of Megatron's."""
+    last, speed = report.last, report.throughput
+    parts = [f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{report.train_iters:8d}",
+             f"consumed samples: {last.consumed_samples:12d}"]
+    if report.skipped_samples > 0:
+        parts.append(f"skipped samples: {report.skipped_samples:12d}")
+    parts.append(f"elapsed time per iteration (ms): {report.seconds_per_iteration * 1000.0:.1f}")
+    if speed is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.causal_tflops:.1f}")
+    parts.append(f"learning rate: {last.learning_rate:.6E}")
+    if last.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
+    parts.append(f"global batch size: {last.batch_size:5d}")
+    parts += [f"{name}: {loss:.6E}" for name, loss in report.losses.items()]
+    parts.append(f"loss scale: {last.loss_scale:.1f}")
+    if last.grad_norm is not None:
+        parts.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        parts.append(f"num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        parts.append(f"params norm: {last.params_norm:.3f}")
+    parts += [f"number of skipped iterations: {report.skipped_iterations:3d}",
+              f"number of nan iterations: {report.nan_iterations:3d}"]
+    if speed is not None:
+        parts.append(f"tokens per second: {speed.tokens_per_second:.1f}")
+        if speed.peak:
+            parts.append(f"MFU: {speed.causal_tflops / speed.peak:.1%} causal, {speed.square_tflops / speed.peak:.1%} "
+                         f"square, of {speed.peak:g} TFLOP/s")
+    return " | ".join(parts) + " |"
+
+
+def validation_text(losses: Mapping[str, float], where: str, set_name: str | None = None) -> str:
+    """Megatron's framed validation line.
+
+    where: `iteration 100`, or `iteration 100 on validation set` and `... on test set` after training.
+    set_name: which of several validation sets this was.
+    """
+    line = f" validation{'' if set_name is None else '-' + set_name} loss at {where} | "
+    for name, loss in losses.items():
+        line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+    frame = "-" * (len(line) + 1)
+    return f"{frame}\n{line}\n{frame}"
+
+
+def perplexity(loss: float) -> float:
+    """exp of the loss, held below e^20 so that an untrained model does not overflow."""
+    return math.exp(min(20.0, loss))
+
+
+def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
+    """Megatron's memory line; `memory` holds bytes as `device.memory_report` gives them."""
+    parts = [f"[Rank {rank}] (after {iteration} iterations) memory (MB)"]
+    parts += [f"{name}: {memory[name] / MEGABYTE:.2f}" for name in ("allocated", "max allocated", "reserved", "max reserved")]
+    return " | ".join(parts)
+
+
+def theoretical_memory_line(weights_and_optimizer: float, activations: float) -> str:
+    """Megatron's line for the footprint that follows from the config; both in bytes."""
+    total = weights_and_optimizer + activations
+    return (f"Theoretical memory footprints: weight and optimizer={weights_and_optimizer / MEGABYTE:.2f} MB, "
+            f"activation={activations / MEGABYTE:.2f} MB, total={total / MEGABYTE:.2f} MB")
+
+
+def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, facts: Sequence[str] = ()) -> str:
+    """A line of progress.txt: tab-separated time, job, devices, event, and what else there is to say."""
+    return "\t".join([f"{now:%Y-%m-%d %H:%M:%S}", f"Job ID: {job_id}", f"# GPUs: {num_devices}", event, *facts]) + "\n"
+
+
+def progress_facts(
+    iteration: int, *, job_tflops: float, total_tflops: float, total_flops: float, total_tokens: int
+) -> list[str]:
+    """What progress.txt says of a checkpoint: speed of this job and of the run so far, and the work done."""
+    return [f"Iteration: {iteration}", f"Job throughput: {job_tflops:.1f} TFLOP/s/GPU",
+            f"Cumulative throughput: {total_tflops:.1f} TFLOP/s/GPU", f"Floating-point operations: {total_flops:.2e}",
+            f"Tokens (in billions): {total_tokens / 1e9:.2f}"]

@@ -1,0 +1,62 @@
+"""Run: what `initialize_megatron` returns and every provider receives. Nothing of it lives in module state."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.config.run import RunConfig
+from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.build import Build
+from megatron.training.timers import Timers
+
+
+@dataclass(slots=True)
+class Progress:
+    """The only counters of a run; saved as they are.
+
+    schedule_samples: samples of steps that moved the weights, which is what the learning rate follows.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    consumed_tokens: int = 0
+    schedule_samples: int = 0
+    floating_point_operations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process's handle on the run."""
+
+    args: argparse.Namespace
+    config: RunConfig
+    mesh: Mesh
+    kernels: Kernels
+    tokenizer: Tokenizer
+    streams: RandomStreams
+    timers: Timers
+    log: logging.Logger
+    progress: Progress = field(default_factory=Progress)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def build(self) -> Build:
+        """What layers are built with."""
+        return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
+                     dtype=getattr(torch, self.config.precision.dtype),
+                     sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute)
+
+    def say(self, text: str) -> None:
+        """One line, from rank 0."""
+        if self.mesh.world.is_first:
+            self.log.info(text)

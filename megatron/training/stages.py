@@ -1,0 +1,91 @@
+"""This rank's stages, the buckets around them, and the optimizer: everything a step works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.rules import stages_of
+from megatron.core.distributed.buffers import default_bucket_size
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
+from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.training.batch import Batch, LossFunction
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.run import Progress, Run
+
+ModelProvider = Callable[[Run, StageSpec], GPTModel]
+ForwardStep = Callable[[Run, Iterator[Batch], GPTModel], tuple[torch.Tensor, LossFunction]]
+
+
+@dataclass(slots=True)
+class Trainer:
+    """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates."""
+
+    run: Run
+    forward_step: ForwardStep
+    specs: tuple[StageSpec, ...]
+    stages: list[GPTModel]
+    parallels: list[DataParallel]
+    optimizer: Optimizer
+    schedule: Schedule | None
+    batches: BatchSchedule
+    scripts: dict[tuple[int, bool], Script] = field(default_factory=dict)
+    loss_names: tuple[str, ...] | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The run's counters."""
+        return self.run.progress
+
+    def script(self, num_microbatches: int, *, training: bool) -> Script:
+        """What this rank does in one step, or in one forward-only pass."""
+        key = (num_microbatches, training)
+        if key not in self.scripts:
+            parallel, axis = self.run.config.parallel, self.run.mesh.pp
+            chunks = len(self.stages)
+            if training:
+                plan = with_reduction(choose(axis.size, chunks, num_microbatches, name=parallel.pipeline_schedule,
+                                             group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
+            else:
+                plan = forward_only(axis.size, chunks, num_microbatches)
+            self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication)
+        return self.scripts[key]
+
+    def train_mode(self, training: bool) -> None:
+        """Dropout on or off."""
+        for stage in self.stages:
+            stage.train(training)
+
+
+def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
+    """Build this rank's stages with their initial values, their buckets and the optimizer."""
+    config, mesh = run.config, run.mesh
+    specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
+    source = torch.device("cpu") if config.parallel.use_cpu_initialization else None
+    stages = [model(run, spec).materialize(config.train.seed, draw_on=source) for spec in specs]
+    parallels = [_wrap(run, stage) for stage in stages]
+    sharded = config.parallel.use_distributed_optimizer
+    optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)
+    batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
+    schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)
+    return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
+
+
+def _wrap(run: Run, stage: GPTModel) -> DataParallel:
+    parallel, precision = run.config.parallel, run.config.precision
+    size: int | None = None
+    if parallel.ddp_num_buckets is not None:
+        size = -(-sum(p.numel() for p in stage.parameters()) // parallel.ddp_num_buckets)
+    elif parallel.ddp_bucket_size is not None or parallel.overlap_grad_reduce or parallel.overlap_param_gather:
+        size = parallel.ddp_bucket_size or default_bucket_size(run.mesh.dp.size)
+    return DataParallel(stage, run.mesh, grad_dtype=getattr(torch, precision.gradient_dtype),
+                        sharded=parallel.use_distributed_optimizer, bucket_size=size,
+                        overlap_reduce=parallel.overlap_grad_reduce, overlap_gather=parallel.overlap_param_gather,
+                        average=parallel.ddp_average_in_collective)

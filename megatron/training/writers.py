@@ -1,0 +1,261 @@
+"""Where a run's numbers go: console lines, a JSONL file, TensorBoard, Weights & Biases, a progress bar.
+
+`Writers` is given resolved steps, reports, validation results, memory and timers, and knows the words each place uses.
+Only one rank speaks (Megatron's last rank, since the loss is there); on the others every call does nothing.
+
+    JSONL        every step and every report, one object a line, whatever the other switches say: the full record
+    TensorBoard  Megatron's scalar names, many of them once more as `X vs samples`, by the --log-...-to-tensorboard flags
+    W&B          the same names, against the metric `iteration`, so that a late point is never dropped
+    console      one line a report; a progress bar only if standard error is a terminal
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.config.flags import refuse
+from megatron.core.config.run import LogConfig
+from megatron.training.metrics import Report, Step, perplexity, report_line, validation_text
+
+MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
+                "max allocated": "mem-max-allocated-bytes", "allocated count": "mem-allocated-count"}
+
+
+class Board(Protocol):
+    """A place for named scalars."""
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name; with `samples`, also to the curve that is drawn over samples."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def missing_packages(log: LogConfig) -> list[str]:
+    """What cannot be written because a package is not installed, with the command that installs it."""
+    asked = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
+    return [f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
+            for package, (flag, value) in asked.items() if value and importlib.util.find_spec(package) is None]
+
+
+class Writers:
+    """All places of one run. Made on every rank, so that a missing package stops all of them alike."""
+
+    def __init__(
+        self,
+        log: LogConfig,
+        *,
+        speaks: bool,
+        world_size: int = 1,
+        start_iteration: int = 0,
+        train_iters: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        console: Callable[[str], None] | None = None,
+    ) -> None:
+        """speaks: whether this rank writes. settings: the run's config, for W&B. console: shows a line (default: stdout)."""
+        refuse(missing_packages(log))
+        self._log, self._speaks, self._world_size = log, speaks, world_size
+        self._boards = list(_boards(log, settings or {})) if speaks else []
+        self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
+        self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
+        self._console = console or (self._bar.write if self._bar else _print)
+        self._record("start", iteration=start_iteration, world_size=world_size)
+
+    def text(self, text: str | None) -> None:
+        """Show a line or a block of lines."""
+        if self._speaks and text is not None:
+            self._console(text)
+
+    def steps(self, steps: Sequence[Step]) -> None:
+        """Record resolved steps: all in the JSONL file, every --tensorboard-log-interval th on the boards."""
+        for step in steps:
+            if self._bar:
+                self._bar.update(step.iteration - self._bar.n)
+            self._record("step", **dataclasses.asdict(step))
+            if self._boards and step.iteration % self._log.tensorboard_log_interval == 0:
+                values = self._step_scalars(step)
+                self._write(values, iteration=step.iteration, samples=step.consumed_samples)
+
+    def report(self, report: Report) -> None:
+        """Show the log line of an interval, and record its speed."""
+        if not self._speaks:
+            return
+        self._console(report_line(report, datetime.now()))
+        fields = dataclasses.asdict(report)
+        last = fields.pop("last")
+        self._record("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
+        values: dict[str, float] = {}
+        if self._log.log_timers_to_tensorboard:
+            values["iteration-time"] = report.seconds_per_iteration
+            if report.throughput:
+                values["throughput"] = report.throughput.causal_tflops
+        if report.skipped_samples > 0:
+            values["skipped-train-samples"] = report.skipped_samples
+        self._write(values, iteration=last["iteration"])
+
+    def validation(
+        self, losses: Mapping[str, float], *, iteration: int, consumed_samples: int,
+        final: str | None = None, set_name: str | None = None,
+    ) -> None:
+        """Show and record a validation result.
+
+        final: `validation` or `test` for the runs after training; these stay off the boards, where they would look like
+        points of the curve. set_name: which of several validation sets this was.
+        """
+        if not self._speaks:
+            return
+        where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
+        self._console(validation_text(losses, where, set_name))
+        self._record("validation", iteration=iteration, consumed_samples=consumed_samples, final=final, set_name=set_name,
+                     losses=losses)
+        if final is not None:
+            return
+        word = "validation" if set_name is None else f"validation-{set_name}"
+        values = {f"{loss_name} {word}": loss for loss_name, loss in losses.items()}
+        if self._log.log_validation_ppl_to_tensorboard:
+            values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
+        self._write(values, iteration=iteration, samples=consumed_samples)
+
+    def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
+        """Record bytes, as `device.memory_report` gives them."""
+        self._record("memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()})
+        if self._log.log_memory_to_tensorboard:
+            self._write({MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration)
+
+    def times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
+        """Show a block of timers and record them."""
+        self.text(text)
+        if scalars:
+            self._record("times", iteration=iteration, seconds=dict(scalars))
+        if self._log.log_timers_to_tensorboard:
+            self._write(scalars, iteration=iteration)
+
+    def close(self) -> None:
+        """Write out what is left, and close everything."""
+        for board in self._boards:
+            board.close()
+        if self._journal:
+            self._journal.close()
+        if self._bar:
+            self._bar.close()
+
+    def _step_scalars(self, step: Step) -> dict[str, float]:
+        """A step under Megatron's scalar names."""
+        values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
+        values["decoupled-learning-rate"] = step.decoupled_learning_rate
+        values |= {name: loss for name, loss in step.losses.items() if not step.skipped}
+        if self._log.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = step.loss_scale
+        if self._log.log_world_size_to_tensorboard:
+            values["world-size"] = self._world_size
+        values |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _write(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
+        for board in self._boards if values else ():
+            board.write(values, iteration=iteration, samples=samples)
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        if self._journal:
+            self._journal.write({"kind": kind, **fields})
+
+
+class Journal:
+    """A file of JSON objects, one a line, written at once and only ever appended to.
+
+    A run that resumes writes a line of kind `start` with its iteration; steps above it that were written before a crash
+    come again, and the later line is the one that counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _boards(log: LogConfig, settings: Mapping[str, Any]) -> Iterable[Board]:
+    if log.tensorboard_dir:
+        yield TensorBoard(log)
+    if log.wandb_project:
+        yield WeightsAndBiases(log, settings)
+
+
+class TensorBoard:
+    """Event files in --tensorboard-dir."""
+
+    def __init__(self, log: LogConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name, and of each `X vs samples`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of --wandb-project."""
+
+    def __init__(self, log: LogConfig, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder = log.wandb_save_dir
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=log.wandb_project, name=log.wandb_exp_name, entity=log.wandb_entity, dir=folder,
+                               config=dict(settings))
+        # W&B drops points whose own step goes back; against a metric of ours they may come in any order.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name; any of them can be drawn over the metric `samples` there."""
+        self._run.log({**values, "iteration": iteration, **({} if samples is None else {"samples": samples})})
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._run.finish()
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _progress_bar(start: int, total: int) -> Any | None:
+    """A bar on standard error, if that is a terminal and tqdm is there; log files get no bar."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total or None, initial=start, unit="it", dynamic_ncols=True)

@@ -1,0 +1,38 @@
+"""Fixtures and marks for the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.helpers.world import Worlds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: more than a few seconds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Worlds]:
+    """Pools of gloo ranks: world(4).run(function, ...)."""
+    worlds = Worlds()
+    yield worlds
+    worlds.stop()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_one_seed() -> None:
+    """Every test starts alike."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

@@ -1,0 +1,95 @@
+"""Tiny runs: configs, batches and trainers small enough to be trained in a test."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.config.flags import from_values
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import RunConfig
+from megatron.core.kernels.table import Need, select
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.batch import Batch, LossFunction, masked_loss
+from megatron.training.run import Run
+from megatron.training.stages import Trainer, build_trainer
+from megatron.training.timers import Timers
+
+VOCABULARY = 50  # not a multiple of anything: padding is always at work
+BASE: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16, "micro_batch_size": 1, "global_batch_size": 8,
+    "max_position_embeddings": 16, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "init_method_std": 0.1, "lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "train_iters": 8, "clip_grad": 0.5,
+    "weight_decay": 0.1, "mock_data": True, "seed": 7, "num_workers": 0,
+}
+
+
+def config(world_size: int = 1, **changes: Any) -> RunConfig:
+    """The base config with changes, resolved and with its vocabulary."""
+    run = from_values(RunConfig, {**BASE, **changes}).resolve(world_size)
+    return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
+
+
+def run_of(settings: RunConfig) -> Run:
+    """A run on this process's ranks (or alone)."""
+    device = torch.device("cpu")
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
+    dtype = getattr(torch, settings.precision.dtype)
+    kernels = select(Need(dtype=dtype), {"attention": settings.model.attention_backend})
+    return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY - 1),
+               streams=RandomStreams.build(mesh, settings.train.seed), timers=Timers(level=0), log=logging.getLogger("tiny"))
+
+
+def gpt(run: Run, stage: StageSpec) -> GPTModel:
+    """The model provider."""
+    return GPTModel(stage, run.build)
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+    """The forward step of pretrain_gpt."""
+    batch = next(batches)
+    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
+                   documents=batch.documents)
+    return output, lambda losses: masked_loss(losses, batch.loss_mask)
+
+
+def samples(settings: RunConfig, iteration: int) -> dict[str, np.ndarray]:
+    """The global batch of an iteration: random ids, and a loss mask with very uneven rows."""
+    random = np.random.default_rng((settings.train.seed, iteration))
+    shape = (settings.train.global_batch_size, settings.train.seq_length)
+    window = random.integers(0, VOCABULARY, (shape[0], shape[1] + 1))
+    kept = random.random(shape) < random.uniform(0.1, 1.0, (shape[0], 1))
+    kept[:, 0] = True
+    ends = random.random(shape) < 0.15
+    documents = np.cumsum(ends, axis=1) - ends
+    starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
+    return {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy(), "loss_mask": kept.astype(np.float32),
+            "documents": documents, "positions": np.arange(shape[1]) - starts}
+
+
+def batches(run: Run, iteration: int) -> Iterator[Batch]:
+    """This rank's microbatches of an iteration, in the order of the single sampler."""
+    whole, train, axis = samples(run.config, iteration), run.config.train, run.mesh.dp
+    data = run.config.data
+    for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
+        first = start + axis.rank * train.micro_batch_size
+        rows = {name: torch.from_numpy(array[first:first + train.micro_batch_size]) for name, array in whole.items()}
+        yield Batch(tokens=rows["tokens"], labels=rows["labels"], loss_mask=rows["loss_mask"],
+                    positions=rows["positions"] if data.reset_position_ids else None,
+                    documents=rows["documents"] if data.reset_attention_mask else None)
+
+
+def trainer_of(run: Run) -> Trainer:
+    """A trainer of the tiny GPT."""
+    return build_trainer(run, gpt, forward_step)

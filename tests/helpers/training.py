@@ -1,0 +1,111 @@
+"""Train a tiny model under any layout and bring home what must not depend on it: losses, norms and whole weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.spec import pieces, spec_of
+from megatron.training.stages import Trainer
+from megatron.training.step import train_step
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """losses, norms: one a step. weights: global name -> whole tensor."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+Held = list[tuple[str, tuple[int, ...], Box, Tensor]]
+
+
+def train_here(changes: dict[str, Any], steps: int) -> tuple[list[float], list[float], Held]:
+    """On every rank: train, and return this rank's pieces of the weights."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
+    losses, norms = train_on(trainer, steps)
+    return losses, norms, held_weights(trainer)
+
+
+def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
+    """Train a trainer for some more steps; losses over all tokens, and gradient norms."""
+    losses, norms = [], []
+    for _ in range(steps):
+        step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
+        total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
+        losses.append(total / count)
+        norms.append(float(step.grad_norm))
+    for parallel in trainer.parallels:
+        parallel.finish_gather()
+    return losses, norms
+
+
+def held_weights(trainer: Trainer) -> Held:
+    """The rectangles of every parameter that this rank holds."""
+    found: Held = []
+    for stage in trainer.stages:
+        for param in stage.parameters():
+            spec = spec_of(param)
+            found += [(spec.name, spec.shape, piece.box, param.detach()[piece.local.slices()].clone())
+                      for piece in pieces(spec, trainer.run.mesh)]
+    return found
+
+
+def assemble(held: list[Held]) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' pieces; replicas must agree to the last bit, and nothing may be missing."""
+    whole: dict[str, Tensor] = {}
+    for name, shape, box, value in (entry for rank in held for entry in rank):
+        target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=value.dtype))
+        there = target[box.slices()]
+        known = ~there.isnan()
+        assert torch.equal(there[known], value[known]), f"replicas of {name} differ at {box}"
+        target[box.slices()] = value
+    for name, value in whole.items():
+        assert not value.isnan().any(), f"{name} has elements that no rank holds"
+    return whole
+
+
+def train(world: Worlds, ranks: int, changes: dict[str, Any], steps: int = 3) -> Outcome:
+    """Train on `ranks` ranks of a pool."""
+    results = world(ranks).run(train_here, changes, steps)
+    return outcome(results)
+
+
+def train_alone(changes: dict[str, Any], steps: int = 3) -> Outcome:
+    """Train in this process, without torch.distributed: the serial run."""
+    return outcome([train_here(changes, steps)])
+
+
+def outcome(results: list[tuple[list[float], list[float], Held]]) -> Outcome:
+    """One outcome from all ranks' results; ranks must agree on losses and norms."""
+    for losses, norms, _ in results:
+        assert losses == results[0][0], f"ranks disagree about the loss: {losses} and {results[0][0]}"
+        assert norms == results[0][1], f"ranks disagree about the norm: {norms} and {results[0][1]}"
+    return Outcome(results[0][0], results[0][1], assemble([held for _, _, held in results]))
+
+
+def differences(found: Outcome, expected: Outcome, tolerance: float) -> list[str]:
+    """Where two outcomes differ by more than `tolerance`, relative to the largest value of each tensor."""
+    problems = []
+    for what in ("losses", "norms"):
+        for step, (a, b) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):
+            if not abs(a - b) <= tolerance * abs(b):
+                problems.append(f"{what} of step {step}: {a!r}, serial {b!r}")
+    if found.weights.keys() != expected.weights.keys():
+        problems.append(f"names differ: {sorted(found.weights.keys() ^ expected.weights.keys())}")
+    for name in sorted(found.weights.keys() & expected.weights.keys()):
+        a, b = found.weights[name].double(), expected.weights[name].double()
+        gap = (a - b).abs().max().item()
+        if not gap <= tolerance * max(1e-3, b.abs().max().item()):
+            problems.append(f"{name}: differs by {gap:.3g} of {b.abs().max().item():.3g}")
+    return problems

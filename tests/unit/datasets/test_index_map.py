@@ -1,0 +1,204 @@
+"""The GPT indices against a slow walk over the tokens, and their cache under damage and races."""
+
+import logging
+import math
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.index_map import (
+    EpochPlan, IndexCache, build_indices, index_shapes, load_or_build, plan_epochs)
+from megatron.core.datasets.indexed import DataError
+
+
+def walk(lengths, order, sequence_length, samples):
+    """Where samples begin, by walking through the sequences as Megatron's compiled helper does."""
+    rows, place, offset = [(0, 0)], 0, 0
+    while len(rows) <= samples:
+        remaining = sequence_length + 1
+        while remaining != 0:
+            left = lengths[order[place]] - offset
+            remaining -= left
+            if remaining <= 0:
+                offset += remaining + left - 1
+                remaining = 0
+            elif place == len(order) - 1:
+                assert len(rows) == samples, "only the last sample may be short"
+                offset = lengths[order[place]] - 1
+                break
+            else:
+                place, offset = place + 1, 0
+        rows.append((place, offset))
+    return rows
+
+
+def reference(lengths, first, wanted, sequence_length, seed, keep_partial=False):
+    """(separate last epoch?, document index, sample index, shuffle index), step by step as Megatron describes them."""
+    tokens = sum(lengths)
+    epochs, total = 1, tokens
+    while wanted is not None and total < wanted * sequence_length + 1:
+        epochs += 1
+        total += tokens
+    separate = False
+    if epochs > 1:
+        before = ((epochs - 1) * tokens - 1) // sequence_length
+        separate = wanted - before < int(0.80 * ((tokens - 1) // sequence_length))
+    random = np.random.RandomState(seed)
+    ids = list(range(first, first + len(lengths)))
+    order = []
+    for rounds in ([epochs - 1, 1] if separate else [epochs]):
+        part = np.array(ids * rounds, np.int32)
+        random.shuffle(part)
+        order += part.tolist()
+    ratio = (epochs * tokens - 1) / sequence_length
+    samples = math.ceil(ratio) if keep_partial else math.floor(ratio)
+    rows = walk(dict(zip(ids, lengths)), order, sequence_length, samples)
+    shuffled = []
+    for part in ([(0, before), (before, samples)] if separate else [(0, samples)]):
+        piece = np.arange(*part, dtype=np.uint32)
+        random.shuffle(piece)
+        shuffled += piece.tolist()
+    return separate, order, rows, shuffled
+
+
+def test_indices_equal_a_slow_walk_in_many_random_cases():
+    random = np.random.default_rng(11)
+    seen = {"separate": 0, "epochs": 0, "empty": 0}
+    for _ in range(400):
+        sequence_length = int(random.integers(1, 12))
+        lengths = random.integers(0, 20, random.integers(1, 15)) * (random.random() < 0.9)
+        lengths[random.integers(len(lengths))] += sequence_length + 1
+        wanted = None if random.random() < 0.2 else int(random.integers(1, 120))
+        first, seed = int(random.integers(0, 5)), int(random.integers(0, 1000))
+        lengths = lengths.astype(np.int32)
+        plan = plan_epochs(int(lengths.sum()), wanted, sequence_length=sequence_length)
+        built = build_indices(lengths, plan, first=first, sequence_length=sequence_length, seed=seed)
+        separate, order, rows, shuffled = reference(lengths.tolist(), first, wanted, sequence_length, seed)
+        case = (lengths, wanted, sequence_length)
+        assert plan.separates_last == separate, case
+        assert built["document_index"].tolist() == order, case
+        assert built["sample_index"].tolist() == [list(row) for row in rows], case
+        assert built["shuffle_index"].tolist() == shuffled, case
+        assert plan.samples >= (wanted or 1), case
+        shapes = {key: (array.shape, array.dtype.type) for key, array in built.items()}
+        assert shapes == index_shapes(len(lengths), plan), case
+        seen["separate"] += separate
+        seen["epochs"] += plan.epochs > 2
+        seen["empty"] += bool((lengths == 0).any())
+    assert min(seen.values()) > 20, f"the random cases cover every rule: {seen}"
+
+
+def test_a_kept_partial_sample_equals_the_slow_walk():
+    random = np.random.default_rng(5)
+    partial = 0
+    for _ in range(200):
+        sequence_length = int(random.integers(1, 9))
+        lengths = random.integers(1, 12, random.integers(1, 9)).astype(np.int32)
+        if lengths.sum() < 2:
+            continue
+        plan = plan_epochs(int(lengths.sum()), None, sequence_length=sequence_length, keep_partial=True)
+        built = build_indices(lengths, plan, first=0, sequence_length=sequence_length, seed=1)
+        _, _, rows, shuffled = reference(lengths.tolist(), 0, None, sequence_length, 1, keep_partial=True)
+        assert built["sample_index"].tolist() == [list(row) for row in rows]
+        assert built["shuffle_index"].tolist() == shuffled
+        partial += (int(lengths.sum()) - 1) % sequence_length != 0
+    assert partial > 20
+
+
+@pytest.mark.parametrize("count, samples, place, order", [
+    (10, 10, np.int32, np.uint32),
+    (2**31 - 1, 2**32 - 3, np.int32, np.uint32),
+    (2**31, 2**32 - 2, np.int64, np.int64),
+])
+def test_index_types_grow_where_32_bits_end(count, samples, place, order):
+    shapes = index_shapes(count, EpochPlan(1, samples, samples))
+    assert shapes["document_index"][1] is np.int32
+    assert shapes["sample_index"][1] is place
+    assert shapes["shuffle_index"][1] is order
+
+
+SHAPES = {"ids": ((1000,), np.int64)}
+
+
+def numbers() -> dict[str, np.ndarray]:
+    """A thousand numbers."""
+    return {"ids": np.arange(1000, dtype=np.int64)}
+
+
+def never() -> dict[str, np.ndarray]:
+    """A build that must not happen."""
+    raise AssertionError("the cache was not used")
+
+
+def test_a_cache_is_built_once_and_then_mapped(tmp_path):
+    cache = IndexCache(tmp_path / "deep" / "cache")
+    first = load_or_build(cache, "Numbers-train", {"n": 1}, SHAPES, numbers)
+    again = load_or_build(cache, "Numbers-train", {"n": 1}, SHAPES, never)
+    assert (first["ids"] == again["ids"]).all() and not again["ids"].flags.writeable
+    names = sorted(path.name.split("-", 1)[1] for path in cache.folder.iterdir())
+    assert names == ["Numbers-train-description.txt", "Numbers-train-ids.npy"]
+    with pytest.raises(AssertionError, match="not used"):
+        load_or_build(cache, "Numbers-train", {"n": 2}, SHAPES, never)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "header", "empty", "missing", "shape", "dtype", "description"])
+def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
+    cache = IndexCache(tmp_path)
+    load_or_build(cache, "Numbers", {}, SHAPES, numbers)
+    (path,) = tmp_path.glob("*.npy")
+    content = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(content[:-1])
+    elif damage == "header":
+        path.write_bytes(b"x" * 64 + content[64:])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "shape":
+        np.save(path, np.arange(999, dtype=np.int64))
+    elif damage == "dtype":
+        np.save(path, np.arange(1000, dtype=np.int32))
+    else:
+        next(tmp_path.glob("*.txt")).write_text("{")
+    assert load_or_build(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
+    assert path.read_bytes() == content, "the cache is whole again"
+
+
+def test_a_cache_folder_that_cannot_be_written_stops_the_run_only_when_it_was_chosen(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(DataError, match="--data-cache-path"):
+        load_or_build(IndexCache(blocked / "cache"), "Numbers", {}, SHAPES, numbers)
+    with caplog.at_level(logging.WARNING):
+        built = load_or_build(IndexCache(blocked / "cache", chosen=False), "Numbers", {}, SHAPES, numbers)
+    assert built["ids"][-1] == 999 and "cannot be written" in caplog.text
+
+
+def build_many_times(folder: str, seed: int) -> None:
+    """Race for the same caches in an order of its own, now and then damaging one."""
+    random = np.random.RandomState(seed)
+    lengths = np.full(200, 17, np.int32)
+    for number in random.permutation(12).tolist():
+        plan = plan_epochs(int(lengths.sum()), 300 + number, sequence_length=8)
+        found = load_or_build(
+            IndexCache(Path(folder)), "Race-train", {"n": number}, index_shapes(200, plan),
+            lambda: build_indices(lengths, plan, first=0, sequence_length=8, seed=3))
+        expected = build_indices(lengths, plan, first=0, sequence_length=8, seed=3)
+        assert all((found[key] == expected[key]).all() for key in expected)
+        if number % 4 == 0:
+            for path in Path(folder).glob("*-sample_index.npy"):
+                path.unlink(missing_ok=True)
+
+
+def test_processes_may_race_for_one_cache(tmp_path):
+    context = multiprocessing.get_context("fork")
+    racers = [context.Process(target=build_many_times, args=(str(tmp_path), seed)) for seed in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0, 0, 0]
+    assert not list(tmp_path.glob("*.tmp"))

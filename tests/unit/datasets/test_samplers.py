@@ -1,0 +1,87 @@
+"""Which samples come next: against the definition, for many layouts, and across a resume."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.samplers import collate, cyclic, single
+
+
+def global_batches(sampler, num_samples, *, batch, micro, ranks, steps, consumed=0, **options):
+    """The samples of each step: one list a rank."""
+    per_step = batch // (micro * ranks)
+    layout = dict(consumed_samples=consumed, micro_batch_size=micro, num_ranks=ranks, **options)
+    rows = [list(islice(sampler(num_samples, rank=rank, **layout), steps * per_step)) for rank in range(ranks)]
+    return [[sum(row[step * per_step : (step + 1) * per_step], []) for row in rows] for step in range(steps)]
+
+
+@pytest.mark.parametrize("micro, ranks", [(1, 1), (2, 1), (4, 3), (1, 12), (3, 2), (2, 6)])
+def test_the_samples_of_a_global_batch_do_not_depend_on_the_layout(micro, ranks):
+    steps = global_batches(single, 200, batch=12, micro=micro, ranks=ranks, steps=5, consumed=24)
+    for step, rows in enumerate(steps):
+        first = 24 + 12 * step
+        assert sorted(sum(rows, [])) == list(range(first, first + 12))
+
+
+def test_rank_r_takes_the_r_th_micro_batch_of_each_block():
+    rows = [list(single(20, consumed_samples=3, micro_batch_size=2, rank=rank, num_ranks=3)) for rank in range(3)]
+    assert rows == [[[3, 4], [9, 10]], [[5, 6], [11, 12]], [[7, 8], [13, 14]]]
+
+
+def test_a_last_block_that_is_not_full_is_left_out():
+    assert list(single(9, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
+    assert list(single(8, consumed_samples=8, micro_batch_size=2, rank=1, num_ranks=2)) == []
+
+
+@pytest.mark.parametrize("sampler, options", [(single, {}), (cyclic, {"sharded": True}), (cyclic, {"sharded": False})])
+def test_a_resumed_run_goes_on_where_it_stopped_whatever_the_number_of_micro_batches(sampler, options):
+    layout = dict(micro_batch_size=2, rank=1, num_ranks=2, **options)
+    whole = list(islice(sampler(50, consumed_samples=0, **layout), 12))
+    for done in range(12):
+        resumed = islice(sampler(50, consumed_samples=done * 4, **layout), 12 - done)
+        assert list(resumed) == whole[done:]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("num_samples, micro, ranks", [(48, 2, 4), (50, 3, 2), (13, 1, 4), (10, 10, 1)])
+def test_a_cyclic_epoch_draws_every_whole_block_once_and_then_shuffles_anew(sharded, num_samples, micro, ranks):
+    block = micro * ranks
+    blocks = num_samples // block
+    epochs = global_batches(cyclic, num_samples, batch=blocks * block, micro=micro, ranks=ranks, steps=3,
+                            sharded=sharded)
+    for rows in epochs:
+        drawn = sum(rows, [])
+        assert len(set(drawn)) == len(drawn) == blocks * block and max(drawn) < num_samples
+        if sharded:
+            for rank, row in enumerate(rows):
+                assert sorted(row) == list(range(rank * blocks * micro, (rank + 1) * blocks * micro))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_cyclic_order_is_torchs_permutation_seeded_by_the_epoch():
+    generator = torch.Generator()
+    generator.manual_seed(2)
+    parts = torch.randperm(12, generator=generator).tolist()
+    layout = dict(consumed_samples=48, micro_batch_size=3, num_ranks=2)
+    rows = [sum(islice(cyclic(24, rank=rank, **layout), 4), []) for rank in range(2)]
+    assert rows == [parts, [12 + place for place in parts]]
+    generator.manual_seed(2)
+    order = torch.randperm(24, generator=generator).tolist()
+    dealt = [sum(islice(cyclic(24, rank=rank, sharded=False, **layout), 4), []) for rank in range(2)]
+    assert dealt == [order[0::2], order[1::2]]
+
+
+def test_cyclic_refuses_what_it_cannot_resume_or_fill():
+    with pytest.raises(DataError, match="5 consumed samples end within a block of micro batch 2 x .* size 2"):
+        next(cyclic(50, consumed_samples=5, micro_batch_size=2, rank=0, num_ranks=2))
+    with pytest.raises(DataError, match="3 samples are fewer than one block"):
+        next(cyclic(3, consumed_samples=0, micro_batch_size=2, rank=0, num_ranks=2))
+
+
+def test_collate_stacks_every_key():
+    samples = [{"tokens": np.arange(3) + i, "dataset_id": np.array(i)} for i in range(2)]
+    batch = collate(samples)
+    assert batch["tokens"].tolist() == [[0, 1, 2], [1, 2, 3]] and batch["dataset_id"].tolist() == [0, 1]

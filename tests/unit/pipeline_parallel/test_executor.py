@@ -1,0 +1,238 @@
+"""Real ranks walk real plans: losses and gradients are those of the model run in one piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from numpy import ndarray
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.core.parallel.mesh import Axis
+from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.schedules import (
+    Plan,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_reduction,
+)
+from megatron.core.pipeline_parallel.timeline import play
+from megatron.core.pipeline_parallel.transfers import script
+from tests.unit.pipeline_parallel.ranks import Ranks
+
+ROWS, WIDTH = 3, 5
+
+
+@dataclass
+class TinyWork:
+    """Residual stages of one matrix each, a different input every microbatch.
+
+    memory: send (hidden, memory, scale) as T5 does; memory is made by stage 0, read by the odd stages and handed on by
+    all, and scale is an integer. frozen: stages whose matrix is not trained. slow: sleep before some passes.
+    """
+
+    stages: int
+    microbatches: int
+    memory: bool = False
+    frozen: tuple[int, ...] = ()
+    slow: bool = False
+    device: torch.device = torch.device("cpu")
+    losses: dict[int, float] = field(default_factory=dict)
+    events: list[tuple] = field(default_factory=list)
+    gradients: list[ndarray | None] = field(default_factory=list)
+    sent: list[StorageWeakRef] = field(default_factory=list)
+    taken: list[StorageWeakRef] = field(default_factory=list)
+    most_sent: int = 0
+    most_taken: int = 0
+
+    def __post_init__(self) -> None:
+        trained = [stage not in self.frozen for stage in range(self.stages)]
+        self.weights = [draw(stage, WIDTH, WIDTH).requires_grad_(trains) for stage, trains in enumerate(trained)]
+
+    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+        rows = ROWS + microbatch % 2
+        one = ((rows, WIDTH), torch.float64)
+        return (one, one, ((1,), torch.int64)) if self.memory else (one,)
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.slow and (stage * 7 + microbatch * 3) % 4 == 0:
+            time.sleep(0.004)
+        self.taken += [StorageWeakRef(tensor.untyped_storage()) for tensor in received]
+        self.most_sent, self.most_taken = max(self.most_sent, alive(self.sent)), max(self.most_taken, alive(self.taken))
+        self.events.append(("F", stage, torch.is_grad_enabled()))
+        outputs = self.stage(stage, microbatch, received)
+        if stage < self.stages - 1:
+            self.sent.append(StorageWeakRef(outputs[0].untyped_storage()))
+        else:
+            self.losses[microbatch] = outputs[0].item()
+        return outputs
+
+    def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The stage's mathematics."""
+        if stage == 0:
+            hidden = draw(100 + microbatch, ROWS + microbatch % 2, WIDTH)
+            memory, scale = torch.sin(hidden @ self.weights[0]), torch.tensor([2 + microbatch])
+        elif self.memory:
+            hidden, memory, scale = received
+        else:
+            hidden, = received
+        hidden = hidden + torch.tanh(hidden) @ self.weights[stage]
+        if self.memory and stage % 2:
+            hidden = hidden + memory * scale
+        if stage == self.stages - 1:
+            return (hidden.square().mean() / self.microbatches,)
+        return (hidden, memory, scale) if self.memory else (hidden,)
+
+    def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
+        self.events.append(("B", stage, last))
+
+    def reduce(self, stage: int) -> None:
+        self.events.append(("R", stage, self.weights[stage].grad is not None))
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """Fixed random numbers of about unit size per row."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
+
+
+def alive(references: list[StorageWeakRef]) -> int:
+    """How many of the tensors still hold memory."""
+    return sum(not reference.expired() for reference in references)
+
+
+def work_for(plan: Plan, options: dict) -> TinyWork:
+    """As many stages and microbatches as the plan has."""
+    actions = [action for row in plan for action in row]
+    return TinyWork(1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions), **options)
+
+
+def walk(world: Axis, plan: Plan, overlap: bool, options: dict) -> TinyWork:
+    """Run on one rank; its work afterwards, with the gradients as arrays."""
+    work = work_for(plan, options)
+    groups = {name: dist.new_group(list(world.ranks)) if world.size > 1 else None for name in "FB"}
+    axis, backward_axis = (Axis(name, world.size, world.rank, world.ranks, group) for name, group in groups.items())
+    run(script(plan, world.rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis)
+    left = alive(work.sent + work.taken)
+    assert left == 0, f"{left} activations outlive the plan"
+    work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
+    work.weights, work.sent, work.taken = [], [], []
+    return work
+
+
+def serial(work: TinyWork) -> dict[int, float]:
+    """The whole network in one graph; leaves the gradients in the weights."""
+    losses = {}
+    for microbatch in range(work.microbatches):
+        passed: tuple[Tensor, ...] = ()
+        for stage in range(work.stages):
+            passed = work.stage(stage, microbatch, passed)
+        passed[0].backward()
+        losses[microbatch] = passed[0].item()
+    return losses
+
+
+def compare(plan: Plan, works: list[TinyWork], options: dict) -> None:
+    """Losses of the last stage and gradients of all stages, rank by rank, with those of the network in one piece."""
+    reference = work_for(plan, options)
+    assert works[-1].losses == pytest.approx(serial(reference), abs=1e-12)
+    for rank, row in enumerate(plan):
+        for stage in {action.stage for action in row}:
+            mine, theirs = works[rank].gradients[stage], reference.weights[stage].grad
+            assert (mine is None) == (theirs is None) == (stage in reference.frozen), f"stage {stage}"
+            if mine is not None:
+                error = float(abs(mine - theirs.numpy()).max())
+                assert error < 1e-12, f"gradient of stage {stage} is off by {error}"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """world(4) is a pool of four ranks, started when first asked for."""
+    pools: dict[int, Ranks] = {}
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def of_size(size: int) -> Ranks:
+        if size not in pools:
+            pools[size] = Ranks(size, folder / f"store{size}")
+        return pools[size]
+
+    yield of_size
+    for pool in pools.values():
+        pool.stop()
+
+
+PLANS = {
+    "gpipe on 2": gpipe(2, 5),
+    "1f1b on 2": one_f_one_b(2, 5),
+    "1f1b on 3, fewer microbatches than ranks": one_f_one_b(3, 2),
+    "1f1b on 4": one_f_one_b(4, 6),
+    "gpipe with chunks": gpipe(2, 3, vpp=2),
+    "interleaved 2x2": interleaved(2, 2, 4, 2),
+    "interleaved 2x2, group of 3": interleaved(2, 2, 5, 3),
+    "interleaved 3x3": interleaved(3, 3, 6, 3),
+    "interleaved 4x2": interleaved(4, 2, 8, 4),
+    "interleaved 4x2, group of 5": interleaved(4, 2, 9, 5),
+}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_and_gradients_are_those_of_one_piece(world, name: str, memory: bool, overlap: bool) -> None:
+    plan, options = PLANS[name], {"memory": memory}
+    compare(plan, world(len(plan)).run(walk, plan, overlap, options), options)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_of_uneven_speed_give_the_same(world, overlap: bool) -> None:
+    plan = interleaved(4, 2, 8, 4)
+    compare(plan, world(4).run(walk, plan, overlap, {"slow": True}), {})
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (3,)])
+def test_gradients_pass_through_frozen_stages_and_end_there(world, frozen: tuple[int, ...]) -> None:
+    plan, options = one_f_one_b(4, 3), {"frozen": frozen}
+    compare(plan, world(4).run(walk, plan, True, options), options)
+
+
+@pytest.mark.parametrize("plan", [one_f_one_b(1, 3), interleaved(1, 3, 4, 2)])
+@pytest.mark.parametrize("memory", [False, True])
+def test_one_rank_needs_no_process_group(plan: Plan, memory: bool) -> None:
+    options = {"memory": memory}
+    compare(plan, [walk(Axis("pp"), plan, True, options)], options)
+
+
+def test_evaluation_runs_every_stage_without_gradients(world) -> None:
+    plan, options = forward_only(2, 2, 5), {"memory": True}
+    works = world(2).run(walk, plan, True, options)
+    assert works[1].losses == pytest.approx(serial(work_for(plan, options)), abs=1e-12)
+    for rank, work in enumerate(works):
+        assert work.events == [("F", action.stage, False) for action in plan[rank]]
+
+
+def test_the_caller_hears_of_each_last_backward_and_each_reduction(world) -> None:
+    plan = with_reduction(interleaved(2, 2, 4, 2))
+    for rank, work in enumerate(world(2).run(walk, plan, True, {})):
+        for stage in (rank, rank + 2):
+            heard = [event for event in work.events if event[1] == stage and event[0] != "F"]
+            assert heard == [("B", stage, False)] * 3 + [("B", stage, True), ("R", stage, True)]
+        assert [event[:2] for event in work.events] == [(action.op, action.stage) for action in plan[rank]]
+
+
+@pytest.mark.parametrize("plan", [gpipe(2, 8), one_f_one_b(2, 8), one_f_one_b(4, 8), interleaved(2, 2, 8, 2)])
+def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan: Plan) -> None:
+    peak = play(plan).peak
+    for rank, work in enumerate(world(len(plan)).run(walk, plan, True, {})):
+        assert work.most_sent <= 1, f"rank {rank} still holds {work.most_sent} outputs that it has sent"
+        assert work.most_taken <= peak[rank], f"rank {rank} holds {work.most_taken} inputs, the plan says {peak[rank]}"
+
+
+def test_a_script_for_another_rank_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the script is for rank 1 of 2, this is rank 0 of 1"):
+        run(script(one_f_one_b(2, 2), 1), work=TinyWork(2, 2), axis=Axis("pp"), backward_axis=Axis("pp_backward"))

@@ -1,0 +1,119 @@
+"""Every schedule, played over a grid of sizes, against the formulas of the literature."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    Plan,
+    ScheduleError,
+    choose,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_reduction,
+)
+from megatron.core.pipeline_parallel.timeline import play
+
+PIPELINES = (1, 2, 3, 4, 8)
+MICROBATCHES = range(1, 17)
+
+
+def warmup(row: tuple[Action, ...]) -> int:
+    """Forwards before the first backward, less the one that is paired with it, unless no forward was left for that."""
+    first = next(place for place, action in enumerate(row) if action.op == "B")
+    return first if all(action.op == "B" for action in row[first:]) and first > 1 else first - 1
+
+
+@pytest.mark.parametrize("pp", PIPELINES)
+def test_bubble_of_1f1b_and_gpipe_is_the_textbook_one(pp: int) -> None:
+    for m in MICROBATCHES:
+        theory = float(Fraction(pp - 1, m + pp - 1))
+        for plan in (one_f_one_b(pp, m), gpipe(pp, m)):
+            assert play(plan).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+            assert play(plan, forward=3, backward=3).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+
+
+@pytest.mark.parametrize("pp", PIPELINES)
+@pytest.mark.parametrize("vpp", [2, 3, 4])
+def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, vpp: int) -> None:
+    for m in range(pp, 17, pp):
+        theory = float(Fraction(pp - 1, vpp * m + pp - 1))
+        assert play(interleaved(pp, vpp, m, pp)).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+
+
+@pytest.mark.parametrize("pp", PIPELINES)
+def test_forward_only_idles_just_while_the_pipeline_fills_and_drains(pp: int) -> None:
+    for m in MICROBATCHES:
+        assert play(forward_only(pp, 1, m)).bubble == pytest.approx(float(Fraction(pp - 1, m + pp - 1)), abs=1e-12)
+        assert max(play(forward_only(pp, 2, m)).peak) == 0, "evaluation keeps nothing for a backward pass"
+
+
+@pytest.mark.parametrize("pp", PIPELINES)
+def test_a_rank_of_1f1b_keeps_no_more_activations_than_ranks_follow_it(pp: int) -> None:
+    for m in MICROBATCHES:
+        assert play(one_f_one_b(pp, m)).peak == tuple(min(m, pp - rank) for rank in range(pp))
+        assert play(gpipe(pp, m)).peak == (m,) * pp
+
+
+def test_interleaved_ranks_warm_up_by_megatrons_count() -> None:
+    for pp, vpp, m, group in [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 12, 6), (3, 2, 10, 7), (8, 2, 16, 8), (4, 2, 2, 4)]:
+        counts = [warmup(row) for row in interleaved(pp, vpp, m, group)]
+        assert counts == [min(vpp * m, 2 * (pp - rank - 1) + (vpp - 1) * group) for rank in range(pp)]
+
+
+def test_a_chunk_runs_one_group_of_microbatches_before_the_next_chunk_begins() -> None:
+    forwards = [(action.stage, action.microbatch) for action in interleaved(2, 2, 5, 3)[1] if action.op == "F"]
+    assert forwards == [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2), (1, 3), (1, 4), (3, 3), (3, 4)]
+    backwards = [(action.stage, action.microbatch) for action in interleaved(2, 2, 5, 3)[1] if action.op == "B"]
+    assert backwards == [(4 - stage, i) for stage, i in forwards]
+
+
+def test_whatever_the_flags_accept_can_be_played() -> None:
+    refused = 0
+    for pp, vpp, m, group in product((1, 2, 3, 4), (2, 3), range(1, 13), range(1, 13)):
+        try:
+            plan = choose(pp, vpp, m, group=group)
+        except ConfigError:
+            refused += 1
+        else:
+            play(plan)
+    assert refused > 0, "the grid has groups that leave a short tail"
+
+
+def test_a_tail_group_smaller_than_the_pipeline_deadlocks_and_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0 waits at F8\.8 for F7\.8, rank 3 waits at B7\.4 for B8\.4"):
+        play(interleaved(4, 3, 9, 4))
+    with pytest.raises(ConfigError, match=r"last group of 1 of 9.*has 8 or 12 microbatches"):
+        choose(4, 3, 9)
+
+
+def test_flags_choose_the_schedule() -> None:
+    assert choose(4, 1, 6) == one_f_one_b(4, 6)
+    assert choose(4, 1, 6, name="gpipe") == gpipe(4, 6)
+    assert choose(2, 3, 4) == interleaved(2, 3, 4, 2)
+    assert choose(2, 3, 4, group=4) == interleaved(2, 3, 4, 4)
+    assert choose(1, 1, 2) == ((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),)
+    with pytest.raises(ConfigError, match="--pipeline-schedule zigzag"):
+        choose(2, 1, 4, name="zigzag")
+    with pytest.raises(ConfigError, match="smaller than --pipeline-model-parallel-size 4"):
+        choose(4, 2, 8, group=3)
+
+
+@pytest.mark.parametrize("plan", [one_f_one_b(3, 4), interleaved(2, 2, 4, 2), gpipe(2, 3)])
+def test_each_stage_reduces_once_right_after_its_last_backward(plan: Plan) -> None:
+    reduced = with_reduction(plan)
+    assert tuple(tuple(a for a in row if a.op != "R") for row in reduced) == plan
+    for row in reduced:
+        stages = {action.stage for action in row}
+        assert sorted(action.stage for action in row if action.op == "R") == sorted(stages)
+        for place, action in enumerate(row):
+            if action.op == "R":
+                assert (row[place - 1].op, row[place - 1].stage) == ("B", action.stage)
+                assert all(later.stage != action.stage or later.op != "B" for later in row[place:])

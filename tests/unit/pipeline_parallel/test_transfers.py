@@ -1,0 +1,101 @@
+"""The order of messages: complete, causal, and safe even if every message blocks both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    Plan,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_reduction,
+)
+from megatron.core.pipeline_parallel.transfers import Script, Transfer, script, transfers
+
+PLANS = {
+    **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
+    **{f"gpipe {pp} {m}": gpipe(pp, m) for pp in (2, 4) for m in (1, 5)},
+    **{f"interleaved {pp} {vpp} {m} {group}": with_reduction(interleaved(pp, vpp, m, group))
+       for pp, vpp, m, group in [(2, 2, 4, 2), (2, 3, 8, 4), (3, 3, 7, 4), (4, 2, 8, 4), (4, 3, 13, 5), (8, 2, 16, 8)]},
+    **{f"forward {pp} {vpp} {m}": forward_only(pp, vpp, m) for pp, vpp, m in [(2, 1, 3), (4, 2, 5), (3, 3, 4)]},
+}
+
+
+def last_blocked(scripts: Sequence[Script]) -> list[Action | Transfer]:
+    """Walk all scripts with messages that block both ends until they meet; where each rank is stuck in the end."""
+    place = [0] * len(scripts)
+
+    def at(rank: int) -> Action | Transfer | None:
+        return scripts[rank].steps[place[rank]] if place[rank] < len(scripts[rank].steps) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(scripts)):
+            while (step := at(rank)) is not None:
+                ends = {step.src, step.dst} if isinstance(step, Transfer) else {rank}
+                if any(at(end) != step for end in ends):
+                    break
+                for end in ends:
+                    place[end] += 1
+                moved = True
+    return [step for rank in range(len(scripts)) if (step := at(rank)) is not None]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: str) -> None:
+    plan = PLANS[name]
+    actions = {action for row in plan for action in row}
+    pp, stages = len(plan), 1 + max(action.stage for action in actions)
+    wanted = {Transfer(a.stage % pp, (a.stage + way) % pp, a.op, a.stage, a.microbatch)
+              for a in actions for op, way in (("F", 1), ("B", -1)) if a.op == op and 0 <= a.stage + way < stages}
+    found = transfers(plan)
+    assert len(found) == len(set(found))
+    assert set(found) == {t for t in wanted if t.src != t.dst}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, overlap: bool) -> None:
+    plan = PLANS[name]
+    scripts = [script(plan, rank, overlap=overlap) for rank in range(len(plan))]
+    assert last_blocked(scripts) == []
+
+
+def test_the_walk_finds_a_circle_where_there_is_one() -> None:
+    there, back = Transfer(0, 1, "F", 0, 0), Transfer(1, 0, "B", 1, 0)
+    circle = [Script(0, 2, 2, (there, back), True), Script(1, 2, 2, (back, there), True)]
+    assert last_blocked(circle) == [there, back]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, overlap: bool) -> None:
+    plan, order = PLANS[name], transfers(PLANS[name])
+    for rank, row in enumerate(plan):
+        steps = script(plan, rank, overlap=overlap).steps
+        assert tuple(step for step in steps if isinstance(step, Action)) == row
+        own = [transfer for transfer in order if rank in (transfer.src, transfer.dst)]
+        assert [step for step in steps if isinstance(step, Transfer)] == own
+        place = {step: where for where, step in enumerate(steps)}
+        for step in steps:
+            if isinstance(step, Transfer) and step.dst == rank:
+                assert place[step] < place[step.taken_by]
+            elif isinstance(step, Transfer):
+                assert place[step] > place[step.made_by]
+
+
+def test_overlapping_receives_travel_during_the_action_before() -> None:
+    plan, message, meanwhile = one_f_one_b(2, 3), Transfer(0, 1, "F", 0, 1), Action("B", 1, 0)
+    in_turn, early = script(plan, 1, overlap=False).steps, script(plan, 1).steps
+    assert in_turn.index(message) == in_turn.index(meanwhile) + 1
+    assert early.index(message) == early.index(meanwhile) - 1
+
+
+def test_a_pipeline_of_one_rank_sends_nothing() -> None:
+    assert transfers(interleaved(1, 3, 4, 1)) == ()

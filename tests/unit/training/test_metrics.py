@@ -1,0 +1,179 @@
+"""Metrics: what is averaged over what, and the exact lines that other programs parse."""
+
+import dataclasses
+import math
+from datetime import datetime
+
+import pytest
+import torch
+
+from megatron.training.metrics import (Meter, Report, Step, Throughput, Work, known_peak, memory_line, progress_facts,
+                                       progress_line, report_line, theoretical_memory_line, validation_text)
+
+NOW = datetime(2024, 9, 3, 15, 54, 54)
+
+
+def step(iteration, loss=None, **fields):
+    losses = {} if loss is None else {"lm loss": torch.tensor(loss)}
+    return Step(iteration=iteration, consumed_samples=8 * iteration, batch_size=8, learning_rate=1e-4, losses=losses, **fields)
+
+
+def same(tensor):
+    return tensor
+
+
+def test_a_steps_loss_is_the_mean_over_all_tokens_of_all_ranks():
+    other = torch.tensor([30.0, 3.0, 8.0, 2.0], dtype=torch.float64)
+    meter = Meter(lambda mine: mine + other)
+    meter.add(step(1, [10.0, 1.0]))
+    meter.add(step(2, [4.0, 2.0]))
+    assert [point.losses["lm loss"] for point in meter.resolve()] == [10.0, 3.0]
+
+
+def test_all_steps_are_reduced_at_once_and_only_when_asked():
+    calls = []
+    meter = Meter(lambda tensor: calls.append(tensor.shape) or tensor)
+    for iteration in range(1, 6):
+        meter.add(step(iteration, [2.0, 1.0]))
+    assert calls == []
+    meter.resolve()
+    assert calls == [(10,)]
+    assert meter.resolve() == []
+
+
+def test_a_stage_without_losses_reduces_nothing():
+    def fail(tensor):
+        raise AssertionError("no loss here, so no collective")
+
+    meter = Meter(fail)
+    meter.add(step(1, grad_norm=torch.tensor(2.0)))
+    assert meter.resolve()[0].grad_norm == 2.0
+
+
+def test_every_tensor_becomes_the_plain_number_of_its_own_step():
+    meter = Meter(same)
+    meter.add(step(1, [2.0, 1.0], grad_norm=torch.tensor(0.5), loss_scale=torch.tensor([8.0]), skipped=torch.tensor(True)))
+    meter.add(step(2, [3.0, 1.0], grad_norm=0.25, num_zeros=torch.tensor(2**40 + 1), params_norm=torch.tensor(7.0)))
+    first, second = meter.resolve()
+    assert (first.grad_norm, first.loss_scale, first.skipped, first.num_zeros) == (0.5, 8.0, True, None)
+    assert (second.grad_norm, second.num_zeros, second.params_norm, second.skipped) == (0.25, 2.0**40 + 1, 7.0, False)
+    assert type(first.skipped) is bool and type(second.num_zeros) is float
+
+
+def test_the_interval_averages_steps_that_were_not_skipped():
+    meter = Meter(same)
+    meter.add(step(1, [2.0, 1.0]))
+    meter.add(step(2, [math.inf, 1.0], skipped=True))
+    meter.add(step(3, [40.0, 10.0]))
+    meter.add(step(4, [50.0, 1.0], skipped=True))
+    meter.resolve()
+    report = meter.report(train_iters=10, seconds=2.0)
+    assert report.losses == {"lm loss": 3.0}
+    assert (report.skipped_iterations, report.nan_iterations, report.seconds_per_iteration) == (2, 1, 0.5)
+    assert report.last.iteration == 4
+
+
+def test_an_interval_spans_several_resolves_and_then_begins_anew():
+    meter = Meter(same)
+    for iteration, loss in ((1, 1.0), (2, 3.0)):
+        meter.add(step(iteration, [loss, 1.0]))
+        meter.resolve()
+    assert meter.report(train_iters=10, seconds=1.0).losses == {"lm loss": 2.0}
+    meter.add(step(3, [9.0, 1.0]))
+    with pytest.raises(AssertionError, match="resolved"):
+        meter.report(train_iters=10, seconds=1.0)
+    meter.resolve()
+    assert meter.report(train_iters=10, seconds=1.0).losses == {"lm loss": 9.0}
+
+
+def test_an_interval_of_skipped_steps_has_no_loss():
+    meter = Meter(same)
+    meter.add(step(1, [math.nan, 1.0], skipped=True))
+    meter.resolve()
+    report = meter.report(train_iters=10, seconds=1.0)
+    assert report.losses == {} and "lm loss" not in report_line(report, NOW)
+
+
+def test_a_nan_loss_is_shown_and_not_hidden():
+    meter = Meter(same)
+    meter.add(step(1, [math.nan, 1.0]))
+    meter.resolve()
+    report = meter.report(train_iters=10, seconds=1.0)
+    assert " | lm loss: NAN | " in report_line(report, NOW)
+    assert report.nan_iterations == 1
+
+
+LAST = Step(iteration=20, consumed_samples=20480, batch_size=1024, learning_rate=6.976744e-7, losses={"lm loss": 10.0},
+            loss_scale=262144.0, grad_norm=47.0212)
+REPORT = Report(last=LAST, train_iters=500000, skipped_samples=0, seconds_per_iteration=12.1379,
+                losses={"lm loss": 10.64275}, skipped_iterations=5, nan_iterations=0)
+
+
+def test_the_log_line_is_one_that_megatron_printed():
+    """The expected text is a line of a published Megatron-LM log, without its throughput field."""
+    assert report_line(REPORT, datetime(2024, 9, 3, 15, 56, 55)) == (
+        " [2024-09-03 15:56:55] iteration       20/  500000 | consumed samples:        20480 | elapsed time per iteration"
+        " (ms): 12137.9 | learning rate: 6.976744E-07 | global batch size:  1024 | lm loss: 1.064275E+01 | loss scale: "
+        "262144.0 | grad norm: 47.021 | number of skipped iterations:   5 | number of nan iterations:   0 |")
+
+
+def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
+    last = dataclasses.replace(LAST, num_zeros=57219176.0, params_norm=315.0231, decoupled_learning_rate=1e-3)
+    report = dataclasses.replace(REPORT, last=last, skipped_samples=64, losses={"lm loss": 10.64275, "z_loss": 0.5},
+                                 throughput=Throughput(84.4, 172800.0, 445.05, 494.5, peak=989.0))
+    names = [part.split(":")[0].strip() for part in report_line(report, NOW).rstrip(" |").split(" | ")[1:]]
+    assert names == [
+        "consumed samples", "skipped samples", "elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)",
+        "learning rate", "decoupled learning rate", "global batch size", "lm loss", "z_loss", "loss scale", "grad norm",
+        "num zeros", "params norm", "number of skipped iterations", "number of nan iterations", "tokens per second", "MFU"]
+    line = report_line(report, NOW)
+    for field in (" | skipped samples:           64 | ", " | throughput per GPU (TFLOP/s/GPU): 445.1 | ",
+                  " | num zeros: 57219176.0 | ", " | params norm: 315.023 | ", " | tokens per second: 172800.0 | ",
+                  " | MFU: 45.0% causal, 50.0% square, of 989 TFLOP/s |"):
+        assert field in line
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown():
+    report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, 3.0, 4.0))
+    assert "MFU" not in report_line(report, NOW)
+
+
+def test_throughput_counts_the_samples_of_the_whole_interval():
+    work = Work(seq_length=1000, causal_flops=2e12, square_flops=3e12, num_devices=4, peak=10.0)
+    meter = Meter(same)
+    meter.add(step(1))
+    meter.add(dataclasses.replace(step(2), batch_size=32))
+    meter.resolve()
+    speed = meter.report(train_iters=2, seconds=5.0, work=work).throughput
+    assert speed == Throughput(samples_per_second=8.0, tokens_per_second=8000.0, causal_tflops=4.0, square_tflops=6.0, peak=10.0)
+
+
+@pytest.mark.parametrize("name, dtype, peak", [
+    ("NVIDIA H200", "bfloat16", 989.0), ("NVIDIA H20", "bfloat16", 148.0), ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
+    ("NVIDIA H100 PCIe", "float16", 756.0), ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0), ("NVIDIA A10", "bfloat16", 125.0),
+    ("NVIDIA GB200", "bfloat16", 2500.0), ("NVIDIA H200", "float32", None), ("cpu", "bfloat16", None)])
+def test_peaks_are_known_for_common_devices_only(name, dtype, peak):
+    assert known_peak(name, dtype) == peak
+
+
+def test_the_validation_text_is_megatrons():
+    line = " validation loss at iteration 1000 on test set | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
+    assert validation_text({"lm loss": math.log(10)}, "iteration 1000 on test set").split("\n") == [
+        "-" * (len(line) + 1), line, "-" * (len(line) + 1)]
+    assert " validation-wiki loss at iteration 5 | " in validation_text({"lm loss": 30.0}, "iteration 5", "wiki")
+    assert f"PPL: {math.exp(20):.6E} |" in validation_text({"lm loss": 30.0}, "iteration 5")
+
+
+def test_the_memory_lines_are_megatrons():
+    memory = {"allocated": 1048576 * 1.5, "max allocated": 1048576 * 2, "reserved": 1048576 * 3, "max reserved": 1048576 * 4}
+    assert memory_line(3, 20, memory) == ("[Rank 3] (after 20 iterations) memory (MB) | allocated: 1.50 | max allocated: "
+                                          "2.00 | reserved: 3.00 | max reserved: 4.00")
+    assert theoretical_memory_line(1048576 * 18, 1048576 * 2.5) == (
+        "Theoretical memory footprints: weight and optimizer=18.00 MB, activation=2.50 MB, total=20.50 MB")
+
+
+def test_progress_lines_are_tab_separated():
+    facts = progress_facts(50, job_tflops=400.04, total_tflops=390.0, total_flops=1.25e21, total_tokens=12_340_000_000)
+    assert progress_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, facts=facts) == (
+        "2024-09-03 15:54:54\tJob ID: 77\t# GPUs: 8\tSaved checkpoint\tIteration: 50\tJob throughput: 400.0 TFLOP/s/GPU\t"
+        "Cumulative throughput: 390.0 TFLOP/s/GPU\tFloating-point operations: 1.25e+21\tTokens (in billions): 12.34\n")

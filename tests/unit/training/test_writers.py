@@ -1,0 +1,191 @@
+"""Writers: which names and points reach each place, under which switch."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.run import LogConfig
+from megatron.training import writers as writers_module
+from megatron.training.metrics import Report, Step, Throughput
+from megatron.training.writers import Writers
+
+STEPS = [Step(iteration=k, consumed_samples=8 * k, batch_size=8, learning_rate=0.1 * k, losses={"lm loss": 5.0 - k},
+              loss_scale=4.0, grad_norm=0.5 * k) for k in (1, 2, 3, 4)]
+REPORT = Report(last=STEPS[-1], train_iters=100, skipped_samples=16, seconds_per_iteration=0.25, losses={"lm loss": 2.5},
+                skipped_iterations=0, nan_iterations=0, throughput=Throughput(32.0, 3200.0, 7.0, 8.0))
+
+
+@pytest.fixture
+def shown():
+    return []
+
+
+def make(shown, speaks=True, world_size=8, **fields):
+    return Writers(LogConfig(**fields), speaks=speaks, world_size=world_size, console=shown.append)
+
+
+def curves(folder):
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return {name: [(point.step, round(point.value, 4)) for point in board.Scalars(name)] for name in board.Tags()["scalars"]}
+
+
+def journal(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_steps_reach_tensorboard_by_iteration_and_by_samples(tmp_path, shown):
+    writers = make(shown, tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
+    writers.steps(STEPS)
+    writers.close()
+    found = curves(tmp_path)
+    assert found["lm loss"] == [(2, 3.0), (4, 1.0)]
+    assert found["lm loss vs samples"] == [(16, 3.0), (32, 1.0)]
+    assert found["learning-rate"] == [(2, 0.2), (4, 0.4)]
+    names = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm"}
+    assert set(found) == names | {f"{name} vs samples" for name in names}
+
+
+def test_optional_numbers_and_switches_add_their_curves(tmp_path, shown):
+    writers = make(shown, tensorboard_dir=str(tmp_path), log_world_size_to_tensorboard=True,
+                   log_loss_scale_to_tensorboard=False)
+    writers.steps([dataclasses.replace(STEPS[0], num_zeros=12.0, params_norm=3.0, decoupled_learning_rate=0.5)])
+    writers.close()
+    found = curves(tmp_path)
+    assert found["world-size"] == [(1, 8.0)] and found["world-size vs samples"] == [(8, 8.0)]
+    assert found["num-zeros"] == [(1, 12.0)] and found["params-norm"] == [(1, 3.0)]
+    assert found["decoupled-learning-rate"] == [(1, 0.5)] and "loss-scale" not in found
+
+
+def test_the_loss_of_a_skipped_step_is_no_point_of_its_curve(tmp_path, shown):
+    writers = make(shown, tensorboard_dir=str(tmp_path))
+    writers.steps([STEPS[0], dataclasses.replace(STEPS[1], skipped=True)])
+    writers.close()
+    assert curves(tmp_path)["lm loss"] == [(1, 4.0)]
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
+    writers = make(shown, tensorboard_dir=str(tmp_path), log_timers_to_tensorboard=on, log_memory_to_tensorboard=on)
+    writers.report(REPORT)
+    writers.times(4, "(min, max)", {"optimizer-time": 0.5})
+    writers.memory(4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0})
+    writers.close()
+    expected = {"iteration-time": 0.25, "throughput": 7.0, "optimizer-time": 0.5, "mem-allocated-bytes": 1.0,
+                "mem-max-allocated-bytes": 2.0, "mem-reserved-bytes": 3.0, "mem-allocated-count": 5.0} if on else {}
+    expected["skipped-train-samples"] = 16.0
+    assert curves(tmp_path) == {name: [(4, value)] for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("perplexity", [False, True])
+def test_validation_reaches_the_boards_but_the_final_runs_do_not(tmp_path, shown, perplexity):
+    writers = make(shown, tensorboard_dir=str(tmp_path), log_validation_ppl_to_tensorboard=perplexity)
+    writers.validation({"lm loss": math.log(8)}, iteration=4, consumed_samples=32)
+    writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, final="test")
+    writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, set_name="wiki")
+    writers.close()
+    found = curves(tmp_path)
+    assert found["lm loss validation"] == [(4, 2.0794)] and found["lm loss validation vs samples"] == [(32, 2.0794)]
+    assert found["lm loss validation-wiki"] == [(4, 1.0)]
+    assert found.get("lm loss validation ppl") == ([(4, 8.0)] if perplexity else None)
+    assert " validation loss at iteration 4 on test set | " in shown[1]
+
+
+def test_the_journal_has_every_step_and_report_once(tmp_path, shown):
+    path = tmp_path / "deep" / "log.jsonl"
+    writers = make(shown, log_jsonl=str(path), tensorboard_log_interval=100)
+    writers.steps(STEPS)
+    writers.report(REPORT)
+    writers.validation({"lm loss": 1.5}, iteration=4, consumed_samples=32, final="test")
+    writers.close()
+    lines = journal(path)
+    assert [line["kind"] for line in lines] == ["start", "step", "step", "step", "step", "report", "validation"]
+    assert [line["iteration"] for line in lines[1:5]] == [1, 2, 3, 4]
+    assert lines[2]["losses"] == {"lm loss": 3.0} and lines[2]["grad_norm"] == 1.0 and "num_zeros" not in lines[2]
+    assert lines[5]["throughput"]["causal_tflops"] == 7.0 and lines[6]["final"] == "test"
+
+
+def test_the_journal_is_strict_json_and_is_appended_to(tmp_path, shown):
+    path = tmp_path / "log.jsonl"
+    for iteration, loss in ((0, math.nan), (1, -math.inf)):
+        writers = Writers(LogConfig(log_jsonl=str(path)), speaks=True, start_iteration=iteration, console=shown.append)
+        writers.steps([dataclasses.replace(STEPS[iteration], losses={"lm loss": loss})])
+        writers.close()
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [(line["kind"], line["iteration"]) for line in lines] == [("start", 0), ("step", 1), ("start", 1), ("step", 2)]
+    assert [line["losses"]["lm loss"] for line in lines[1::2]] == ["nan", "-inf"]
+
+
+def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
+    writers = make(shown, speaks=False, tensorboard_dir=str(tmp_path / "board"), log_jsonl=str(tmp_path / "log.jsonl"))
+    writers.steps(STEPS)
+    writers.report(REPORT)
+    writers.text("hello")
+    writers.validation({"lm loss": 1.0}, iteration=1, consumed_samples=8)
+    writers.close()
+    assert shown == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_one_line_of_the_console(shown):
+    make(shown).report(REPORT)
+    (line,) = shown
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration        4/     100 \| consumed samples:           32 \| ", line)
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_missing_package_is_an_error_on_every_rank_with_the_command(monkeypatch, shown, speaks):
+    monkeypatch.setattr(writers_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        make(shown, speaks=speaks, tensorboard_dir="somewhere", wandb_project="mine")
+    assert "--tensorboard-dir somewhere needs the package tensorboard" in str(error.value)
+    assert "pip install wandb" in str(error.value)
+
+
+def test_weights_and_biases_draws_against_our_iteration(monkeypatch, shown, tmp_path):
+    calls = []
+    run = types.SimpleNamespace(
+        define_metric=lambda name, **options: calls.append(("metric", name, options)),
+        log=lambda values: calls.append(("log", values)), finish=lambda: calls.append(("finish",)))
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = types.SimpleNamespace(name="wandb")
+    fake.init = lambda **options: calls.append(("init", options)) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writers = Writers(LogConfig(wandb_project="p", wandb_exp_name="n", wandb_save_dir=str(tmp_path / "w")), speaks=True,
+                      settings={"num_layers": 2}, console=shown.append)
+    writers.steps(STEPS[:1])
+    writers.close()
+    assert calls[0] == ("init", {"project": "p", "name": "n", "entity": None, "dir": str(tmp_path / "w"),
+                                 "config": {"num_layers": 2}})
+    assert ("metric", "*", {"step_metric": "iteration"}) in calls
+    (logged,) = [call[1] for call in calls if call[0] == "log"]
+    assert logged == {"learning-rate": 0.1, "batch-size": 8, "lm loss": 4.0, "loss-scale": 4.0, "grad-norm": 0.5,
+                      "iteration": 1, "samples": 8}
+    assert calls[-1] == ("finish",)
+
+
+def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    writers = Writers(LogConfig(), speaks=True, start_iteration=1, train_iters=10)
+    writers.steps(STEPS)
+    writers.text("a line")
+    writers.close()
+    output = capsys.readouterr()
+    assert output.out == "a line\n" and "4/10" in output.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    writers = Writers(LogConfig(), speaks=True, train_iters=10)
+    writers.steps(STEPS)
+    writers.text("a line")
+    writers.close()
+    output = capsys.readouterr()
+    assert output.out == "a line\n" and output.err == ""
