@@ -8,17 +8,21 @@ Whatever is wrong is collected on the way and said in one message; nothing is st
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, known_flags, refuse, spelling
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import checkpoint_values
+from megatron.core.optimizer.schedule import Schedule
 from megatron.training.legacy_flags import nearest, translate
+from megatron.training.microbatches import BatchSchedule
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 
@@ -52,11 +56,19 @@ def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any]
 def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
               provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
     """Like `parse_args`, but raises `ConfigError`."""
+    args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
+    problems = [*args.problems, *_complaints(lambda: config_of(args, world_size))]
+    refuse(problems)
+    return args
+
+
+def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
+               provider: Provider | None = None) -> argparse.Namespace:
+    """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at."""
     parser = make_parser(extra, provider)
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
-    words = _yaml_words(argv, parser)
-    words, messages, problems = translate(words, known)
+    words, messages, problems = translate(_yaml_words(argv), known)
     parser.error = _collect_into(problems)  # type: ignore[method-assign]
     args, unknown = parser.parse_known_args(words)
     for word in unknown:
@@ -67,20 +79,42 @@ def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None,
             problems.append(f"{word!r} belongs to no flag")
     if args.use_checkpoint_args and args.load:
         _take_from_checkpoint(args)
-    args.messages = messages
-    try:
-        config_of(args, world_size)
-    except ConfigError as error:
-        problems += [line.strip() for line in str(error).splitlines()[1:]]
-    refuse(problems)
+    args.messages, args.problems = messages, problems
     return args
 
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
     config = from_namespace(RunConfig, args).resolve(world_size)
-    refuse(said for _, said in broken(config, world_size))
+    if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
+        config = _with_last_batch_size(config, world_size)
+    problems = [said for _, said in broken(config, world_size)]
+    if not problems:  # what these two work out needs sizes that are known to be sound
+        problems += _complaints(lambda: BatchSchedule.build(
+            config.train, data_parallel_size=config.parallel.data_parallel_size(world_size),
+            seq_length=config.train.seq_length).check())
+        if not config.train.skip_train:
+            problems += _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
+    refuse(problems)
     return config
+
+
+def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
+    """Horizons and evaluation count in the batch that --step-batch-size-schedule ends with."""
+    schedule = BatchSchedule.build(config.train, data_parallel_size=max(1, config.parallel.data_parallel_size(world_size)),
+                                   seq_length=config.train.seq_length)
+    schedule.check()
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=schedule.full))
+
+
+def _complaints(attempt: Callable[[], object]) -> list[str]:
+    """What an attempt finds wrong with the settings."""
+    try:
+        attempt()
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        return [line.strip() for line in lines[1:]] or lines
+    return []
 
 
 def _collect_into(problems: list[str]) -> Callable[[str], None]:
@@ -92,7 +126,7 @@ def _collect_into(problems: list[str]) -> Callable[[str], None]:
     return error
 
 
-def _yaml_words(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def _yaml_words(argv: Sequence[str]) -> list[str]:
     """argv with the mapping of --yaml-cfg written out as flags before it."""
     for place, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -134,6 +168,8 @@ def _words_of(name: str, value: Any) -> list[str]:
 def _take_from_checkpoint(args: argparse.Namespace) -> None:
     """Put the checkpoint's model and tokenizer in the place of the command line's."""
     fields = {field.name for field, _ in flag_fields(RunConfig)}
+    if not args.use_tokenizer_model_from_checkpoint_args:
+        fields -= {field.name for field, _ in flag_fields(TokenizerConfig)}
     for name, value in checkpoint_values(args.load, args.ckpt_step).items():
         if name in fields:
             setattr(args, name, value)

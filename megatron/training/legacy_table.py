@@ -134,6 +134,10 @@ IGNORED = (
     Group("ignored", "training waits until a checkpoint is written; what is written is the same",
           switches="async-save use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
           values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
+    Group("ignored", "it concerns a kind of tokenizer that --tokenizer-type cannot choose yet",
+          switches="trust-remote-code tokenizer-sentencepiece-legacy no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+                   "tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens",
+          values="tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens"),
     Group("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
     Group("ignored", "--profile always records with PyTorch's profiler, shapes included",
           switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
@@ -265,15 +269,10 @@ LATER = (
           values="sft-tokenizer-prompt-format=nemotron-h-aligned chat-template finetune-hf-dataset"),
     Group("later", "masks by document lengths are not built yet; --reset-attention-mask keeps documents apart",
           switches="dataloader-inter-document-masking"),
-    Group("later", "this tokenizer setting is not built yet",
-          switches="trust-remote-code tokenizer-sentencepiece-legacy no-tokenizer-sentencepiece-ignore-extra-whitespaces "
-                   "tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens use-gigatoken",
-          values="tiktoken-pattern tiktoken-num-special-tokens=1000 tiktoken-special-tokens tokenizer-special-tokens "
-                 "tokenizer-metadata null-tokenizer-eod-id null-tokenizer-pad-id"),
+    Group("later", "this tokenizer setting is not built yet", switches="use-gigatoken",
+          values="tokenizer-special-tokens tokenizer-metadata null-tokenizer-eod-id null-tokenizer-pad-id"),
     Group("later", "only this project's own checkpoint format is written and read so far, as --ckpt-format torch_dist",
           values="ckpt-format=torch_dist dist-ckpt-format=torch_dist ckpt-convert-format ckpt-convert-save"),
-    Group("later", "--use-checkpoint-args takes the checkpoint's tokenizer too; to take another one with it is not built yet",
-          switches="no-use-tokenizer-model-from-checkpoint-args"),
     Group("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
     Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",

@@ -66,13 +66,18 @@ class BatchSchedule:
         assert count > 0 and (self.rounds_down or rest == 0), "check() refused the sizes that cannot be cut"
         return BatchSize(count * self.unit, count)
 
+    @property
+    def full(self) -> int:
+        """The global batch that the schedule ends with."""
+        return self.at(self.steps[-1][0]).global_batch_size
+
     def check(self, consumed_samples: int = 0) -> None:
         """Refuse, all at once, every size that this many ranks cannot cut evenly.
 
         Sizes that lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
         """
         now = bisect_right(self.steps, (consumed_samples, math.inf)) - 1
-        refuse(filter(None, (self._problem(size) for _, size in self.steps)))
+        refuse(filter(None, (self._problem(size) for _, size in self.steps[max(now, 0):])))
 
     def _problem(self, size: int) -> str:
         below, above = size // self.unit * self.unit, -(-size // self.unit) * self.unit

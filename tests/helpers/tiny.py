@@ -40,6 +40,11 @@ def config(world_size: int = 1, **changes: Any) -> RunConfig:
     return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
 
 
+def with_vocabulary(settings: RunConfig, size: int) -> RunConfig:
+    """The config with another vocabulary."""
+    return replace(settings, model=settings.model.with_vocabulary(size, settings.parallel.tp))
+
+
 def run_of(settings: RunConfig) -> Run:
     """A run on this process's ranks (or alone)."""
     device = torch.device("cpu")

@@ -127,6 +127,11 @@ def _sequence_parallel(s: Setting) -> str:
 
 
 def _pipeline(s: Setting) -> str:
+    parallel = s.run.parallel
+    if parallel.num_layers_per_virtual_pipeline_stage and (parallel.decoder_first_pipeline_num_layers is not None
+                                                           or parallel.decoder_last_pipeline_num_layers is not None):
+        return ("--num-layers-per-virtual-pipeline-stage needs chunks of one size, which --decoder-first/last-pipeline-"
+                "num-layers make uneven; say --num-virtual-stages-per-pipeline-rank instead")
     try:
         stages_of(s.run)
     except ConfigError as error:

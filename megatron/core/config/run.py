@@ -83,6 +83,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet")
     ckpt_step: int | None = flag(None, "iteration to load, instead of the newest")
     use_checkpoint_args: bool = flag(False, "take the model's shape and tokenizer from the checkpoint")
+    use_tokenizer_model_from_checkpoint_args: bool = flag(True, "with --use-checkpoint-args, its tokenizer too")
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load has no checkpoint, even when it is also --save")
 
 

@@ -127,6 +127,8 @@ def _open(prefix: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSource:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
+    """What the datasets of all splits have in common, and how one split's is made of it."""
+
     config: DataConfig
     options: WindowOptions
     seed: int

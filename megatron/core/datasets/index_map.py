@@ -165,7 +165,7 @@ def load_or_build(
         _write(cache.folder / f"{stem}-description.txt", text)
     except OSError as error:
         message = f"index cache {cache.folder} cannot be written: {error.strerror}"
-        if False:
+        if cache.chosen:
             raise DataError(f"{message}; choose a folder with --data-cache-path") from error
         logger.warning("%s; each process builds its own (--data-cache-path chooses another folder)", message)
         return arrays

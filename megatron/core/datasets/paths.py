@@ -3,7 +3,7 @@
     one blend for all:    --data-path [weight] prefix ...  cut by --split        (or --data-args-path FILE)
     a blend a split:      --train-data-path ... --valid-data-path ... --test-data-path ...
                           (or --per-split-data-args-path FILE); every split uses its data whole
-    no files:             --mock-data
+    no files:             --mock-data, cut in thirds whatever --split says
 
 A weight is a share of the samples drawn, whatever the datasets' sizes. Without weights every dataset is gone through
 once, and mixed in proportion to its size.

@@ -93,8 +93,7 @@ class GPTModel(nn.Module):
         x = self.decoder(hidden, MaskSpec(causal=True, documents=documents), self._rotary(hidden, positions))
         if self.output_layer is None:
             return x
-        weight = self.output_weight()
-        return self.output_layer.logits(x, weight) if labels is None else self.output_layer.loss(x, weight, labels)
+        return self.output_layer(x, self.output_weight(), labels)
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""

@@ -27,6 +27,10 @@ class LanguageModelHead(nn.Module):
                 build.initial_embedding() if tied_name else build.initial(), tied=bool(tied_name), name=tied_name)
             self.weight = parameter(spec, build.mesh, build.dtype)
 
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of every token, or the logits without labels. Called, not its parts, so that its hooks see it."""
+        return self.logits(x, weight) if labels is None else self.loss(x, weight, labels)
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [s or s/tp, b, h]. Returns [s, b, v/tp], padded columns included."""
         return enter_linear(x, weight, None, self.build.region)

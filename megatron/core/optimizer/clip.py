@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.finalize import copied_ranges
@@ -40,17 +39,16 @@ def _counted(segments: Sequence[Segment], mesh: Mesh, *, of: str) -> list[Tensor
 
 
 def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
-    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as a scalar tensor, the same on every rank.
+    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as an fp64 scalar, the same on every rank.
 
     sharded: data-parallel ranks own different ranges, so their sums are added; else they own the same.
     """
     views = _counted(segments, mesh, of=of)
-    if of == "data":
-        views = [view.float() if view.dtype in (torch.float16, torch.bfloat16) else view for view in views]
-    wide = torch.float64 if views and views[0].dtype == torch.float64 else torch.float32
-    total = torch.zeros((), dtype=wide, device=mesh.device)
+    # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if views:
-        total += get_total_norm(views).to(wide).square()
+        wide = torch.float64 if views[0].dtype == torch.float64 else torch.float32
+        total += torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double().square().sum()
     return collectives.all_reduce(total, mesh.world if sharded else mesh.model).sqrt()
 
 

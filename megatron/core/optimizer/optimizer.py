@@ -92,6 +92,7 @@ class Optimizer:
         for master, segment in zip(self.masters, self.segments, strict=True):
             master.grad = segment.grad if segment.grad.dtype == master.dtype else segment.grad.to(master.dtype)
         if self.masters:
+            factor = factor.to(self.masters[0].dtype) if isinstance(factor, Tensor) else factor
             torch._foreach_mul_([master.grad for master in self.masters], factor)
         if self.inner is not None:
             self.inner.step()

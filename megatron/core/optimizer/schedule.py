@@ -171,6 +171,8 @@ def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainCon
         found.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
     if (train.train_iters is None) == (train.train_samples is None):
         found.append("give the length of training once: --train-iters or --train-samples")
+    elif train.train_iters is not None and train.global_batch_size is None:
+        found.append("--train-iters counts global batches, and their size is missing; give --global-batch-size")
     other = "samples" if train.train_iters is not None else "iters"
     unit = "iters" if train.train_iters is not None else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):

@@ -30,11 +30,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape."""
         mixed, normed = self.self_attention(x, self.input_layernorm, mask, table)
-        x = (normed if self.after_norm else x) + self.dropout(mixed)
+        x = self._residual(x, normed) + self.dropout(mixed)
         if self.build.recomputes("mlp"):
             return recompute(self._mlp, self.build.streams, x)
         return self._mlp(x)
 
     def _mlp(self, x: Tensor) -> Tensor:
         thought, normed = self.mlp(x, self.pre_mlp_layernorm)
-        return (normed if self.after_norm else x) + self.dropout(thought)
+        return self._residual(x, normed) + self.dropout(thought)
+
+    def _residual(self, x: Tensor, normed: Tensor) -> Tensor:
+        """Where the residual starts, in the residual's format, which may be wider than the norm's."""
+        return normed.to(x.dtype) if self.after_norm else x

@@ -149,6 +149,8 @@ def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
     load_or_build(cache, "Numbers", {}, SHAPES, numbers)
     (path,) = tmp_path.glob("*.npy")
     content = path.read_bytes()
+    (description,) = tmp_path.glob("*.txt")
+    told = description.read_bytes()
     if damage == "truncate":
         path.write_bytes(content[:-1])
     elif damage == "header":
@@ -162,9 +164,9 @@ def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
     elif damage == "dtype":
         np.save(path, np.arange(1000, dtype=np.int32))
     else:
-        next(tmp_path.glob("*.txt")).write_text("{")
+        description.write_text("{")
     assert load_or_build(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
-    assert path.read_bytes() == content, "the cache is whole again"
+    assert (path.read_bytes(), description.read_bytes()) == (content, told), "the cache is whole again"
 
 
 def test_a_cache_folder_that_cannot_be_written_stops_the_run_only_when_it_was_chosen(tmp_path, caplog):

@@ -33,6 +33,7 @@ def test_rank_r_takes_the_r_th_micro_batch_of_each_block():
 
 def test_a_last_block_that_is_not_full_is_left_out():
     assert list(single(9, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
+    assert list(single(8, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
     assert list(single(8, consumed_samples=8, micro_batch_size=2, rank=1, num_ranks=2)) == []
 
 

@@ -123,6 +123,7 @@ def test_skipped_steps_do_not_move_the_rate():
     ({"lr_warmup_init": 1.0}, {}, {}, "--lr-warmup-init 1.0 is above"),
     ({}, {}, {"train_samples": 5}, "--train-iters or --train-samples"),
     ({}, {}, {"train_iters": None}, "--train-iters or --train-samples"),
+    ({}, {}, {"global_batch_size": None}, "give --global-batch-size"),
     ({"lr_decay_samples": 5}, {}, {}, "say it as --lr-decay-iters"),
     ({"lr_warmup_fraction": 0.1}, {}, {}, "say the warm-up twice"),
     ({"lr_decay_style": "WSD"}, {}, {}, "give --lr-wsd-decay-iters"),

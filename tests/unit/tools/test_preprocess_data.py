@@ -140,6 +140,15 @@ BAD_LINES = [
 ]
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 2**20])
+def test_lines_are_counted_across_chunks_and_from_1_in_every_file(tool, tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(tool, "CHUNK_BYTES", chunk_bytes)
+    write_lines(tmp_path / "a.jsonl", [{"text": "fine"}] * 9)
+    write_lines(tmp_path / "b.jsonl", [{"text": "fine"}] * 5 + [{}])
+    with pytest.raises(SystemExit, match=r"b\.jsonl:6: no key 'text'"):
+        tool.main(["--input", str(tmp_path / "[ab].jsonl"), "--output-prefix", str(tmp_path / "out"), *BYTES])
+
+
 @pytest.mark.parametrize("bad, reason", BAD_LINES)
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES])
 def test_a_bad_line_stops_the_run_and_is_named(tool, tmp_path, bad, reason, tokenizer):

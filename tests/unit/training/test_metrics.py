@@ -30,6 +30,13 @@ def test_a_steps_loss_is_the_mean_over_all_tokens_of_all_ranks():
     assert [point.losses["lm loss"] for point in meter.resolve()] == [10.0, 3.0]
 
 
+def test_token_counts_beyond_the_precision_of_fp32_are_added_exactly():
+    meter = Meter(lambda mine: mine + 1.0)
+    meter.add(step(1, [0.0, 2.0**24]))
+    (point,) = meter.resolve()
+    assert 1.0 / point.losses["lm loss"] == pytest.approx(2.0**24 + 1, abs=0.1)
+
+
 def test_all_steps_are_reduced_at_once_and_only_when_asked():
     calls = []
     meter = Meter(lambda tensor: calls.append(tensor.shape) or tensor)

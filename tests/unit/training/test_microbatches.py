@@ -47,6 +47,7 @@ def test_step_thresholds_are_tokens_with_suffixes():
     schedule = build(step_batch_size_schedule="2M:16 0:8, 1.5B:32", seq_length=1000, micro_batch_size=1)
     sizes = [schedule.at(samples).global_batch_size for samples in (0, 1999, 2000, 1_499_999, 1_500_000)]
     assert sizes == [8, 8, 16, 16, 32]
+    assert schedule.full == 32
 
 
 def test_indivisible_batches_are_all_named_at_once_with_a_way_out():

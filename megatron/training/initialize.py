@@ -1,0 +1,143 @@
+"""initialize_megatron(args) -> Run: everything that happens once, before a model is built.
+
+The order matters: settings are checked, the tokenizer is read and the save folder tried before any rank waits for
+another, so that a mistake costs a second and not a time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.rules import broken
+from megatron.core.config.run import RunConfig
+from megatron.core.dist_checkpointing.store import check_writable
+from megatron.core.kernels.table import Kernels, Need, select
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import backend_of, claim, name_of, pick_device, synchronize
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training import global_vars
+from megatron.training.arguments import config_of
+from megatron.training.run import Run
+from megatron.training.timers import Timers
+
+
+def world_size() -> int:
+    """Ranks of this job, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize_megatron(args: argparse.Namespace) -> Run:
+    """Join the other ranks and build what every provider needs.
+
+    Prints what is wrong and exits with code 2 when settings cannot be used; one rank speaks for all.
+    """
+    try:
+        config, tokenizer = _settings(args)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+    log = _logger(config)
+    device = pick_device()
+    claim(device)
+    _deterministic(config)
+    mesh = _join(config, device)
+    kernels = _kernels(config, device)
+    streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
+    run = Run(args=args, config=config, mesh=mesh, kernels=kernels, tokenizer=tokenizer, streams=streams,
+              timers=_timers(config, mesh), log=log)
+    global_vars.install(run)
+    parallel_state.install(mesh)
+    for message in getattr(args, "messages", ()):
+        run.say(message)
+    _describe(run)
+    return run
+
+
+def shut_down() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _settings(args: argparse.Namespace):
+    """The checked config with its vocabulary, and the tokenizer."""
+    config = config_of(args, world_size())
+    tokenizer = build_tokenizer(config.tokenizer)
+    model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
+    config = dataclasses.replace(config, model=model)
+    refuse(said for _, said in broken(config, world_size()))
+    if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
+        check_writable(config.checkpoint.save)
+    return config, tokenizer
+
+
+def _logger(config: RunConfig) -> logging.Logger:
+    """Lines go to standard output as they are."""
+    log = logging.getLogger("megatron")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(config.log.logging_level or logging.INFO)
+    if os.environ.get("RANK", "0") != "0":  # what the library has to say is the same on every rank
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    return log
+
+
+def _deterministic(config: RunConfig) -> None:
+    if config.train.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _join(config: RunConfig, device: torch.device) -> Mesh:
+    """The mesh of all ranks; without a launcher, of this process alone."""
+    if "WORLD_SIZE" not in os.environ:
+        return Mesh.single(device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    dist.init_process_group(backend_of(device, config.parallel.distributed_backend),
+                            timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    return Mesh.build(config.parallel, device)
+
+
+def _kernels(config: RunConfig, device: torch.device) -> Kernels:
+    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.reset_attention_mask,
+                attention_dropout=config.model.attention_dropout)
+    return select(need, {"attention": config.model.attention_backend})
+
+
+def _timers(config: RunConfig, mesh: Mesh) -> Timers:
+    return Timers(level=config.log.timing_log_level, option=config.log.timing_log_option,
+                  synchronize=lambda: synchronize(mesh.device), barrier=lambda: collectives.barrier(mesh.world),
+                  gather=lambda row: collectives.gather_objects(list(row), mesh.world),
+                  barrier_with_level_1=config.log.barrier_with_level_1_timing)
+
+
+def _describe(run: Run) -> None:
+    """The table of what was chosen, once."""
+    mesh, config = run.mesh, run.config
+    axes = " x ".join(f"{name} {getattr(mesh, axis).size}" for axis, name in
+                      (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")))
+    extras = [word for word, on in (("sequence parallel", config.parallel.sequence_parallel),
+                                    ("distributed optimizer", config.parallel.use_distributed_optimizer)) if on]
+    run.say(f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras))
+    run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
+            f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")
+    run.say("kernels: " + ", ".join(f"{op} by {name}" + (f" (not {why})" if why else "")
+                                    for op, name, why in run.kernels.report))

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT: `torchrun --nproc_per_node N pretrain_gpt.py <flags>`; `--help` lists the flags in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.blend import build_datasets
+from megatron.core.models.gpt import GPTModel
+from megatron.training.arguments import parse_args
+from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.training.initialize import initialize_megatron, world_size
+from megatron.training.loop import Datasets, pretrain
+from megatron.training.run import Run
+
+
+def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:
+    """Training, validation and test windows of tokens."""
+    train, valid, test = samples
+    return build_datasets(run.config.data, sequence_length=run.config.train.seq_length, seed=run.config.train.seed,
+                          train_samples=train, valid_samples=valid, test_samples=test, tokenizer=run.tokenizer)
+
+
+def model(run: Run, stage: StageSpec) -> GPTModel:
+    """One pipeline stage."""
+    return GPTModel(stage, run.build)
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+    """One microbatch through one stage; the last gives the loss of every token."""
+    batch = next(batches)
+    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
+                   documents=batch.documents)
+
+    def loss(losses: torch.Tensor) -> Loss:
+        return masked_loss(losses, batch.loss_mask)
+
+    return output, loss
+
+
+@record
+def main() -> None:
+    """Parse, initialize, train."""
+    args = parse_args(world_size=world_size(), defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    pretrain(initialize_megatron(args), datasets, model, forward_step)
+
+
+if __name__ == "__main__":
+    main()

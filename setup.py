@@ -1,0 +1,33 @@
+"""Packaging: `pip install .` brings the library, the programme and the three entry scripts as modules.
+
+After it, `torchrun -m pretrain_gpt ...` works from any folder. The tested versions are in requirements.txt; here stand
+only the floors that the code needs, and the optional packages by what they are for.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+ENTRIES = ("pretrain_gpt", "pretrain_bert", "pretrain_t5")
+
+setup(
+    name="megatron",
+    version="0.1.0",
+    description="Training transformers at scale, in code that can be read",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=("megatron", "megatron.*")),
+    py_modules=[name for name in ENTRIES if (HERE / f"{name}.py").exists()],
+    install_requires=["torch>=2.11", "numpy>=1.26", "tokenizers>=0.19", "PyYAML>=6.0", "tqdm>=4.60"],
+    extras_require={
+        "tensorboard": ["tensorboard>=2.14"],
+        "wandb": ["wandb>=0.16"],
+        "plots": ["matplotlib>=3.7"],
+        "hf": ["safetensors>=0.4", "transformers>=4.45"],
+        "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.7", "transformers>=4.45"],
+        "te": ["transformer-engine[pytorch]>=2.0"],
+        "flash": ["flash-attn>=2.6"],
+        "dev": ["pytest>=8.0", "tensorboard>=2.14", "matplotlib>=3.7", "transformers>=4.45"],
+    },
+)

@@ -1,0 +1,454 @@
+"""The rules of the house, read from the syntax trees: floors, imports, state, sizes, signatures. Nothing is imported.
+
+A rule is a function from the files of a tree to its offences: path, line, what is wrong and what to do. The table RULES
+at the end names them all; `tests/test_architecture.py` runs them over the repository.
+
+    floor 8   tools/  examples/
+    floor 7   pretrain_*.py  tasks/  megatron/trust/
+    floor 6   megatron/training/  megatron/inference/
+    floor 5   core/models/
+    floor 4   core/transformer/  core/optimizer/  core/families/
+    floor 3   core/{tensor,context,pipeline}_parallel/  core/distributed/  core/dist_checkpointing/  core/datasets/
+    floor 2   core/parallel/  core/kernels/  core/tokenizers/
+    floor 1   core/config/
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megatron", "tasks", "tools", "examples", "tests", "docs", ".ci")
+SUFFIXES = (".py", ".sh", ".sbatch", ".md", ".txt", ".ini", ".cfg", ".toml", ".yaml", ".yml")
+
+FLOORS = (
+    ("megatron", "megatron/core"),
+    ("core/config",),
+    ("core/parallel", "core/kernels", "core/tokenizers"),
+    ("core/tensor_parallel", "core/context_parallel", "core/pipeline_parallel", "core/distributed",
+     "core/dist_checkpointing", "core/datasets", "core/parallel_state"),
+    ("core/transformer", "core/optimizer", "core/families"),
+    ("core/models",),
+    ("training", "inference"),
+    ("entries", "tasks", "trust"),
+    ("tools", "examples"),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+STRANGERS = (("core/models", "core/optimizer"), ("core/optimizer", "core/models"), ("training", "inference"),
+             ("inference", "training"))
+
+SHIMS = ("megatron/core/parallel_state.py", "megatron/training/global_vars.py")
+LATE_IMPORTS = ("megatron/core/kernels/", "megatron/core/tokenizers/external.py", "megatron/training/writers.py",
+                "megatron/core/families/hf.py")
+FLAG_READERS = ("megatron/core/config/flags.py", "megatron/training/arguments.py", "megatron/training/run.py",
+                "megatron/training/initialize.py", "megatron/training/global_vars.py")
+CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
+ENVIRONMENT_READERS = ("megatron/core/parallel/device.py", "megatron/training/initialize.py")
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 80, 8
+CHANGING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard",
+            "sort", "reverse", "appendleft", "popleft", "__setitem__"}
+MACHINE_PATH = re.compile(r"(?<![\w.$}>])/(?:work|tmp|home|root|Users)/\w")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Offences = Iterator[tuple[str, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One text file of the tree. syntax: the nodes of a Python file; of other files nothing."""
+
+    path: str
+    text: str
+    syntax: ast.Module
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the syntax tree says anything."""
+        return self.path.endswith(".py")
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the file belongs to the tests, which may do more than the product."""
+        return self.path.startswith("tests/")
+
+    @property
+    def room(self) -> str | None:
+        """The package the file belongs to, as FLOORS names it; None for tests and setup.py."""
+        parts = self.path.removesuffix(".py").split("/")
+        if parts[0] == "megatron":
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if len(parts) < 3 and "/".join(parts) in FLOOR_OF:
+                return "/".join(parts)
+            return "/".join(parts[1:3]) if parts[1:2] == ["core"] else "".join(parts[1:2])
+        if len(parts) == 1:
+            return "entries" if parts[0].startswith("pretrain_") else None
+        return parts[0] if parts[0] in FLOOR_OF else None
+
+    def at(self, *places: str) -> bool:
+        """Whether the file is one of these, or lies in one of these folders."""
+        return any(self.path == place or (place.endswith("/") and self.path.startswith(place)) for place in places)
+
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+        """All nodes of these kinds."""
+        return (node for node in ast.walk(self.syntax) if isinstance(node, kinds))
+
+
+Tree = Mapping[str, Source]
+
+
+def tree_of(texts: Mapping[str, str]) -> Tree:
+    """The sources of a tree given as path -> text."""
+    return {path: Source(path, text, ast.parse(text if path.endswith(".py") else "")) for path, text in texts.items()}
+
+
+def repository() -> Tree:
+    """Every text file of the repository that people write; data and what runs left behind are not."""
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        paths += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    found = {path.relative_to(ROOT).as_posix(): path for path in paths}
+    return tree_of({name: path.read_text(encoding="utf-8") for name, path in sorted(found.items())
+                    if (path.suffix in SUFFIXES or name.startswith(".ci/")) and not name.startswith("examples/data/")})
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of a chain of names; an empty string for anything else."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The dotted names that an import statement asks for: `from a import b` gives a.b."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a file imports."""
+    for node in source.nodes(ast.Import, ast.ImportFrom):
+        for name in imported(node):
+            yield node.lineno, name
+
+
+def target(tree: Tree, name: str) -> str | None:
+    """The file of ours that an imported name leads to; None for the packages of others."""
+    parts = name.split(".")
+    for length in (len(parts), len(parts) - 1):
+        stem = "/".join(parts[:length])
+        for path in (f"{stem}.py", f"{stem}/__init__.py"):
+            if path in tree:
+                return path
+    return None
+
+
+def arrows(tree: Tree) -> Iterator[tuple[Source, int, Source]]:
+    """(importing file, line, imported file) for every import between files of ours."""
+    for source in tree.values():
+        for line, name in imports(source):
+            path = target(tree, name)
+            if path is not None and path != source.path:
+                yield source, line, tree[path]
+
+
+def imports_go_down(tree: Tree) -> Offences:
+    """A package imports only from the floors below it."""
+    for source, line, other in arrows(tree):
+        if source.room is None or source.room == other.room:
+            continue
+        if other.room is None:
+            yield source.path, line, f"the product does not import {other.path}"
+        elif FLOOR_OF[source.room] <= FLOOR_OF[other.room]:
+            yield source.path, line, (f"{source.room} (floor {FLOOR_OF[source.room]}) imports {other.path} "
+                                      f"(floor {FLOOR_OF[other.room]}); only lower floors are open to it")
+
+
+def every_file_has_a_floor(tree: Tree) -> Offences:
+    """A file of the product stands in a room that FLOORS knows, or is setup.py."""
+    for source in tree.values():
+        if source.is_python and not source.is_test and source.path != "setup.py" and source.room not in FLOOR_OF:
+            yield source.path, 1, f"no floor is known for {source.room or 'this place'}; see the table of floors"
+
+
+def strangers_stay_apart(tree: Tree) -> Offences:
+    """Models and optimizer, training and inference do not know each other; families know configs only."""
+    for source, line, other in arrows(tree):
+        if (source.room, other.room) in STRANGERS:
+            yield source.path, line, f"{source.room} and {other.room} do not know each other, but this imports {other.path}"
+        if source.room == "core/families" and other.room not in ("core/families", "core/config"):
+            yield source.path, line, f"families know configs and names only, not {other.path}"
+
+
+def files_form_no_cycle(tree: Tree) -> Offences:
+    """No file imports itself by way of others."""
+    next_files: dict[str, dict[str, int]] = {path: {} for path in tree}
+    for source, line, other in arrows(tree):
+        next_files[source.path].setdefault(other.path, line)
+    done: set[str] = set()
+    for start in tree:
+        trail: list[tuple[str, Iterator[str]]] = [(start, iter(next_files[start]))] if start not in done else []
+        while trail:
+            path, rest = trail[-1]
+            on_trail = [step for step, _ in trail]
+            following = next(rest, None)
+            if following is None:
+                done.add(path)
+                trail.pop()
+            elif following in on_trail:
+                circle = [*on_trail[on_trail.index(following):], following]
+                yield path, next_files[path][following], f"a circle of imports: {' -> '.join(circle)}"
+            elif following not in done:
+                trail.append((following, iter(next_files[following])))
+
+
+def imports_stand_at_the_top(tree: Tree) -> Offences:
+    """Imports stand at module level and name whole paths; optional packages of others may come late in a few files."""
+    for source in tree.values():
+        ours_are_late = not source.at(*LATE_IMPORTS)
+        for function in source.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+            for node in ast.walk(function):
+                for name in imported(node):
+                    if not source.is_test and (ours_are_late or name.startswith("megatron")):
+                        yield source.path, node.lineno, f"the import of {name} belongs to the top of the file"
+        for line, name in imports(source):
+            if name.startswith("."):
+                yield source.path, line, f"write the whole path instead of {name}"
+        for node in source.nodes(ast.Call):
+            if dotted(node.func) in ("importlib.import_module", "import_module", "__import__") and ours_are_late and not source.is_test:
+                yield source.path, node.lineno, "an import by string hides an arrow; use an import statement"
+
+
+def flags_stay_in_their_rooms(tree: Tree) -> Offences:
+    """argparse, sys.argv and Namespace are for the parser, the handle of a run, and scripts with a main of their own."""
+    for source in tree.values():
+        has_main = source.room in ("entries", "tasks", "tools", "examples") and any(
+            isinstance(node, ast.FunctionDef) and node.name == "main" for node in source.syntax.body)
+        if source.is_test or has_main or source.at(*FLAG_READERS):
+            continue
+        for line, name in imports(source):
+            if name.split(".")[0] == "argparse" or name == "sys.argv":
+                yield source.path, line, f"{name} belongs to the parser or a script's own main"
+        for node in source.nodes(ast.Attribute, ast.Name):
+            if dotted(node) in ("sys.argv", "Namespace"):
+                yield source.path, node.lineno, f"{dotted(node)} belongs to the parser or a script's own main"
+
+
+def global_state_stays_in_the_shims(tree: Tree) -> Offences:
+    """The statement `global` stands in the two shims only, and only initialize.py imports those."""
+    for source in tree.values():
+        if not source.at(*SHIMS):
+            for node in source.nodes(ast.Global):
+                yield source.path, node.lineno, f"global {', '.join(node.names)}: pass the value instead"
+    for source, line, other in arrows(tree):
+        if other.path in SHIMS and not source.is_test and source.path != "megatron/training/initialize.py":
+            yield source.path, line, f"{other.path} is for users' scripts; take what you need from the run or the mesh"
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names that these nodes give a value to, inside functions too."""
+    for node in nodes:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                yield inner.id
+            elif isinstance(inner, ast.arg):
+                yield inner.arg
+            elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+                yield from (alias.asname or alias.name.split(".")[0] for alias in inner.names)
+
+
+def module_names(source: Source) -> set[str]:
+    """Names that belong to the module: its variables, functions, classes, and what it took from our other files."""
+    names: set[str] = set()
+    for node in source.syntax.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            names.update(bound_names(node.targets if isinstance(node, ast.Assign) else [node.target]))
+    return names
+
+
+def changed_names(node: ast.AST) -> Iterator[str]:
+    """Names whose value a statement changes in place: an item or attribute set or deleted, a changing method called."""
+    if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        inner: ast.AST = node.value
+        while isinstance(inner, (ast.Attribute, ast.Subscript)):
+            inner = inner.value
+        yield dotted(inner)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        yield dotted(node.func.value)
+
+
+def module_names_keep_their_values(tree: Tree) -> Offences:
+    """Nothing at module level is bound twice, and nothing bound there is changed by a function."""
+    for source in tree.values():
+        if source.at(*SHIMS):
+            continue
+        seen: set[str] = set()
+        for node in source.syntax.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                again = seen.intersection(name for part in targets if not isinstance(part, (ast.Attribute, ast.Subscript))
+                                          for name in bound_names([part]))
+                for name in sorted(again):
+                    yield source.path, node.lineno, f"{name} is bound a second time at module level"
+                seen.update(bound_names(targets))
+        owned = module_names(source)
+        for function in outer_functions(source.syntax):
+            local = set(bound_names([function]))
+            for node in ast.walk(function):
+                for name in changed_names(node):
+                    if name in owned - local:
+                        yield source.path, node.lineno, f"{name} belongs to the module and is changed here; pass or return it"
+
+
+def outer_functions(node: ast.AST) -> Iterator[Function]:
+    """Functions of a module and methods of its classes, without those inside other functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+        else:
+            yield from outer_functions(child)
+
+
+def cuda_is_behind_the_device(tree: Tree) -> Offences:
+    """torch.cuda and .cuda( appear in parallel/device.py and kernels/ only."""
+    for source in tree.values():
+        if source.is_test or source.at(*CUDA_CALLERS):
+            continue
+        for line, name in imports(source):
+            if name.startswith("torch.cuda"):
+                yield source.path, line, f"{name}: ask core/parallel/device.py"
+        for node in source.nodes(ast.Attribute):
+            if dotted(node) == "torch.cuda":
+                yield source.path, node.lineno, "torch.cuda: ask core/parallel/device.py"
+        for node in source.nodes(ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+                yield source.path, node.lineno, ".cuda(): use .to(device)"
+
+
+def environment_is_read_once(tree: Tree) -> Offences:
+    """Environment variables are read in training/initialize.py and parallel/device.py only."""
+    for source in tree.values():
+        if source.is_test or source.at(*ENVIRONMENT_READERS):
+            continue
+        found = [(node.lineno, dotted(node)) for node in source.nodes(ast.Attribute)]
+        for line, name in [*found, *imports(source)]:
+            if name in ("os.environ", "os.getenv", "os.putenv", "os.environb"):
+                yield source.path, line, f"{name}: take the value from the run or the device"
+
+
+def files_and_functions_fit_a_reader(tree: Tree) -> Offences:
+    """At most 600 lines a file, 80 a function, 8 parameters beside self."""
+    for source in tree.values():
+        lines = source.text.count("\n")
+        if source.is_python and lines > MAX_FILE_LINES:
+            yield source.path, lines, f"{lines} lines; at most {MAX_FILE_LINES}"
+        for node in source.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if node.end_lineno - first + 1 > MAX_FUNCTION_LINES:
+                yield source.path, node.lineno, f"{node.name} has {node.end_lineno - first + 1} lines; at most {MAX_FUNCTION_LINES}"
+            count = len([name for name in parameters(node) if name.arg not in ("self", "cls")])
+            if count > MAX_PARAMETERS:
+                yield source.path, node.lineno, f"{node.name} takes {count} parameters; at most {MAX_PARAMETERS}"
+
+
+def parameters(function: Function) -> list[ast.arg]:
+    """All parameters of a function, of every kind."""
+    kinds = function.args
+    starred = [argument for argument in (kinds.vararg, kinds.kwarg) if argument]
+    return [*kinds.posonlyargs, *kinds.args, *kinds.kwonlyargs, *starred]
+
+
+def asserts_say_what_we_believed(tree: Tree) -> Offences:
+    """An assert outside the tests carries a message."""
+    for source in tree.values():
+        for node in source.nodes(ast.Assert):
+            if node.msg is None and not source.is_test:
+                yield source.path, node.lineno, "an assert without a message; say what we believed"
+
+
+def signatures_are_annotated(tree: Tree) -> Offences:
+    """Every parameter and every result has a type."""
+    for source in tree.values():
+        for node in source.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+            bare = [name.arg for name in parameters(node) if name.annotation is None and name.arg not in ("self", "cls")]
+            if node.returns is None:
+                bare.append("its result")
+            if bare and not source.is_test:
+                yield source.path, node.lineno, f"{node.name} has no type for {', '.join(bare)}"
+
+
+def public_things_have_a_docstring(tree: Tree) -> Offences:
+    """Every module, and every public class, function and method of megatron/, says what it is for."""
+    for source in tree.values():
+        if source.is_python and ast.get_docstring(source.syntax) is None:
+            yield source.path, 1, "the file does not say what it is for"
+        if not source.path.startswith("megatron/"):
+            continue
+        public = list(public_definitions(source.syntax))
+        for node in public:
+            if ast.get_docstring(node) is None:
+                yield source.path, node.lineno, f"{node.name} has no docstring"
+
+
+def public_definitions(node: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef]:
+    """Public classes, functions and methods; a special method such as __init__ explains itself."""
+    for child in node.body:
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not child.name.startswith("_"):
+            yield child
+            if isinstance(child, ast.ClassDef):
+                yield from public_definitions(child)
+
+
+def paths_of_one_machine_stay_out(tree: Tree) -> Offences:
+    """No file names a folder that exists on one machine only."""
+    for source in tree.values():
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            found = MACHINE_PATH.search(line)
+            if found:
+                yield source.path, number, f"a path of one machine: {line.strip()[:80]}"
+
+
+def text_is_ascii(tree: Tree) -> Offences:
+    """Files hold ASCII only; write other characters as escapes."""
+    for source in tree.values():
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if not line.isascii():
+                yield source.path, number, f"not ASCII: {ascii(line.strip()[:80])}"
+
+
+def files_are_loaded_as_data(tree: Tree) -> Offences:
+    """torch.load says weights_only=True: a checkpoint must not be able to run code."""
+    for source in tree.values():
+        for node in source.nodes(ast.Call):
+            safe = any(word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
+                       for word in node.keywords)
+            if dotted(node.func) == "torch.load" and not safe:
+                yield source.path, node.lineno, "torch.load without weights_only=True can run code from the file"
+
+
+def errors_are_caught_by_name(tree: Tree) -> Offences:
+    """No `except:` without a kind of error."""
+    for source in tree.values():
+        for node in source.nodes(ast.ExceptHandler):
+            if node.type is None:
+                yield source.path, node.lineno, "a bare except hides what happened; name the error"
+
+
+RULES: tuple[Callable[[Tree], Offences], ...] = (
+    imports_go_down, every_file_has_a_floor, strangers_stay_apart, files_form_no_cycle, imports_stand_at_the_top,
+    flags_stay_in_their_rooms, global_state_stays_in_the_shims, module_names_keep_their_values, cuda_is_behind_the_device,
+    environment_is_read_once, files_and_functions_fit_a_reader, asserts_say_what_we_believed, signatures_are_annotated,
+    public_things_have_a_docstring, paths_of_one_machine_stay_out, text_is_ascii, files_are_loaded_as_data,
+    errors_are_caught_by_name,
+)
