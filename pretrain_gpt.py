@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.training.arguments import parse_args
 from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron, world_size
 from megatron.training.loop import Datasets, pretrain
 from megatron.training.run import Run
@@ -42,7 +42,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return output, loss
 
 
-@record
+@entry
 def main() -> None:
     """Parse, initialize, train."""
     args = parse_args(world_size=world_size(), defaults={"tokenizer_type": "GPT2BPETokenizer"})

@@ -2,12 +2,12 @@
 # An environment to run in: found if there is one, else made in .venv at the root of the repository.
 #
 #   bash examples/setup.sh                         make it, and say where it is
-#   source examples/setup.sh                       the same, and put its `python` and `torchrun` first on the PATH
+#   source examples/setup.sh                       the same; PYTHON then names the interpreter, and the PATH begins there
 #   ... examples/setup.sh requirements-dev.txt     with what the tests need, too
 #
-# The `python` or `python3` on the PATH is used as it is when it is 3.10 or newer, has torch 2.11 or newer, and has every
-# package that the requirements name, in any version. Otherwise .venv gets the versions that the requirements pin. A
-# second call finds everything done and takes a moment.
+# $PYTHON, or else the `python` or `python3` on the PATH, is used as it is when it is 3.10 or newer, has torch 2.11 or
+# newer, and has every package that the requirements name, in any version. Otherwise .venv gets the versions that the
+# requirements pin. A second call finds everything done and takes a moment.
 
 setup_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 setup_index="https://download.pytorch.org/whl/cpu" # torch without the gigabytes that a GPU needs
@@ -87,7 +87,7 @@ setup_pip() {
     "$1" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}"
 }
 
-# Sets setup_python to an interpreter that has everything. $1: name of the requirements file.
+# Sets PYTHON to an interpreter that has everything. $1: name of the requirements file.
 setup_environment() {
     local wanted="$setup_root/$1" venv="$setup_root/.venv" files name interpreter stamp
     if [ ! -f "$wanted" ]; then
@@ -96,31 +96,35 @@ setup_environment() {
     fi
     files=("$wanted")
     for name in $(sed -n 's/^-r *//p' "$wanted"); do files+=("$setup_root/$name"); done
-    for name in python python3; do
+    for name in ${PYTHON:+"$PYTHON"} python python3; do
         if command -v "$name" >/dev/null 2>&1 && [ -z "$(setup_lacks "$name" "${files[@]}")" ]; then
-            setup_python="$(command -v "$name")"
+            PYTHON="$(command -v "$name")"
             return 0
         fi
     done
-    setup_python="$venv/bin/python"
+    PYTHON="$venv/bin/python"
     stamp="$venv/.installed-$1" # a copy of the requirements, written last: it differs when they changed
-    if [ -f "$stamp" ] && cat "${files[@]}" | cmp -s - "$stamp" && "$setup_python" -c '' 2>/dev/null; then return 0; fi
-    if ! "$setup_python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    if [ -f "$stamp" ] && cat "${files[@]}" | cmp -s - "$stamp" && "$PYTHON" -c '' 2>/dev/null; then return 0; fi
+    if ! "$PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
         interpreter="$(setup_interpreter)" && setup_make_venv "$interpreter" || return 1
     fi
     setup_say "bringing .venv to $1"
-    if ! { setup_install_torch "$setup_python" && setup_pip "$setup_python" -r "$wanted" &&
-        "$setup_python" -c 'import torch, numpy'; }; then
+    if ! { setup_install_torch "$PYTHON" && setup_pip "$PYTHON" -r "$wanted" &&
+        "$PYTHON" -c 'import torch, numpy'; }; then
         setup_say "the packages of $1 could not be installed; pip says why above. Is there a way to its index?"
         return 1
     fi
     cat "${files[@]}" >"$stamp"
 }
 
-if setup_environment "${1:-requirements.txt}"; then
-    # The folder, not the link behind it: an environment is found by where its python stands.
-    export PATH="$(dirname "$setup_python"):$PATH"
-    setup_say "using $setup_python ($("$setup_python" --version))"
+# A script that is sourced without arguments sees those of its caller: take only what looks like ours.
+case "${1:-}" in
+    *.txt) setup_wanted="$1" ;;
+    *) setup_wanted="requirements.txt" ;;
+esac
+if setup_environment "$setup_wanted"; then
+    export PYTHON PATH="$(dirname "$PYTHON"):$PATH"
+    setup_say "using $PYTHON ($("$PYTHON" --version))"
 else
     return 1 2>/dev/null || exit 1
 fi

@@ -2,7 +2,8 @@
 
 run.py            Run: what initialize_megatron returns and every provider receives
 arguments.py      flags to namespace to RunConfig
-legacy_flags.py   old, renamed and refused Megatron flags, as a table
+entry.py          what stands around a main function: errors, on one rank or on all
+legacy_flags.py   old, renamed and refused Megatron flags, as a table (legacy_table.py)
 initialize.py     initialize_megatron(args) -> Run
 global_vars.py    get_args() and friends, for user scripts
 stages.py         this rank's stages, their buckets and the optimizer

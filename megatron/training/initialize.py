@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,11 +27,27 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of, claim, name_of, pick_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
 from megatron.training.arguments import config_of
 from megatron.training.run import Run
 from megatron.training.timers import Timers
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the launcher put this process. store: host:port of the launcher's key-value store, if it has one."""
+
+    rank: int
+    size: int
+    store: str
+
+
+def launcher_place() -> Place:
+    """What the launcher's environment says."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return Place(int(os.environ.get("RANK", "0")), world_size(), f"{host}:{port}" if host and port else "")
 
 
 def world_size() -> int:
@@ -72,7 +89,7 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def _settings(args: argparse.Namespace):
+def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
     config = config_of(args, world_size())
     tokenizer = build_tokenizer(config.tokenizer)

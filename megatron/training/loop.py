@@ -17,7 +17,6 @@ from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import Dataset, microbatches, needs_text, samples_needed
 from megatron.training.evaluate import evaluate
-from megatron.training.initialize import shut_down
 from megatron.training.metrics import Meter, Step, Work, known_peak, memory_line
 from megatron.training.run import Run
 from megatron.training.stages import ForwardStep, ModelProvider, Trainer, build_trainer
@@ -46,12 +45,11 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
     forward_step(run, batches, stage) -> (output, loss function).
     """
     trainer = build_trainer(run, model, forward_step)
-    checkpoint = Checkpoint.of(trainer)
+    checkpoint = Checkpoint(trainer)
     checkpoint.resume()
     trainer.batches.check(run.progress.consumed_train_samples)
     data = build_data(trainer, datasets)
     Session(trainer, checkpoint, data).run()
-    shut_down()
 
 
 def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:

@@ -94,18 +94,22 @@ def outcome(results: list[tuple[list[float], list[float], Held]]) -> Outcome:
     return Outcome(results[0][0], results[0][1], assemble([held for _, _, held in results]))
 
 
-def differences(found: Outcome, expected: Outcome, tolerance: float) -> list[str]:
-    """Where two outcomes differ by more than `tolerance`, relative to the largest value of each tensor."""
+def differences(found: Outcome, expected: Outcome, tolerance: float, *, weights: float | None = None) -> list[str]:
+    """Where two outcomes differ by more than `tolerance`, relative to the largest value of each tensor.
+
+    weights: tolerance of the weights, if another.
+    """
     problems = []
     for what in ("losses", "norms"):
         for step, (a, b) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):
             if not abs(a - b) <= tolerance * abs(b):
                 problems.append(f"{what} of step {step}: {a!r}, serial {b!r}")
+    weights = tolerance if weights is None else weights
     if found.weights.keys() != expected.weights.keys():
         problems.append(f"names differ: {sorted(found.weights.keys() ^ expected.weights.keys())}")
     for name in sorted(found.weights.keys() & expected.weights.keys()):
         a, b = found.weights[name].double(), expected.weights[name].double()
         gap = (a - b).abs().max().item()
-        if not gap <= tolerance * max(1e-3, b.abs().max().item()):
+        if not gap <= weights * max(1e-3, b.abs().max().item()):
             problems.append(f"{name}: differs by {gap:.3g} of {b.abs().max().item():.3g}")
     return problems

@@ -66,7 +66,7 @@ MODELS: dict[str, Changes] = {
     "narrow-heads": {"kv_channels": 6},
     "qkv-bias": {**_LLAMA, "add_qkv_bias": True, "num_query_groups": 2},
     "qk-norm": {**_LLAMA, "qk_layernorm": True, "num_query_groups": 2},
-    "qk-norm-decays": {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
+    "qk-norm-decays": {"position_embedding_type": "rope", "qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
     "rope-interleaved": {**_LLAMA, "rotary_interleaved": True},
     "rope-partial": {**_LLAMA, "rotary_percent": 0.5, "rotary_base": 500.0},
     "rope-scaled": {**_LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 4.0},
@@ -91,9 +91,9 @@ MODELS: dict[str, Changes] = {
 
 ROWS: tuple[tuple[str, str], ...] = (
     # tensor and sequence parallelism
-    ("tp2", "gpt"), ("tp2 sp", "gpt"), ("tp4", "llama"), ("tp4 sp", "llama"), ("tp8 sp", "gpt2"),
-    ("tp2 sp vocab96", "untied"), ("tp4 sp", "gqa2"), ("tp4", "mqa"), ("tp8", "gqa2"), ("tp2 sp", "narrow-heads"),
-    ("tp4", "qkv-bias"), ("tp4 sp", "qk-norm"), ("tp2", "qk-norm-decays"), ("tp2 sp", "packed"), ("tp2 sp", "packed-rope"),
+    ("tp2", "gpt"), ("tp2 sp", "gpt"), ("tp4 mb2", "llama"), ("tp4 sp mb4", "llama"), ("tp8 sp mb4", "gpt2"),
+    ("tp2 sp vocab96", "untied"), ("tp4 sp mb2", "gqa2"), ("tp4 mb4", "mqa"), ("tp8 mb8", "gqa2"), ("tp2 sp", "narrow-heads"),
+    ("tp4 mb4", "qkv-bias"), ("tp4 sp mb4", "qk-norm"), ("tp2", "qk-norm-decays"), ("tp2 sp", "packed"), ("tp2 sp", "packed-rope"),
     # networks
     ("tp2 sp", "rope-interleaved"), ("tp2", "rope-partial"), ("tp2", "rope-scaled"), ("tp2 sp", "rope-interpolated"),
     ("tp2 sp", "no-positions"), ("tp2 sp", "squared-relu"), ("tp2", "quick-geglu"), ("tp2 sp", "norm-plus-one"),
@@ -102,7 +102,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp2", "gpt"), ("pp4", "llama"), ("pp2 gpipe", "gpt"), ("pp2 blocking", "untied"), ("pp2 vpp2", "gpt"),
     ("pp2 vpp2 blocking", "llama"), ("pp2 chunk-layers1", "llama-tied"), ("pp2 vpp2 group4", "gpt"), ("pp2 vpp2 gpipe", "gpt"),
     ("pp4 layout=E|t*2|t*2|L", "gpt"), ("pp2 layout=Et|t|tt|L", "llama"), ("pp2 first-layers1", "gpt"),
-    ("pp2 last-layers1", "untied"), ("pp2 account-embedding account-loss", "gpt"), ("pp4 vpp1 mb2", "packed-rope"),
+    ("pp2 last-layers1", "untied"), ("pp2 account-embedding account-loss", "gpt"), ("pp4 mb2", "packed-rope"),
     # data parallelism and its buffers
     ("dp2", "gpt"), ("dp4 zero", "llama"), ("dp2 overlap-reduce bucket500", "gpt"), ("dp2 zero overlap-reduce buckets3", "llama"),
     ("dp2 overlap-gather bucket300", "untied"), ("dp4 overlap-reduce overlap-gather bucket700", "gpt"), ("dp2 average", "gpt"),
@@ -115,8 +115,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     # everything at once
     ("tp2 pp2", "gpt"), ("tp2 dp2", "gpt"), ("tp2 sp dp2 zero", "qk-norm"), ("pp2 dp2 pp-before-dp", "gpt"),
     ("tp2 pp2 dp2 zero pp-before-dp", "llama"), ("tp2 sp pp2 dp2 overlap-reduce overlap-gather bucket600", "gpt"),
-    ("tp2 sp pp2 vpp2 dp2 zero average", "llama-tied"), ("tp2 pp4 layout=E|tt|tt|L", "gpt"), ("tp4 sp dp2 zero overlap-reduce bucket400", "mqa"),
-    ("tp4 pp2 vpp2 recompute-uniform", "qkv-bias"), ("tp2 sp pp2 dp2 zero", "decoupled"), ("tp2 pp2 dp2", "sgd"),
+    ("tp2 sp pp2 vpp2 dp2 zero average", "llama-tied"), ("tp2 pp4 layout=E|tt|tt|L", "gpt"), ("tp4 sp dp2 zero overlap-reduce bucket400 mb2", "mqa"),
+    ("tp4 pp2 vpp2 recompute-uniform mb2", "qkv-bias"), ("tp2 sp pp2 dp2 zero", "decoupled"), ("tp2 pp2 dp2", "sgd"),
     ("tp2 sp pp2 vpp2 mb2", "rope-partial"), ("pp2 dp4 zero gpipe overlap-gather", "norm-plus-one"),
     # the mean of the microbatches' means, with the same cut into microbatches
     ("dp2", "mean"), ("tp2 sp pp2", "mean-llama"), ("pp2 vpp2 dp2 zero average", "mean"),
@@ -138,3 +138,8 @@ def read_layout(words: str) -> tuple[int, Changes]:
             changes[NUMBERED_WORDS[name]] = value if name == "layout=" else int(value)
     ranks = changes.get("tensor_model_parallel_size", 1) * changes.get("pipeline_model_parallel_size", 1) * data_parallel
     return ranks, changes
+
+
+def named(layout: str, model: str) -> str:
+    """A row in one line: its id."""
+    return f"{layout or 'serial'} / {model}"

@@ -135,9 +135,12 @@ class _Builder:
     sources: dict[str, TokenSource]
     each: Callable  # the built-in `map`, over the threads that build
 
-    def build(self, plan: SplitPlan, samples: int | None) -> GPTDataset | BlendedDataset:
-        """One split's dataset of (at least) so many samples."""
+    def build(self, plan: SplitPlan, samples: int | None) -> GPTDataset | BlendedDataset | None:
+        """One split's dataset of (at least) so many samples; None where the default shares leave nothing for it."""
         prefixes, weights = plan.blend.prefixes, plan.blend.weights
+        if self.config.split is None and plan.name != "train" and any(self._is_empty(plan, p) for p in prefixes):
+            logger.info("%s: no data, since the default --split leaves none of %s for it", plan.name, " ".join(prefixes))
+            return None
         if weights is None and len(prefixes) == 1:
             return self._single(plan, prefixes[0], samples)
         if weights is None:
@@ -166,11 +169,19 @@ class _Builder:
                               "datasets as needed, or ask for fewer samples")
         return self._blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
 
+    def _sequences(self, plan: SplitPlan, prefix: str) -> range:
+        count = len(self.sources[prefix].sequence_lengths)
+        return range(*(round(end * float(count)) for end in plan.share))
+
+    def _is_empty(self, plan: SplitPlan, prefix: str) -> bool:
+        """Whether a split is too small for a single sample."""
+        own = self._sequences(plan, prefix)
+        tokens = self.sources[prefix].sequence_lengths[own.start:own.stop].sum()
+        return bool(tokens <= self.options.sequence_length)
+
     def _single(self, plan: SplitPlan, prefix: str, samples: int | None) -> GPTDataset:
-        source = self.sources[prefix]
-        count = len(source.sequence_lengths)
-        first, last = (round(end * float(count)) for end in plan.share)
-        return GPTDataset(source, self.options, sequences=range(first, last), num_samples=samples, seed=self.seed,
+        source, sequences = self.sources[prefix], self._sequences(plan, prefix)
+        return GPTDataset(source, self.options, sequences=sequences, num_samples=samples, seed=self.seed,
                           split=plan.name, cache=self._cache(prefix))
 
     def _blended(

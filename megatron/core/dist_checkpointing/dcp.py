@@ -15,7 +15,7 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,14 @@ from megatron.core.parallel.mesh import Axis
 _INDEX = ".metadata"
 _ALONE = Axis("world")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a checkpoint's tensor looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def save(state: Tree, folder: str | Path, axis: Axis = _ALONE) -> None:
@@ -80,9 +88,9 @@ def read_metadata(folder: str | Path, axis: Axis = _ALONE) -> index.Metadata:
     return found
 
 
-def shapes(metadata: index.Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and format of every tensor in a checkpoint."""
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
+def formats(metadata: index.Metadata) -> dict[str, Format]:
+    """Every tensor in a checkpoint."""
+    return {name: Format(tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, index.TensorStorageMetadata)}
 
 

@@ -170,7 +170,7 @@ def test_the_default_split_is_969_30_1(prefixes):
 
 def test_an_empty_test_split_says_what_to_change(prefixes):
     with pytest.raises(DataError, match="the test split of .*a holds 0 of its 40 sequences.*--split"):
-        build(DataConfig(data_path=(prefixes[0],)), 5, 5, 5)
+        build(DataConfig(data_path=(prefixes[0],), split="969, 30, 1"), 5, 5, 5)
 
 
 def test_a_weighted_blend_draws_its_shares(prefixes):
@@ -305,3 +305,14 @@ def test_counts_of_long_blends_are_added_up_in_pieces(prefixes, monkeypatch):
     monkeypatch.setattr(blend_module, "COUNTED_AT_ONCE", 7)
     again = BlendedDataset(train.datasets, (1 / 3, 2 / 3), size=60, split="train")
     assert again.drawn.tolist() == [20, 40] == train.drawn.tolist()
+
+
+def test_the_default_split_of_a_small_corpus_leaves_out_what_it_has_no_data_for(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "small", np.uint16) as builder:
+        for _ in range(20):
+            builder.add_sequence(np.arange(40) % 9)
+            builder.end_document()
+    config = DataConfig(data_path=(str(tmp_path / "small"),), data_cache_path=str(tmp_path / "cache"))
+    made = build_datasets(config, sequence_length=8, seed=1, train_samples=10, valid_samples=4, test_samples=4,
+                          tokenizer=NullTokenizer(20))
+    assert [dataset is None for dataset in made] == [False, False, True]

@@ -1,0 +1,108 @@
+"""What stands around the main function of an entry script: errors that reach the user, on one rank or on thousands.
+
+    @entry
+    def main() -> None: ...
+
+A rank that fails says so in the launcher's store before it dies. Every other rank looks there once a second, and ends
+itself shortly after the first failure: it may sit in a collective that will never complete, and would otherwise only
+end at the time-out. The launcher then shows the error of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.training.initialize import Place, launcher_place, shut_down
+from megatron.training.watch import NotFinite
+
+USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite)
+_KEY = "megatron/first-failure"
+_LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
+
+
+class Alarm:
+    """Tells the other ranks of a failure, and ends this one when another failed."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._over = threading.Event()
+        self._store = self._connect()
+        if self._store is not None:
+            threading.Thread(target=self._watch, name="first-failure", daemon=True).start()
+
+    def sound(self, error: BaseException) -> None:
+        """This rank is about to die of `error`."""
+        self._over.set()
+        try:
+            client = self._connect()
+            if client is not None and not client.check([_KEY]):
+                client.set(_KEY, f"{self.place.rank}: {type(error).__name__}")
+        except (RuntimeError, dist.DistError):
+            pass  # the store is gone: so is the launcher, and with it the other ranks
+
+    def silence(self) -> None:
+        """All went well."""
+        self._over.set()
+
+    def _connect(self) -> dist.TCPStore | None:
+        if self.place.size == 1 or not self.place.store:
+            return None
+        host, _, port = self.place.store.rpartition(":")
+        try:
+            return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        except (RuntimeError, dist.DistError):
+            return None
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_EVERY):
+            try:
+                failed = self._store.check([_KEY])
+            except (RuntimeError, dist.DistError):
+                return
+            if failed:
+                # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
+                time.sleep(_GRACE)
+                if not self._over.is_set():
+                    os._exit(1)
+                return
+
+
+def entry(main: Callable[[], None]) -> Callable[[], None]:
+    """Run `main` so that every error ends all ranks and is shown once. User errors are shown without a traceback."""
+    recorded = record(main)
+
+    @functools.wraps(main)
+    def wrapped() -> None:
+        place = launcher_place()
+        alarm = Alarm(place)
+        try:
+            recorded()
+        except SystemExit as leaving:
+            if leaving.code:
+                alarm.sound(leaving)
+            raise
+        except USER_ERRORS as error:
+            alarm.sound(error)
+            if place.size > 1:
+                raise
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            raise SystemExit(1) from None
+        except BaseException as error:
+            alarm.sound(error)
+            raise
+        alarm.silence()
+        shut_down()
+
+    return wrapped
