@@ -9,8 +9,12 @@ import torch
 
 from tests.helpers.world import Worlds
 
+# Lines that tests want said at the end of the run.
+NOTES = pytest.StashKey[list[str]]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[NOTES] = []
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: more than a few seconds")
 
@@ -21,6 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for note in config.stash[NOTES]:
+        terminalreporter.write_line(note)
 
 
 @pytest.fixture(scope="session")

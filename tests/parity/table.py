@@ -85,6 +85,7 @@ MODELS: dict[str, Changes] = {
     "decoupled": {"decoupled_lr": 2e-2, "decoupled_min_lr": 1e-3},
     "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.8},
     "unclipped": {"clip_grad": 0.0},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},  # equal only where the random streams are the serial run's
     "mean": _MEAN,
     "mean-llama": {**_LLAMA, **_MEAN},
 }
@@ -112,11 +113,12 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("recompute-norm", "residual-after-norm"), ("recompute-mlp pp2", "gpt"), ("recompute-all-parts tp2 sp pp2", "qk-norm"),
     ("recompute-uniform recompute-layers3 dp2 overlap-reduce bucket500", "llama"), ("recompute-uniform tp2 distribute-saved", "gpt"),
     ("recompute-block recompute-layers1 pp2 vpp2", "gpt"), ("recompute-uniform tp2 sp pp2", "packed"),
+    ("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout"),
     # everything at once
     ("tp2 pp2", "gpt"), ("tp2 dp2", "gpt"), ("tp2 sp dp2 zero", "qk-norm"), ("pp2 dp2 pp-before-dp", "gpt"),
     ("tp2 pp2 dp2 zero pp-before-dp", "llama"), ("tp2 sp pp2 dp2 overlap-reduce overlap-gather bucket600", "gpt"),
     ("tp2 sp pp2 vpp2 dp2 zero average", "llama-tied"), ("tp2 pp4 layout=E|tt|tt|L", "gpt"), ("tp4 sp dp2 zero overlap-reduce bucket400 mb2", "mqa"),
-    ("tp4 pp2 vpp2 recompute-uniform mb2", "qkv-bias"), ("tp2 sp pp2 dp2 zero", "decoupled"), ("tp2 pp2 dp2", "sgd"),
+    ("tp4 pp2 vpp2 recompute-uniform mb2", "qkv-bias"), ("pp2", "decoupled"), ("tp2 pp2 dp2", "sgd"),
     ("tp2 sp pp2 vpp2 mb2", "rope-partial"), ("pp2 dp4 zero gpipe overlap-gather", "norm-plus-one"),
     # the mean of the microbatches' means, with the same cut into microbatches
     ("dp2", "mean"), ("tp2 sp pp2", "mean-llama"), ("pp2 vpp2 dp2 zero average", "mean"),

@@ -1,0 +1,47 @@
+"""An entry script for tests: pretrain_gpt on mock data, where one rank fails in a way the environment names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import pretrain_gpt
+from megatron.core.models.gpt import GPTModel
+from megatron.training.arguments import parse_args
+from megatron.training.batch import Batch, LossFunction
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron, world_size
+from megatron.training.loop import pretrain
+from megatron.training.run import Run
+
+FAIL = os.environ.get("FAIL", "")
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+    """Megatron's, until iteration 2 on the last rank."""
+    if FAIL and run.progress.iteration == 2 and run.mesh.world.is_last:
+        sys.stderr.write(f"FAILING AT {time.time()}\n")
+        sys.stderr.flush()
+        if FAIL == "raise":
+            raise ValueError("the planted failure of the last rank")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pretrain_gpt.forward_step(run, batches, stage)
+
+
+@entry
+def main() -> None:
+    """Parse, initialize, train."""
+    run = initialize_megatron(parse_args(world_size=world_size()))
+    pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Mistakes that distributed training is known for, each as a small patch of our own code.
+
+`planted(name)` makes the mistake while its block runs; every rank of a pool plants it for itself. `rows` says which rows
+of the table must notice. A defect that no row notices means that the table is blind there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.distributed import ddp, finalize
+from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.models import gpt, heads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import clip, optimizer
+from megatron.core.optimizer.groups import Group
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parallel import collectives, recompute, rng
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import Part
+from megatron.core.pipeline_parallel.executor import _Walk
+from megatron.core.tensor_parallel import linear, loss
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding
+from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.transformer import attention
+from megatron.core.transformer.stack import Stack
+from megatron.training import stages
+from megatron.training.step import StepWork
+from tests.helpers.training import Held, train_here
+
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """patches: what to replace, as (owner, name, replacement). rows: rows of the table that must notice."""
+
+    name: str
+    rows: tuple[Row, ...]
+    patches: tuple[tuple[Any, str, Any], ...]
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Make the mistake inside the block, and take it back."""
+    with ExitStack() as stack:
+        for owner, attribute, replacement in next(defect for defect in DEFECTS if defect.name == name).patches:
+            stack.enter_context(patch.object(owner, attribute, replacement))
+        yield
+
+
+def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[list[float], list[float], Held]:
+    """On every rank: train with the mistake."""
+    with planted(name):
+        return train_here(changes, steps)
+
+
+def _collectives_with(**replaced: Callable[..., Any]) -> SimpleNamespace:
+    """The collectives as one module sees them, some of them replaced."""
+    return SimpleNamespace(**{**vars(collectives), **replaced})
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+# Sums that layouts ask for.
+
+def _sum_replicated_but(left_out: Callable[[Segment], bool]) -> Callable[..., None]:
+    whole = finalize.sum_replicated
+    return lambda segments, mesh: whole([segment for segment in segments if not left_out(segment)], mesh)
+
+
+def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None:
+    for segment in segments:
+        for low, high, _, _ in finalize.copied_ranges(segment, mesh):
+            collectives.all_reduce(segment.grad[low:high], mesh.tp)
+
+
+# The norm, and what it is used for.
+
+_counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._update
+_group_of, _set_rates = optimizer.group_of, Optimizer.set_rates
+
+
+def _count_tied_twice(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
+
+
+def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
+    return []
+
+
+def _clip_by_own_norm(self: Optimizer, factor: float | Tensor) -> None:
+    alone = dataclasses.replace(self.mesh, model=Axis("model"), world=Axis("world"))
+    norm = _global_norm(self.segments, alone, sharded=self.sharded)
+    _update(self, min(1.0, self.config.clip_grad / float(norm)))
+
+
+def _decay_everything_on_the_last_rank(spec: Any, config: Any) -> Group:
+    group = _group_of(spec, config)
+    return dataclasses.replace(group, decays=True) if dist.get_rank() == dist.get_world_size() - 1 else group
+
+
+def _one_rate_on_the_last_rank(self: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    _set_rates(self, lr, weight_decay, lr if last else decoupled_lr)
+
+
+# Initial values and what a stage holds.
+
+_materialize, _seed_of, _stages_of, _groups = gpt.materialize, rng.seed_of, stages.stages_of, Stack._groups
+
+
+def _second_home_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -> None:
+    _materialize(module, mesh, seed, **keywords)
+    if module.stage.heads and not module.stage.embeds:
+        module.output_layer.weight.data.mul_(1.001)
+
+
+def _seed_of_the_rank(*words: object) -> int:
+    return _seed_of(*words, dist.get_rank())
+
+
+def _swap_chunks(config: Any) -> tuple[StageSpec, ...]:
+    specs = _stages_of(config)
+    ranks = specs[-1].rank + 1
+    return tuple(dataclasses.replace(spec, layers=specs[(spec.index + ranks) % len(specs)].layers) for spec in specs)
+
+
+def _skip_the_last_layer(self: Stack) -> list[tuple[list[Any], bool]]:
+    found = _groups(self)
+    return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
+
+
+def _one_part(input_size: int, parts: tuple[Part, ...], **keywords: Any) -> ColumnLinear:
+    return ColumnLinear(input_size, (Part(sum(part.size for part in parts)),), **keywords)
+
+
+# Forward and backward of cut layers.
+
+def _bias_before_the_sum(self: RowLinear, x: Tensor) -> Tensor:
+    return self.region.exit(F.linear(x, self.weight, self.bias))
+
+
+def _keep_own_piece(output: Tensor, whole: Tensor, axis: Axis, op: str = "sum") -> None:
+    output.copy_(collectives.cut(whole, axis))
+
+
+def _repeat_own_piece(output: Tensor, piece: Tensor, axis: Axis) -> None:
+    output.copy_(piece.repeat(axis.size, *(1 for _ in piece.shape[1:])))
+
+
+def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
+    local = ids.t() - self.first
+    return self.region.exit(F.embedding(local.clamp(0, self.rows - 1), self.weight))
+
+
+def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:
+    return F.embedding(positions.t()[:self.region.length(positions.shape[1])], self.weight)
+
+
+def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    return loss.cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
+
+
+def _own_maximum(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    return tensor if op == "max" else collectives.all_reduce(tensor, axis, op)
+
+
+def _gather_backwards(piece: Tensor, axis: Axis) -> Tensor:
+    return torch.cat(collectives.all_gather(piece, axis).chunk(axis.size)[::-1])
+
+
+_forward = GPTModel.forward
+
+
+def _forget_documents(self: GPTModel, *, documents: Tensor | None = None, **keywords: Any) -> Tensor:
+    return _forward(self, documents=documents if self.embedding is not None else None, **keywords)
+
+
+# Microbatches.
+
+_walk_backward, _batch, _before_backward, _scaled = _Walk._backward, StepWork._batch, StepWork.before_backward, StepWork._scaled
+
+
+def _another_activation(self: _Walk, action: Any) -> Any:
+    mine, other = (action.stage, action.microbatch), (action.stage, action.microbatch + 1)
+    if other in self.kept and action.stage < self.script.stages - 1:
+        self.kept[mine], self.kept[other] = self.kept[other], self.kept[mine]
+    return _walk_backward(self, action)
+
+
+def _another_batch_at_the_end(self: StepWork, microbatch: int) -> Any:
+    ends = self.trainer.stages[-1].stage.heads
+    return _batch(self, microbatch ^ 1 if ends else microbatch)
+
+
+def _reduce_one_early(self: StepWork, stage: int, microbatch: int, last: bool) -> None:
+    _before_backward(self, stage, microbatch, microbatch == self.num_microbatches - 2)
+
+
+def _mean_of_means(self: StepWork, total: Tensor, count: Tensor) -> Tensor:
+    return total / count * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
+
+
+def _own_count(self: StepWork) -> Tensor:
+    return self._expected() / (self.count * self.trainer.run.mesh.dp.size)
+
+
+# Data parallelism.
+
+_make_buckets, _start_gather, _init = ddp.make_buckets, DataParallel.start_gather, DataParallel.__init__
+
+
+def _buckets_over_tensor_ranks(module: GPTModel, mesh: Mesh, **keywords: Any) -> Any:
+    return _make_buckets(module, dataclasses.replace(mesh, dp_cp=mesh.tp), **keywords)
+
+
+def _always_average(self: DataParallel, *arguments: Any, **keywords: Any) -> None:
+    _init(self, *arguments, **{**keywords, "average": True})
+
+
+def _keep_the_last_piece(self: DataParallel) -> None:
+    before = [bucket.data.clone() for bucket in self.buckets]
+    _start_gather(self)
+    for bucket, old in zip(self.buckets, before, strict=True):
+        low = bucket.data.numel() // bucket.axis.size * (bucket.axis.size - 1)
+        if not bucket.axis.is_last:
+            bucket.data[low:] = old[low:]
+
+
+def _keep_gradients(self: DataParallel) -> None:
+    self._missing, self._launched = None, 0
+
+
+def _forget_the_divisor(self: StepWork) -> float:
+    return self.trainer.optimizer.scaler.scale
+
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp", "rope-interleaved")),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "layernorm" in s.name)),)),
+    Defect("row bias gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),)),
+    Defect("position embedding gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "position" in s.name)),)),
+    Defect("query and key norm gradients are not summed over tensor ranks", (("tp2", "qk-norm-decays"),),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),)),
+    Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", _nothing),)),
+    Defect("key/value head copies are summed over all ranks, not over those that share", (("tp4 sp mb2", "gqa2"),),
+           ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),)),
+    Defect("the tied matrix's gradients are not summed over its two stages", (("pp2", "gpt"), ("pp2 vpp2", "gpt")),
+           ((finalize, "sum_tied", _nothing),)),
+    Defect("the norm counts replicated parameters on every tensor rank", (("tp2", "gpt"), ("tp2 sp", "gpt")),
+           ((clip, "is_shared_over_tensor", lambda spec: False),)),
+    Defect("the norm counts the tied matrix on both stages", (("pp2", "gpt"),), ((clip, "counted_ranges", _count_tied_twice),)),
+    Defect("the norm counts every copy of a key/value head", (("tp4 mb4", "mqa"),), ((clip, "copied_ranges", _count_copies),)),
+    Defect("gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)),
+    Defect("weight decay reaches norms and biases on one stage", (("pp2", "gpt"),),
+           ((optimizer, "group_of", _decay_everything_on_the_last_rank),)),
+    Defect("the decoupled learning rate is missing on one stage", (("pp2", "decoupled"),),
+           ((Optimizer, "set_rates", _one_rate_on_the_last_rank),)),
+    Defect("the tied matrix starts differently on its two stages", (("pp2", "gpt"),), ((gpt, "materialize", _second_home_of_its_own),)),
+    Defect("initial values are drawn by rank instead of by name", (("tp2", "gpt"), ("pp2", "gpt")), ((rng, "seed_of", _seed_of_the_rank),)),
+    Defect("the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)),
+    Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_groups", _skip_the_last_layer),)),
+    Defect("queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)),
+    Defect("a row layer adds its bias on every rank before the sum", (("tp2", "gpt"),), ((RowLinear, "forward", _bias_before_the_sum),)),
+    Defect("a column layer does not sum its input gradient", (("tp2", "gpt"),),
+           ((linear, "collectives", _collectives_with(start_all_reduce=_nothing)),)),
+    Defect("a column layer keeps its piece of the input gradient without summing", (("tp2 sp", "gpt"),),
+           ((linear, "collectives", _collectives_with(start_reduce_scatter=_keep_own_piece)),)),
+    Defect("a column layer's weight gradient sees one piece of the sequence", (("tp2 sp", "gpt"),),
+           ((linear, "collectives", _collectives_with(start_all_gather=_repeat_own_piece)),)),
+    Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
+    Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
+           ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
+    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp vocab96", "untied"), ("tp2", "gpt")),
+           ((heads, "cross_entropy", _softmax_with_padding),)),
+    Defect("ranks subtract different maxima in the softmax", (("tp2", "gpt"),),
+           ((loss, "collectives", _collectives_with(all_reduce=_own_maximum)),)),
+    Defect("documents are kept apart on the first stage only", (("pp4 mb2", "packed-rope"),), ((GPTModel, "forward", _forget_documents),)),
+    Defect("a saved input is gathered in the wrong order", (("recompute-uniform tp2 distribute-saved", "gpt"),),
+           ((recompute, "collectives", _collectives_with(all_gather=_gather_backwards)),)),
+    Defect("recomputation draws other dropout", (("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout")),
+           ((RandomStreams, "load", _nothing),)),
+    Defect("a gradient meets another microbatch's activations", (("pp2", "gpt"), ("pp2 gpipe", "gpt")),
+           ((_Walk, "_backward", _another_activation),)),
+    Defect("the last stage reads another microbatch's labels", (("pp2", "gpt"),), ((StepWork, "_batch", _another_batch_at_the_end),)),
+    Defect("gradients are reduced one microbatch early", (("dp2 overlap-reduce bucket500", "gpt"),),
+           ((StepWork, "before_backward", _reduce_one_early),)),
+    Defect("the loss is a mean of means over uneven microbatches", (("mb2", "gpt"), ("dp2", "gpt")),
+           ((StepWork, "_scaled", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0))),
+    Defect("tokens are counted on each data-parallel rank alone", (("dp2", "gpt"),), ((StepWork, "missing_factor", _own_count),)),
+    Defect("gradients are reduced over tensor instead of data ranks", (("tp2 dp2", "gpt"),),
+           ((ddp, "make_buckets", _buckets_over_tensor_ranks),)),
+    Defect("gradients are averaged and scaled", (("dp2", "gpt"),), ((DataParallel, "__init__", _always_average),)),
+    Defect("averaged gradients are not scaled", (("dp2 average", "gpt"),), ((StepWork, "_loss_scale", _forget_the_divisor),)),
+    Defect("one rank's new parameters never arrive", (("dp2 zero", "sgd"), ("dp2 zero", "unclipped")),
+           ((DataParallel, "start_gather", _keep_the_last_piece),)),
+    Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
+           ((DataParallel, "zero_gradients", _keep_gradients),)),
+)

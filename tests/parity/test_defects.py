@@ -1,0 +1,64 @@
+"""The table can see: every planted mistake makes every row that should notice it differ from the serial run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.conftest import NOTES
+from tests.helpers.training import Outcome, differences, outcome, train, train_alone
+from tests.helpers.world import Worlds
+from tests.parity.defects import DEFECTS, Defect, train_planted_here
+from tests.parity.table import MODELS, ROWS, Changes, read_layout
+
+STEPS, TOLERANCE = 2, 1e-10
+
+
+@cache
+def serial(model: str) -> Outcome:
+    """The run that rows of this network are compared with."""
+    return train_alone({**MODELS[model], "fp64": True}, STEPS)
+
+
+@pytest.fixture(scope="module")
+def caught(request: pytest.FixtureRequest) -> Iterator[dict[str, bool]]:
+    """Which defects were noticed; the count is said at the end of the whole test run."""
+    found: dict[str, bool] = {}
+    yield found
+    share = 100 * sum(found.values()) / max(1, len(found))
+    request.config.stash[NOTES].append(f"planted defects: {len(found)}, caught: {sum(found.values())} ({share:.0f}%)")
+
+
+def notices(world: Worlds, layout: str, model: str, defect: Defect) -> bool:
+    """Whether a row differs from the serial run, or its ranks from each other, when the defect is planted."""
+    ranks, cut = read_layout(layout)
+    changes: Changes = {**MODELS[model], "fp64": True, **cut}
+    if ranks == 1:
+        results = [train_planted_here(defect.name, changes, STEPS)]
+    else:
+        results = world(ranks).run(train_planted_here, defect.name, changes, STEPS)
+    try:
+        return bool(differences(outcome(results), serial(model), TOLERANCE))
+    except AssertionError:  # ranks disagree
+        return True
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_planted_defect_is_caught(world: Worlds, caught: dict[str, bool], defect: Defect) -> None:
+    serial(defect.rows[0][1])
+    blind = [row for row in defect.rows if not notices(world, *row, defect)]
+    caught[defect.name] = len(blind) < len(defect.rows)
+    assert not blind, f"{blind} did not notice that {defect.name}"
+
+
+def test_defects_are_taken_back(world: Worlds) -> None:
+    for layout in ("tp2 sp", "pp2"):
+        ranks, cut = read_layout(layout)
+        assert differences(train(world, ranks, {"fp64": True, **cut}, STEPS), serial("gpt"), TOLERANCE) == []
+
+
+def test_every_row_that_must_notice_a_defect_is_in_the_table() -> None:
+    assert {row for defect in DEFECTS for row in defect.rows} <= set(ROWS)
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)

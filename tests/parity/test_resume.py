@@ -1,0 +1,117 @@
+"""Save under any layout, resume under any other: the same numbers as never stopping. Same layout: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel.spec import pieces, spec_of
+from megatron.training.checkpointing import Checkpoint
+from tests.helpers import tiny
+from tests.helpers.training import Held, Outcome, differences, held_weights, outcome, train_on
+from tests.helpers.world import Worlds
+
+BEFORE, AFTER = 2, 2
+MODEL: dict[str, Any] = {"fp64": True, "num_layers": 4, "group_query_attention": True, "num_query_groups": 2, "swiglu": True,
+                         "ffn_hidden_size": 64}
+
+
+def layout(ranks: int, **changes: Any) -> tuple[int, dict[str, Any]]:
+    return ranks, changes
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "serial": layout(1),
+    "dp2": layout(2),
+    "dp2-zero": layout(2, use_distributed_optimizer=True),
+    "dp4-zero-buckets": layout(4, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
+                               ddp_bucket_size=3000),
+    "tp2-sp": layout(2, tensor_model_parallel_size=2, sequence_parallel=True),
+    "tp4": layout(4, tensor_model_parallel_size=4),
+    "pp2": layout(2, pipeline_model_parallel_size=2),
+    "pp2-vpp2": layout(2, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    "pp4": layout(4, pipeline_model_parallel_size=4),
+    "tp2-pp2": layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "tp2-dp2-zero": layout(4, tensor_model_parallel_size=2, use_distributed_optimizer=True),
+    "tp2-pp2-dp2-zero": layout(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True,
+                               use_distributed_optimizer=True),
+    "uneven": layout(2, pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1),
+    "padding": layout(1, make_vocab_size_divisible_by=64),
+}
+# Eight ranks on two cores are slow: that layout is paired with a few others only.
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS
+         if "tp2-pp2-dp2-zero" not in (a, b) or a in ("serial", "tp4", "dp4-zero-buckets") or b in ("serial", "pp2-vpp2", "dp2-zero")]
+
+
+def train_and_save(changes: dict[str, Any], folder: str | None, steps: int) -> tuple[list[float], list[float], Held]:
+    """Train from the start, and save at the end."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, save=folder)))
+    losses, norms = train_on(trainer, steps)
+    if folder:
+        Checkpoint(trainer).save()
+    return losses, norms, held_weights(trainer)
+
+
+def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[list[float], list[float], Held]:
+    """Load a checkpoint and train on."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder, seed=7)))
+    for stage in trainer.stages:  # whatever is not loaded would show
+        for param in stage.parameters():
+            for piece in pieces(spec_of(param), trainer.run.mesh):
+                param.data[piece.local.slices()] = float("nan")
+    assert Checkpoint(trainer).resume()
+    assert trainer.progress.iteration == BEFORE
+    losses, norms = train_on(trainer, steps)
+    return losses, norms, held_weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def never_stopped() -> Outcome:
+    """The serial run that goes on; its losses and norms after the save."""
+    losses, norms, held = train_and_save(MODEL, None, BEFORE + AFTER)
+    return outcome([(losses[BEFORE:], norms[BEFORE:], held)])
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint of every layout."""
+    folders = {}
+    for name, (ranks, changes) in LAYOUTS.items():
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        world(ranks).run(train_and_save, {**MODEL, **changes}, folders[name], BEFORE)
+    return folders
+
+
+@pytest.mark.parametrize("writer, reader", PAIRS, ids=[f"{a}-to-{b}" for a, b in PAIRS])
+def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
+        world: Worlds, saved: dict[str, str], never_stopped: Outcome, writer: str, reader: str) -> None:
+    ranks, changes = LAYOUTS[reader]
+    resumed = outcome(world(ranks).run(resume_and_train, {**MODEL, **changes}, saved[writer], AFTER))
+    problems = differences(resumed, never_stopped, 1e-10)
+    assert not problems, "\n".join(problems)
+
+
+SAME = {"serial": layout(1), "tp2-sp": LAYOUTS["tp2-sp"], "pp2-dp2-zero": layout(4, pipeline_model_parallel_size=2,
+                                                                                 use_distributed_optimizer=True)}
+FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 2.0**18}}
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("name", SAME)
+def test_a_run_resumed_under_its_own_layout_gives_the_same_bits_with_dropout(
+        world: Worlds, tmp_path: Path, name: str, numbers: str) -> None:
+    ranks, changes = SAME[name]
+    settings = {**changes, **FORMATS[numbers], "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    through = world(ranks).run(train_and_save, settings, None, BEFORE + AFTER)
+    world(ranks).run(train_and_save, settings, str(tmp_path), BEFORE)
+    resumed = world(ranks).run(resume_and_train, settings, str(tmp_path), AFTER)
+    for (losses, norms, held), (losses_through, norms_through, held_through) in zip(resumed, through, strict=True):
+        assert losses == losses_through[BEFORE:]
+        assert norms == norms_through[BEFORE:]
+        for (label, _, _, value), (_, _, _, expected) in zip(held, held_through, strict=True):
+            assert torch.equal(value, expected), label

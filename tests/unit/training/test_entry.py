@@ -1,0 +1,75 @@
+"""Errors, kills and signals of whole runs, as a user meets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
+        "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 --num-workers 0 --eval-iters 0 "
+        "--log-interval 1000 --distributed-timeout-minutes 2").split()
+
+
+def launch(script: str, flags: list[str], *, ranks: int, **environment: str) -> subprocess.Popen:
+    """Start a run under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", script, *TINY, *flags]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize("layout", [["--tensor-model-parallel-size", "3"], ["--pipeline-model-parallel-size", "3"]])
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_one_failing_rank_ends_all_within_ten_seconds_and_is_named(layout: list[str], how: str) -> None:
+    flags = [*layout, "--train-iters", "1000", "--num-layers", "3", "--num-attention-heads", "3", "--hidden-size", "24",
+             "--ffn-hidden-size", "48"]
+    process = launch("tests/helpers/failing_run.py", flags, ranks=3, FAIL=how)
+    output, _ = process.communicate(timeout=120)
+    ended = time.time()
+    failed = float(re.search(r"FAILING AT ([\d.]+)", output).group(1))
+    assert process.returncode != 0
+    assert ended - failed < 10.0, f"the ranks took {ended - failed:.1f} s to end"
+    if how == "raise":
+        summary = output[output.rindex("Root Cause"):]
+        assert "rank      : 2" in summary and "the planted failure of the last rank" in summary, output[-3000:]
+    else:
+        assert "Signal 9" in output[output.rindex("Root Cause"):], output[-3000:]
+
+
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
+    flags = ["--train-iters", "1000000", "--save", str(tmp_path), "--log-interval", "5", "--tensor-model-parallel-size", "2"]
+    process = launch("pretrain_gpt.py", flags, ranks=2)
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "iteration" in line and "lm loss" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "exiting program after receiving SIGTERM" in output, seen + output
+    assert (tmp_path / "latest_checkpointed_iteration.txt").is_file(), output
+
+
+def test_user_errors_of_one_process_are_one_message_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "pretrain_gpt.py", *TINY, "--train-iters", "2", "--load", str(tmp_path / "nothing")]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "CheckpointError" in done.stderr and str(tmp_path / "nothing") in done.stderr
+
+
+def test_broken_rules_exit_with_two_before_anything_starts() -> None:
+    command = [sys.executable, "pretrain_gpt.py", *TINY, "--train-iters", "2", "--tensor-model-parallel-size", "3", "--num-leyers", "4"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert "--num-leyers is not a flag; did you mean --num-layers" in done.stderr
+    assert "--num-attention-heads 2 cannot be divided over --tensor-model-parallel-size 3" in done.stderr
+    assert "mesh:" not in done.stdout
