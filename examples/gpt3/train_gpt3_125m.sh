@@ -47,9 +47,6 @@ LOGGING=(
     --log-throughput
     --eval-interval 1000
     --eval-iters 10
-    --save-interval 10000
-    --save "$CHECKPOINTS"
-    --load "$CHECKPOINTS"
     --tensorboard-dir "$TENSORBOARD"
 )
 
@@ -58,7 +55,7 @@ if [ -z "$DATA" ]; then
     DATA="$ROOT/runs/gpt3_125m/demo_text_document"
     TRAINING+=(--seq-length 128 --micro-batch-size 2 --global-batch-size $((2 * GPUS_PER_NODE)) --train-iters 20
         --lr-decay-iters 20 --lr-warmup-iters 2)
-    LOGGING+=(--log-interval 1 --eval-iters 1 --save-interval 20)
+    LOGGING+=(--log-interval 1 --eval-iters 1)
     if [ -z "${LAUNCH:-}" ]; then
         source "$ROOT/examples/setup.sh" requirements.txt
         mkdir -p "$ROOT/runs/gpt3_125m"
@@ -66,6 +63,8 @@ if [ -z "$DATA" ]; then
             --output-prefix "${DATA%_text_document}" --tokenizer-type GPT2BPETokenizer \
             --vocab-file "$VOCAB" --merge-file "$MERGES"
     fi
+else
+    LOGGING+=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 10000)
 fi
 
 ${LAUNCH:-torchrun} --nproc_per_node "$GPUS_PER_NODE" "$ROOT/pretrain_gpt.py" \

@@ -7,7 +7,7 @@
 #       bash examples/gpt3/train_gpt3_175b_distributed.sh CHECKPOINTS TENSORBOARD VOCAB MERGES DATA [more flags]
 #
 # Under Slurm, examples/slurm/train.sbatch does that. CHECKPOINTS is a folder that all machines see; DATA is the prefix of a
-# .bin/.idx pair. 16 machines of 8 GPUs hold one replica; the batch allows 16, 32, 64 or 128 machines.
+# .bin/.idx pair. 16 machines of 8 GPUs hold one replica; more replicas, up to 16, make it faster (powers of two).
 #
 # Environment: GPUS_PER_NODE, NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT; LAUNCH=echo prints the command.
 

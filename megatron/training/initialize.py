@@ -37,17 +37,19 @@ from megatron.training.timers import Timers
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the launcher put this process. store: host:port of the launcher's key-value store, if it has one."""
+    """Where the launcher put this process. store: host:port of its key-value store, if it has one; job: its id."""
 
     rank: int
     size: int
     store: str
+    job: str
 
 
 def launcher_place() -> Place:
     """What the launcher's environment says."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return Place(int(os.environ.get("RANK", "0")), world_size(), f"{host}:{port}" if host and port else "")
+    return Place(int(os.environ.get("RANK", "0")), world_size(), f"{host}:{port}" if host and port else "",
+                 os.environ.get("SLURM_JOB_ID", ""))
 
 
 def world_size() -> int:

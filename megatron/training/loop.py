@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
 import torch
 
 from megatron.core.config.flags import to_values
+from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
@@ -17,7 +20,16 @@ from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import Dataset, microbatches, needs_text, samples_needed
 from megatron.training.evaluate import evaluate
-from megatron.training.metrics import Meter, Step, Work, known_peak, memory_line
+from megatron.training.initialize import launcher_place
+from megatron.training.metrics import (
+    Meter,
+    Work,
+    known_peak,
+    memory_line,
+    progress_facts,
+    progress_line,
+    theoretical_memory_line,
+)
 from megatron.training.run import Run
 from megatron.training.stages import ForwardStep, ModelProvider, Trainer, build_trainer
 from megatron.training.step import train_step
@@ -84,6 +96,7 @@ class Session:
                                start_iteration=trainer.progress.iteration, train_iters=self.total,
                                settings=to_values(self.config))
         self.work = _work(trainer)
+        self.flops_at_start = trainer.progress.floating_point_operations
         self.since = time.perf_counter()
         self.steps_since = 0
         self.reported_memory = False
@@ -117,7 +130,7 @@ class Session:
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
         watch.after_step(progress.iteration)
         if train.empty_unused_memory_level:
-            empty_cache(self.mesh.device)
+            empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
         if self._due(self.config.log.log_interval) or progress.iteration == 1:
             self._report(watch)
         if self._due(train.eval_interval) and train.eval_iters and self.data.valid is not None:
@@ -160,12 +173,9 @@ class Session:
             self.reported_memory = True
             memory = memory_report(self.mesh.device)
             self.writers.memory(progress.iteration, memory)
-            self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory)) if self._speaks_of_memory() else None
+            if self.mesh.dp.is_first:  # data-parallel ranks hold the same
+                self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
         self.since, self.steps_since = time.perf_counter(), 0
-
-    def _speaks_of_memory(self) -> bool:
-        """One rank of each stage and tensor place: data-parallel ranks hold the same."""
-        return self.mesh.dp.is_first
 
     def _evaluate(self, watch: Watch) -> None:
         """The mean validation loss over --eval-iters global batches."""
@@ -184,7 +194,22 @@ class Session:
             paused = time.perf_counter()
             self._resolve(watch)
             self.checkpoint.save()
+            self._note_progress("Saved checkpoint")
             self.since += time.perf_counter() - paused
+
+    def _note_progress(self, event: str) -> None:
+        """A line in SAVE/progress.txt (`--log-progress`)."""
+        folder = self.config.checkpoint.save
+        if not (self.config.log.log_progress and folder and self.mesh.world.is_first):
+            return
+        progress, devices = self.trainer.progress, self.mesh.world.size
+        seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
+        done = progress.floating_point_operations - self.flops_at_start
+        facts = progress_facts(progress.iteration, job_tflops=done / seconds / devices / 1e12, total_flops=progress.floating_point_operations,
+                               total_tokens=progress.consumed_tokens)
+        line = progress_line(event, now=datetime.now(), job_id=launcher_place().job, num_devices=devices, facts=facts)
+        with open(Path(folder) / "progress.txt", "a", encoding="utf-8") as file:
+            file.write(line)
 
     def _finish(self, reason: str, watch: Watch) -> None:
         """Save, and evaluate if the run came to its end."""
@@ -219,6 +244,11 @@ class Session:
         for data, tensor, pipeline, held in rows:
             if data == 0:
                 self.trainer.run.say(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
+        count = self.trainer.batches.at(self.trainer.progress.consumed_train_samples).num_microbatches
+        largest = max(rank_memory(self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size,
+                                  num_microbatches=count), key=lambda held: held.total)
+        self.trainer.run.say(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
+        self._note_progress("Starting job")
 
 
 def _total_iterations(trainer: Trainer) -> int:

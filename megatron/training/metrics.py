@@ -247,10 +247,8 @@ def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, f
     return "\t".join([f"{now:%Y-%m-%d %H:%M:%S}", f"Job ID: {job_id}", f"# GPUs: {num_devices}", event, *facts]) + "\n"
 
 
-def progress_facts(
-    iteration: int, *, job_tflops: float, total_tflops: float, total_flops: float, total_tokens: int
-) -> list[str]:
-    """What progress.txt says of a checkpoint: speed of this job and of the run so far, and the work done."""
+def progress_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
+    """What progress.txt says of a checkpoint: speed of this job, and the work done by the run so far."""
     return [f"Iteration: {iteration}", f"Job throughput: {job_tflops:.1f} TFLOP/s/GPU",
-            f"Cumulative throughput: {total_tflops:.1f} TFLOP/s/GPU", f"Floating-point operations: {total_flops:.2e}",
+            f"Floating-point operations: {total_flops:.2e}",
             f"Tokens (in billions): {total_tokens / 1e9:.2f}"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.training.batch import Batch
 from megatron.training.metrics import Step
@@ -44,7 +45,8 @@ class StepWork:
         batch = self._batch(microbatch)
         if received:
             batch = replace(batch, hidden=received[0])
-        output, loss_function = self.trainer.forward_step(self.trainer.run, iter((batch,)), chunk)
+        with self.trainer.run.timers("forward-compute", 2):
+            output, loss_function = self.trainer.forward_step(self.trainer.run, iter((batch,)), chunk)
         if not chunk.stage.heads:
             return (output,)
         total, count, report = loss_function(output)
@@ -98,7 +100,8 @@ class StepWork:
     def _batch(self, microbatch: int) -> Batch:
         while len(self._seen) <= microbatch:
             try:
-                self._seen.append(next(self._batches))
+                with self.trainer.run.timers("batch-generator", 2):
+                    self._seen.append(next(self._batches))
             except StopIteration:
                 raise RuntimeError(f"the data ended before microbatch {microbatch} of this step; train on fewer samples "
                                    f"or give more data") from None
@@ -126,6 +129,8 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
+    if config.train.empty_unused_memory_level == 2:
+        empty_cache(mesh.device)
     rate = trainer.schedule.lr(progress.schedule_samples)
     decoupled = _decoupled_rate(trainer)
     optimizer.set_rates(rate, trainer.schedule.weight_decay(progress.schedule_samples), decoupled)
