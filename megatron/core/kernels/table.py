@@ -80,11 +80,15 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
         wanted = (wish or {}).get(op, "auto")
         if wanted != "auto":
             offers = [candidate for candidate in offers if candidate.name == wanted]
-        refusals = [f"{c.name}: {c.unfit(need)}" for c in offers if c.unfit(need)]
-        fitting = [c for c in offers if not c.unfit(need)]
-        if not fitting:
+        refusals = []
+        for candidate in offers:  # the best first; what is worse than the one chosen needs no reason
+            if reason := candidate.unfit(need):
+                refusals.append(f"{candidate.name}: {reason}")
+                continue
+            chosen[op] = candidate.call
+            report.append((op, candidate.name, "; ".join(refusals)))
+            break
+        else:
             raise ConfigError(f"--{op}-backend {wanted} cannot be used: {'; '.join(refusals) or 'no such kernel'}; "
                               f"choose another or auto")
-        chosen[op] = fitting[0].call
-        report.append((op, fitting[0].name, "; ".join(refusals)))
     return Kernels(**chosen, report=tuple(report))

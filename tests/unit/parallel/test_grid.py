@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+
+import pytest
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.parallel import ParallelConfig
+from megatron.core.parallel.grid import axis_ranks
+
+SIZES = [(tp, cp, dp, pp) for tp, cp, dp, pp in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)) if tp * cp * dp * pp <= 36]
+ALONG = {"tp": {"tp"}, "cp": {"cp"}, "dp": {"dp"}, "pp": {"pp"}, "dp_cp": {"dp", "cp"}, "tp_cp": {"tp", "cp"},
+         "model": {"tp", "pp"}, "world": {"tp", "cp", "dp", "pp"}}
+
+
+def config(tp: int, cp: int, pp: int, **more: object) -> ParallelConfig:
+    return ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp, **more)
+
+
+def groups_by_enumeration(sizes: dict[str, int], fastest_first: tuple[str, ...], along: set[str]) -> set[tuple[int, ...]]:
+    """Count through all places, fastest axis first; ranks that agree everywhere but along the axes make a group."""
+    found = defaultdict(list)
+    places = product(*(range(sizes[axis]) for axis in reversed(fastest_first)))
+    for rank, place in enumerate(places):
+        named = dict(zip(reversed(fastest_first), place, strict=True))
+        found[tuple(sorted((axis, at) for axis, at in named.items() if axis not in along))].append(rank)
+    return {tuple(ranks) for ranks in found.values()}
+
+
+@pytest.mark.parametrize("pipeline_first", [False, True])
+def test_every_axis_is_what_counting_through_the_places_gives(pipeline_first: bool) -> None:
+    order = ("tp", "cp", "pp", "dp") if pipeline_first else ("tp", "cp", "dp", "pp")
+    for tp, cp, dp, pp in SIZES:
+        found = axis_ranks(config(tp, cp, pp, use_tp_pp_dp_mapping=pipeline_first), tp * cp * dp * pp)
+        for name, along in ALONG.items():
+            expected = groups_by_enumeration({"tp": tp, "cp": cp, "dp": dp, "pp": pp}, order, along)
+            assert set(found[name]) == expected and len(found[name]) == len(expected), (name, tp, cp, dp, pp)
+
+
+def test_sixteen_ranks_are_laid_out_as_in_megatron() -> None:
+    found = axis_ranks(config(2, 1, 4), 16)
+    assert found["tp"] == tuple((first, first + 1) for first in range(0, 16, 2))
+    assert found["dp"] == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
+    assert found["pp"] == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+    assert found["embed"] == ((0, 12), (1, 13), (2, 14), (3, 15))
+    assert found["model"] == ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15))
+
+
+@pytest.mark.parametrize("pipeline_first", [False, True])
+def test_experts_see_the_same_ranks_in_another_order_inside_each_stage(pipeline_first: bool) -> None:
+    order = ("etp", "ep", "pp", "edp") if pipeline_first else ("etp", "ep", "edp", "pp")
+    for etp, ep, tp, pp in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2)):
+        parallel = config(tp, 1, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+                          use_tp_pp_dp_mapping=pipeline_first)
+        world = 8 * pp
+        found = axis_ranks(parallel, world)
+        sizes = {"etp": etp, "ep": ep, "edp": world // (etp * ep * pp), "pp": pp}
+        for name in ("etp", "ep", "edp"):
+            assert set(found[name]) == groups_by_enumeration(sizes, order, {name})
+        stage_of = {rank: stage for line in found["pp"] for stage, rank in enumerate(line)}
+        if not pipeline_first:  # else the two views share pipelines only where their data sizes agree
+            assert all(len({stage_of[rank] for rank in ranks}) == 1 for name in ("etp", "ep", "edp") for ranks in found[name])
+
+
+def test_a_line_of_one_stage_embeds_and_predicts_on_one_rank() -> None:
+    assert axis_ranks(config(2, 1, 1), 4)["embed"] == ((0,), (1,), (2,), (3,))
+
+
+def test_a_world_that_cannot_be_divided_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="6 ranks cannot be divided into tensor 2 x pipeline 2 x context 1 = 4"):
+        axis_ranks(config(2, 1, 2), 6)
+    with pytest.raises(ConfigError, match="expert 3"):
+        axis_ranks(config(1, 1, 1, expert_model_parallel_size=3), 8)
