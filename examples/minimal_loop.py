@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +40,7 @@ from megatron.training.step import train_step
 from megatron.training.timers import Timers
 
 TENSOR, PIPELINE, SHARDED = 1, 1, True
-STEPS = int(os.environ.get("STEPS", "50"))
+STEPS = 50
 
 
 def settings(world_size: int) -> RunConfig:
@@ -84,9 +83,9 @@ def model(run: Run, stage: StageSpec) -> GPTModel:
 
 def main() -> None:
     """Build the run by hand, and train."""
-    if "WORLD_SIZE" in os.environ:
+    if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
-    config = settings(int(os.environ.get("WORLD_SIZE", "1")))
+    config = settings(dist.get_world_size() if dist.is_initialized() else 1)
     device = torch.device("cpu")
     mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single(device)
     run = Run(args=argparse.Namespace(), config=config, mesh=mesh, kernels=select(Need()), tokenizer=ByteTokenizer(),

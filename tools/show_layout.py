@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,13 +16,17 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.rules import NEEDS, Setting, stages_of
+from megatron.core.config.rules import NEEDS, RULES, Setting, stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.models.flops import count_parameters, rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play
 from megatron.training.arguments import read_flags
+
+CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
+if CAN_DRAW:
+    from megatron.core.pipeline_parallel.picture import draw
 
 WIDEST = 160
 
@@ -36,11 +41,12 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     options = parser.parse_args(argv)
     flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
     args = read_flags(flags)
+    if options.picture and not CAN_DRAW:
+        args.problems.append("--picture needs the package matplotlib, which is not installed: pip install matplotlib")
     refuse(args.problems)
     config = from_namespace(RunConfig, args).resolve(options.world_size)
-    for rule in NEEDS:
-        if said := rule.says(Setting(config, options.world_size)):
-            raise ConfigError(said)
+    for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
+        refuse(said for rule in rules if (said := rule.says(Setting(config, options.world_size))))
     return options, config
 
 
@@ -98,8 +104,6 @@ def main(argv: list[str] | None = None) -> None:
     lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.picture:
-        from megatron.core.pipeline_parallel.picture import draw
-
         draw(plan, timeline, options.picture)
         sys.stdout.write(f"drawn: {options.picture}\n")
 

@@ -37,4 +37,5 @@ def generate_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, *, num_tok
     """The prompt and what follows it."""
     ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
     new = list(continuation(model, ids, num_tokens=num_tokens, sampling=sampling, stop=tokenizer.eod, seed=seed))
-    return prompt + tokenizer.detokenize(new)
+    # Decoded with what stands before, since some tokenizers put a blank between tokens.
+    return prompt + tokenizer.detokenize(ids + new)[len(tokenizer.detokenize(ids)):]

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import RunConfig
+from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import collate, cyclic, single
 from megatron.training.batch import Batch
 from megatron.training.microbatches import BatchSchedule
@@ -57,6 +58,14 @@ def microbatches(run: Run, dataset: Dataset | None, *, consumed_samples: int, re
     arrays = _read_ahead(dataset, indices, config.data.num_workers)
     positions = config.data.reset_position_ids
     return (Batch.from_arrays(array, run.mesh.device, positions=positions) for array in arrays)
+
+
+def take(batches: Iterator[Batch]) -> Batch:
+    """The next microbatch; `DataError` when there is none."""
+    try:
+        return next(batches)
+    except StopIteration:
+        raise DataError("the data ended before the run did; train on fewer samples or give more data") from None
 
 
 def _read_ahead(dataset: Dataset, indices: Iterator[list[int]], num_threads: int) -> Iterator[dict[str, np.ndarray]]:

@@ -16,7 +16,7 @@ from megatron.training.step import StepWork
 def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
     """The mean of each loss over `iterations` global batches, the same on every rank. Random streams stay untouched."""
     mesh = trainer.run.mesh
-    count = trainer.run.config.train.global_batch_size // trainer.batches.unit
+    count = trainer.batches.full // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
     streams = trainer.run.streams.state()
     trainer.train_mode(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 from megatron.core.config.flags import to_values
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
+from megatron.core.datasets.indexed import DataError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
 from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
-from megatron.training.data import Dataset, microbatches, needs_text, samples_needed
+from megatron.training.data import Dataset, microbatches, needs_text, samples_needed, take
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import launcher_place
 from megatron.training.metrics import (
@@ -75,13 +77,14 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
     if not run.mesh.world.is_first:
         found = provider(run, counts)
     if found[0] is None and not run.config.train.skip_train:
-        raise RuntimeError("the training split holds no data; give it a share in --split")
+        raise DataError("the training split holds no data; give it a share in --split")
 
     def iterate(dataset: Dataset | None, consumed: int) -> Iterator[Batch] | None:
         return None if dataset is None else microbatches(run, dataset, consumed_samples=consumed, reads=reads)
 
-    return Data(iterate(found[0], progress.consumed_train_samples), iterate(found[1], progress.consumed_valid_samples),
-                iterate(found[2], 0))
+    # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
+    seen = 0 if run.config.train.skip_train else progress.consumed_valid_samples
+    return Data(iterate(found[0], progress.consumed_train_samples), iterate(found[1], seen), iterate(found[2], 0))
 
 
 class Session:
@@ -105,17 +108,16 @@ class Session:
         """Train until there is a reason to stop; then evaluate and save."""
         progress, reason = self.trainer.progress, ""
         self._describe()
-        with self._watch() as watch:
+        with closing(self.writers), self._watch() as watch:
             if not self.config.train.skip_train:
                 self.since = time.perf_counter()
-                while progress.iteration < self.total:
-                    reason = watch.reason_to_stop(progress.iteration)
-                    if reason:
-                        break
+                # Asked after a step, never before the first: a run that resumes where it exited must get on.
+                while progress.iteration < self.total and not reason:
                     self._one_iteration(watch)
+                    if progress.iteration < self.total:
+                        reason = watch.reason_to_stop(progress.iteration)
             self._resolve(watch)
             self._finish(reason, watch)
-        self.writers.close()
 
     def _one_iteration(self, watch: Watch) -> None:
         progress, train = self.trainer.progress, self.config.train
@@ -146,7 +148,7 @@ class Session:
         """Pass over the data of one iteration (`--iterations-to-skip`)."""
         size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
         for _ in range(size.num_microbatches):
-            next(self.data.train)
+            take(self.data.train)
         progress = self.trainer.progress
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size
@@ -154,8 +156,8 @@ class Session:
 
     def _resolve(self, watch: Watch) -> None:
         steps = self.meter.resolve()
-        watch.demand_finite(steps)
         self.writers.steps(steps)
+        watch.demand_finite(steps)
 
     def _report(self, watch: Watch) -> None:
         """One log line for the steps since the last."""
@@ -184,7 +186,7 @@ class Session:
         self._resolve(watch)
         watch.around_evaluation()
         losses = evaluate(self.trainer, self.data.valid, train.eval_iters)
-        progress.consumed_valid_samples += train.eval_iters * train.global_batch_size
+        progress.consumed_valid_samples += train.eval_iters * self.trainer.batches.full
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused

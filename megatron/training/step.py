@@ -18,6 +18,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.training.batch import Batch
+from megatron.training.data import take
 from megatron.training.metrics import Step
 from megatron.training.stages import Trainer
 
@@ -99,12 +100,8 @@ class StepWork:
 
     def _batch(self, microbatch: int) -> Batch:
         while len(self._seen) <= microbatch:
-            try:
-                with self.trainer.run.timers("batch-generator", 2):
-                    self._seen.append(next(self._batches))
-            except StopIteration:
-                raise RuntimeError(f"the data ended before microbatch {microbatch} of this step; train on fewer samples "
-                                   f"or give more data") from None
+            with self.trainer.run.timers("batch-generator", 2):
+                self._seen.append(take(self._batches))
         return self._seen[microbatch]
 
     def _parallel(self, stage: int) -> DataParallel:

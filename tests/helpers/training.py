@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import pieces, spec_of
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
@@ -59,6 +60,25 @@ def held_weights(trainer: Trainer) -> Held:
             found += [(spec.name, spec.shape, piece.box, param.detach()[piece.local.slices()].clone())
                       for piece in pieces(spec, trainer.run.mesh)]
     return found
+
+
+def whole_gradient(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """A made-up gradient of a whole parameter, the same in every process; about a fifth of it is zero."""
+    generator = torch.Generator().manual_seed(seed_of("gradient", name))
+    value = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return value.masked_fill(torch.rand(shape, generator=generator) < 0.2, 0.0).to(dtype)
+
+
+def fill_gradients(trainer: Trainer, factor: float = 1.0) -> None:
+    """Write `factor` times the made-up gradients where a backward pass would leave the true ones; padding is zero."""
+    for parallel in trainer.parallels:
+        for bucket in parallel.buckets:
+            for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
+                spec = spec_of(param)
+                whole = factor * whole_gradient(spec.name, spec.shape)
+                view.zero_()
+                for piece in pieces(spec, trainer.run.mesh):
+                    view[piece.local.slices()] = whole[piece.box.slices()].to(view.dtype)
 
 
 def assemble(held: list[Held]) -> dict[str, Tensor]:

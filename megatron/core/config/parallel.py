@@ -56,4 +56,4 @@ class ParallelConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks left for data parallelism."""
-        return world_size // (self.tp * self.pp * self.context_parallel_size)
+        return world_size // max(1, self.tp * self.pp * self.context_parallel_size)  # rules.py refuses sizes below 1

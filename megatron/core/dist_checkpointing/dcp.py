@@ -1,7 +1,8 @@
 """Save and load a tree through torch.distributed.checkpoint (DCP), which knows files and intersects boxes.
 
 A saving rank says which boxes it could write, and rank 0 gives each box to one of its holders. A loading rank says
-which boxes it wants, and DCP finds out which saved boxes they meet. Our planners translate between `Placed` and that.
+which boxes it wants, and DCP finds out which saved boxes they meet. Our planners hold the tree and translate; DCP itself
+is handed an empty state.
 Values that are no tensors are stored as JSON text. Pickle is used in one place only, DCP's own `.metadata` index; it is
 read by an unpickler that knows the index's classes and nothing else, so that a foreign file cannot run code.
 """
@@ -49,9 +50,9 @@ class Format:
 
 def save(state: Tree, folder: str | Path, axis: Axis = _ALONE) -> None:
     """Write the tree that the ranks of `axis` hold together into a folder. Every byte is written once, by one rank."""
-    writer = _Writer(folder, sync_files=True, overwrite=True)
+    writer, planner = _Writer(folder, sync_files=True, overwrite=True), _SavePlanner(_placed(state))
     _collectively(f"{folder} cannot be written", lambda: dcp.save(
-        dict(state), storage_writer=writer, planner=_SavePlanner(_placed(state)), process_group=axis.group, no_dist=axis.size == 1))
+        {}, storage_writer=writer, planner=planner, process_group=axis.group, no_dist=axis.size == 1))
 
 
 def load(state: Tree, folder: str | Path, axis: Axis = _ALONE, *, complete: tuple[str, ...] = (),
@@ -65,7 +66,7 @@ def load(state: Tree, folder: str | Path, axis: Axis = _ALONE, *, complete: tupl
     planner = _LoadPlanner(_placed(state), complete, instead or {})
     reader = _Reader(folder, found)
     _collectively(f"{folder} cannot be read", lambda: dcp.load(
-        dict(state), storage_reader=reader, planner=planner, process_group=axis.group, no_dist=axis.size == 1))
+        {}, storage_reader=reader, planner=planner, process_group=axis.group, no_dist=axis.size == 1))
     return planner.values
 
 
@@ -115,12 +116,15 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], index.Metadata]:
-        plans, metadata = super().create_global_plan(share_out(all_plans))
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, index.TensorStorageMetadata):
-                covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-                assert covered == math.prod(entry.size), f"{name}: the ranks hold {covered} of {math.prod(entry.size)} elements"
-        return plans, metadata
+        plans = share_out(all_plans)
+        held: dict[str, int] = {}
+        data = [(item.index.fqn, item.tensor_data) for plan in plans for item in plan.items if item.tensor_data is not None]
+        for name, tensor in data:
+            held[name] = held.get(name, 0) + math.prod(tensor.chunk.sizes)
+        for name, tensor in data:
+            size = math.prod(tensor.size)
+            assert held[name] == size, f"{name}: the ranks' boxes hold {held[name]} elements, the tensor has {size}"
+        return super().create_global_plan(plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         value = self.tree[write_item.index.fqn]

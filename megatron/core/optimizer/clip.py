@@ -18,6 +18,8 @@ from megatron.core.parallel.boxes import flat, intersect
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import is_shared_over_tensor, pieces
 
+_BLOCK = 2**18  # elements whose squares are summed in fp32; on a CPU a sum over 40M would be off by a thousandth
+
 
 def counted_ranges(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Ranges of an owned segment, relative to its start, that this rank counts."""
@@ -47,6 +49,7 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: s
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if views:
+        views = [block for view in views for block in view.split(_BLOCK)]
         wide = torch.float64 if views[0].dtype == torch.float64 else torch.float32
         total += torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double().square().sum()
     return collectives.all_reduce(total, mesh.world if sharded else mesh.model).sqrt()

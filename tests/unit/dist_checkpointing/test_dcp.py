@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel.boxes import Box, intersect
 from tests.helpers.world import RankFailed, Worlds
-from tests.unit.dist_checkpointing.held import Layout, hold, load_bag, mesh_of, reshard, save_bag, specs, whole_tensor
+from tests.unit.dist_checkpointing.held import Layout, hold, load_bag, mesh_of, reshard, save_bag, specs
 
 ALONE = Layout(1, 1, False)
 FOUR = [Layout(1, 1, False), Layout(1, 1, True), Layout(2, 1, True), Layout(2, 2, False), Layout(4, 1, False), Layout(1, 4, False)]
@@ -69,6 +69,7 @@ def test_replicas_are_shared_out_evenly_and_the_same_way_each_time(world: Worlds
     assert contents[0] == contents[1], "equal states make equal files"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_values_are_stored_as_json_and_tensors_so_that_plain_dcp_reads_them(tmp_path: Path) -> None:
     tensor = torch.rand(5, 3)
     dcp.save({"values": {"a": [1, 2.5, None, "b"]}, "tensor": tensor, "scalar": torch.tensor(2.0)}, tmp_path)
@@ -193,17 +194,8 @@ def save_with_a_hole(folder: Path) -> None:
 
 
 def test_a_tree_with_a_hole_is_not_saved(world: Worlds, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="2 of 4 elements"):
+    with pytest.raises(CheckpointError, match="a: the ranks' boxes hold 2 elements, the tensor has 4"):
         save_with_a_hole(tmp_path)
-    with pytest.raises(RankFailed, match="a"):
+    with pytest.raises(RankFailed, match="CheckpointError.*\n.*a: the ranks' boxes hold 2 elements, the tensor has 4"):
         world(2).run(save_with_a_hole, tmp_path)
     assert not (tmp_path / ".metadata").exists()
-
-
-def test_slots_of_a_segment_are_views_of_its_memory() -> None:
-    tree, memory = hold(1, ALONE, mesh_of(ALONE))
-    for _, tensor, _ in memory:
-        tensor.fill_(3.0)
-    assert all(torch.equal(tensor, torch.full_like(tensor, 3.0)) for placed in tree.values() for _, tensor in placed.pieces)
-    name = specs(1, 1)[0].name
-    assert whole_tensor(name, "weight", specs(1, 1)[0].shape).shape == tree[f"model.{name}"].shape

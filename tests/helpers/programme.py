@@ -1,0 +1,55 @@
+"""Whole runs in this process: what a command line does, without a launcher and without leaving anything behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import pretrain_gpt
+from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.training.arguments import read_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.loop import DatasetProvider, pretrain
+from megatron.training.run import Run
+from megatron.training.stages import ForwardStep
+
+VOCABULARY = 30
+SEQUENCE = 16
+# The smallest run that there is; what a test adds behind wins.
+TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
+        f"--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0 --eval-iters 0 "
+        "--log-interval 1000 --make-vocab-size-divisible-by 8").split()
+
+
+def started(argv: Sequence[str]) -> Run:
+    """A run up to where providers are called. Lines go to the standard output of now."""
+    log = logging.getLogger("megatron")
+    log.handlers.clear()
+    return initialize_megatron(read_args([*TINY, *argv]))
+
+
+def trained(argv: Sequence[str], *, datasets: DatasetProvider = pretrain_gpt.datasets,
+            forward_step: ForwardStep = pretrain_gpt.forward_step) -> Run:
+    """pretrain_gpt, with these flags behind TINY."""
+    run = started(argv)
+    try:
+        pretrain(run, datasets, pretrain_gpt.model, forward_step)
+    finally:
+        logging.getLogger("megatron").handlers.clear()
+        torch.use_deterministic_algorithms(False)
+    return run
+
+
+def write_tokens(prefix: Path, *, documents: int = 60, seed: int = 0) -> list[str]:
+    """A small pair of files of random walks over the ids, and the flags that read it."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(str(prefix), np.dtype(np.uint16)) as builder:
+        for length in random.integers(20, 60, documents):
+            steps = random.integers(0, 3, length)
+            builder.add_sequence(np.append(np.cumsum(steps) % VOCABULARY, VOCABULARY).astype(np.uint16))
+            builder.end_document()
+    return ["--data-path", str(prefix), "--split", "60,20,20"]

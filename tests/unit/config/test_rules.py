@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.config.flags import from_values
+from megatron.core.config.rules import ALWAYS, NEEDS, RULES, broken, divisors, stages_of
+from megatron.core.config.run import RunConfig
+
+GOOD: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 16,
+    "train_iters": 10, "lr": 1e-3, "mock_data": True}
+TP4, PP2 = {"tensor_model_parallel_size": 4}, {"pipeline_model_parallel_size": 2}
+GQA = {"group_query_attention": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+# (name of the rule, world size, what is changed, words that the message must hold)
+BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
+    ("required", 1, {"num_layers": None}, ("--num-layers must be given",)),
+    ("required", 1, {"hidden_size": None, "seq_length": None}, ("--hidden-size, --seq-length must be given",)),
+    ("required", 1, {"micro_batch_size": None, "global_batch_size": None}, ("--micro-batch-size",)),
+    ("positive", 1, {"num_layers": 0}, ("--num-layers 0",)),
+    ("positive", 1, {"micro_batch_size": -2}, ("--micro-batch-size -2",)),
+    ("positive", 1, {"tensor_model_parallel_size": 0}, ("--tensor-model-parallel-size 0",)),
+    ("positive", 1, {"log_interval": 0, "eval_interval": 0}, ("--log-interval 0", "--eval-interval 0")),
+    ("positive", 1, {**GQA, "num_query_groups": 0}, ("--num-query-groups 0",)),
+    ("world-size", 6, TP4, ("6 ranks", "= 4", "multiple of 4")),
+    ("world-size", 2, {**PP2, "tensor_model_parallel_size": 2}, ("2 ranks", "= 4")),
+    ("heads-over-tensor", 3, {"tensor_model_parallel_size": 3, "global_batch_size": 6, "ffn_hidden_size": 96, **GQA, "num_query_groups": 1},
+     ("--num-attention-heads 8", "1, 2, 4, 8")),
+    ("query-groups", 1, {**GQA, "num_query_groups": 3}, ("--num-attention-heads 8 is not a multiple", "1, 2, 4, 8")),
+    ("query-groups", 2, {**GQA, "num_attention_heads": 6, "hidden_size": 96, "num_query_groups": 3, "tensor_model_parallel_size": 2},
+     ("--num-query-groups 3", "do not divide each other")),
+    ("ffn-over-tensor", 4, {**TP4, "ffn_hidden_size": 90}, ("--ffn-hidden-size 90", "88 or 92")),
+    ("head-size", 1, {"hidden_size": 60}, ("--hidden-size 60", "--kv-channels")),
+    ("head-size", 1, {"position_embedding_type": "rope", "kv_channels": 6, "rotary_percent": 0.5}, ("odd number",)),
+    ("head-size", 1, {"position_embedding_type": "rope", "rotary_percent": 0.1}, ("rotates nothing",)),
+    ("positions", 1, {"max_position_embeddings": 16}, ("--seq-length 32 is longer", "at least 32")),
+    ("sequence-parallel", 4, {**TP4, "sequence_parallel": True, "seq_length": 30, "max_position_embeddings": 32}, ("28 or 32",)),
+    ("pipeline-split", 3, {"pipeline_model_parallel_size": 3, "global_batch_size": 6}, ("--num-layers 8", "6 or 9")),
+    ("pipeline-split", 2, {**PP2, "num_layers_per_virtual_pipeline_stage": 3}, ("3",)),
+    ("pipeline-split", 2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2}, ("keep one",)),
+    ("pipeline-split", 2, {**PP2, "pipeline_model_parallel_layout": "Ettt|tttL"}, ("6 t", "--num-layers is 8")),
+    ("pipeline-split", 2, {**PP2, "pipeline_model_parallel_layout": "Et*4|t*4"}, ("L must stand once",)),
+    ("pipeline-split", 2, {**PP2, "decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 4}, ("leave 1",)),
+    ("pipeline-split", 2, {**PP2, "account_for_embedding_in_pipeline_split": True}, ("9 in all",)),
+    ("pipeline-split", 2, {**PP2, "num_virtual_stages_per_pipeline_rank": 3}, ("6 or 12",)),
+    ("global-batch", 1, {"global_batch_size": 15}, ("--global-batch-size 15", "14 or 16")),
+    ("global-batch", 4, {"global_batch_size": 20}, ("= 8", "16 or 24")),
+    ("vocabulary", 4, {**TP4, "padded_vocab_size": 1001}, ("--padded-vocab-size 1001",)),
+    ("duration", 1, {"train_iters": None}, ("neither",)),
+    ("duration", 1, {"train_samples": 100}, ("keep one",)),
+    ("learning-rate", 1, {"lr": None}, ("--lr must be given",)),
+    ("number-formats", 1, {"fp16": True, "bf16": True}, ("--fp16 and --bf16",)),
+    ("number-formats", 1, {"loss_scale": 128.0}, ("--loss-scale 128",)),
+    ("number-formats", 1, {"bf16": True, "loss_scale": 128.0}, ("--loss-scale 128",)),
+    ("number-formats", 1, {"grad_reduce_in_bf16": True}, ("--grad-reduce-in-bf16",)),
+    ("activation", 1, {"swiglu": True, "squared_relu": True}, ("--swiglu and --squared-relu",)),
+    ("activation", 1, {"quick_geglu": True, "openai_gelu": True}, ("keep one",)),
+    ("recompute", 1, {"recompute_granularity": "full"}, ("needs --recompute-method",)),
+    ("recompute", 1, {"recompute_method": "block"}, ("for --recompute-granularity full only",)),
+    ("recompute", 1, {**FULL, "recompute_num_layers": 0}, ("must be at least 1",)),
+    ("recompute", 1, {**FULL, "recompute_modules": ("mlp",)}, ("selective only",)),
+    ("recompute", 1, {"recompute_granularity": "selective", "distribute_saved_activations": True}, ("full only",)),
+    ("recompute", 4, {**FULL, **TP4, "sequence_parallel": True, "distribute_saved_activations": True}, ("--sequence-parallel",)),
+    ("overlap", 2, {"overlap_param_gather": True}, ("--use-distributed-optimizer",)),
+    ("overlap", 2, {"ddp_bucket_size": 100, "ddp_num_buckets": 3}, ("keep one",)),
+    ("data", 1, {"data_path": ("x",)}, ("--mock-data and --data-path",)),
+    ("data", 1, {"mock_data": False}, ("nothing says what to read",)),
+    ("data", 1, {"train_data_path": ("x",)}, ("paths for each split",)),
+    ("dropout", 1, {"hidden_dropout": 1.0}, ("--hidden-dropout 1.0",)),
+    ("dropout", 1, {"attention_dropout": -0.1}, ("--attention-dropout -0.1",)),
+    ("checkpoints", 1, {"save_interval": 10}, ("give --save",)),
+    ("checkpoints", 1, {"save": "x", "save_interval": 10, "save_retain_interval": 15}, ("not a multiple",)),
+    ("checkpoints", 1, {"use_checkpoint_args": True}, ("give --load",)),
+)
+
+
+def found(world_size: int, changes: dict[str, Any]) -> dict[str, str]:
+    return dict(broken(from_values(RunConfig, {**GOOD, **changes}).resolve(world_size), world_size))
+
+
+@pytest.mark.parametrize("name, world_size, changes, words", BAD, ids=[f"{row[0]} {' '.join(map(str, row[2]))}" for row in BAD])
+def test_a_bad_setting_breaks_its_rule_and_the_message_says_what_to_do(name: str, world_size: int, changes: dict[str, Any],
+                                                                       words: tuple[str, ...]) -> None:
+    problems = found(world_size, changes)
+    assert list(problems) == [name], problems
+    for word in words:
+        assert word in problems[name], problems[name]
+
+
+@pytest.mark.parametrize("world_size, changes", [
+    (1, {}), (8, {**TP4, **PP2, "sequence_parallel": True}), (4, {**TP4, **GQA, "num_query_groups": 2}), (4, {**TP4, **GQA, "num_query_groups": 1}),
+    (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}),
+    (2, {**PP2, "pipeline_model_parallel_layout": "Et*3|t*5L"}), (1, {"hidden_size": 60, "kv_channels": 8}), (1, {"bf16": True, "grad_reduce_in_bf16": True}),
+    (1, {"fp16": True, "loss_scale": 2.0}), (1, {**FULL, "recompute_num_layers": 2}), (1, {"recompute_activations": True}),
+    (1, {"sequence_parallel": True}), (2, {"overlap_param_gather": True, "use_distributed_optimizer": True}),
+    (1, {"train_iters": None, "train_samples": 100}), (1, {"train_iters": None, "lr": None, "skip_train": True}),
+    (4, {"global_batch_size": 20, "decrease_batch_size_if_needed": True}), (1, {"save": "x", "save_interval": 10, "save_retain_interval": 20})])
+def test_good_settings_break_no_rule(world_size: int, changes: dict[str, Any]) -> None:
+    assert found(world_size, changes) == {}
+
+
+def test_all_reasons_come_at_once() -> None:
+    problems = found(4, {**TP4, "ffn_hidden_size": 90, "lr": None, "mock_data": False, "global_batch_size": 15, "fp16": True, "bf16": True,
+                         "max_position_embeddings": 16, "hidden_dropout": 2.0})
+    assert set(problems) == {"ffn-over-tensor", "learning-rate", "data", "global-batch", "number-formats", "positions", "dropout"}
+
+
+def test_what_needs_sizes_waits_until_they_are_there() -> None:
+    assert set(found(1, {"num_layers": None, "lr": None})) == {"required", "learning-rate"}
+
+
+def test_every_rule_has_a_bad_setting_here_and_a_name_of_its_own() -> None:
+    names = [rule.name for rule in (*NEEDS, *RULES, *ALWAYS)]
+    assert len(set(names)) == len(names)
+    assert set(names) == {row[0] for row in BAD} and len(BAD) >= 40
+
+
+def test_stages_follow_the_flags() -> None:
+    def layers(**changes: Any) -> list[list[int]]:
+        config = from_values(RunConfig, {**GOOD, **changes}).resolve(2)
+        return [[plan.index for plan in stage.layers] for stage in stages_of(config)]
+
+    assert layers() == [[*range(8)]]
+    assert layers(**PP2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layers(**PP2, num_layers_per_virtual_pipeline_stage=2) == layers(**PP2, num_virtual_stages_per_pipeline_rank=2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layers(**PP2, decoder_first_pipeline_num_layers=3) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert layers(**PP2, pipeline_model_parallel_layout="Et*7|tL") == [[*range(7)], [7]]
+
+
+def test_divisors_are_shown_in_order_and_not_all() -> None:
+    assert divisors(8) == "1, 2, 4, 8" and divisors(60) == "1, 2, 3, 4, 5, 6, ..."

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from tests.helpers.world import Worlds
+from tests.unit.parallel import ranks
+from tests.unit.parallel.ranks import value_of
+
+ALONE = Axis("tp")
+
+# pair: (shape of the input, whether ranks hold the same input, shape of the output, whether the output is the same),
+# and the function of all ranks' inputs that the outputs are.
+PAIRS = {
+    "identity_then_reduce": ((4, 3), True, (4, 3), False, lambda xs: [xs[0], xs[0]]),
+    "reduce_then_identity": ((4, 3), False, (4, 3), True, lambda xs: [xs[0] + xs[1]]),
+    "gather_then_scatter": ((2, 3), False, (4, 3), False, lambda xs: [torch.cat(xs), torch.cat(xs)]),
+    "scatter_then_gather": ((4, 3), False, (2, 3), False, lambda xs: [*(xs[0] + xs[1]).chunk(2)]),
+    "cut_then_gather": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_has_the_gradient_of_the_function_that_it_is_over_all_ranks(world: Worlds, pair: str) -> None:
+    shape, replicated, out, same, function = PAIRS[pair]
+    results = world(2).run(ranks.differentiate, pair, shape, replicated, out, same)
+    xs = [value_of(rank, *shape).requires_grad_() for rank in range(1 if replicated else 2)]
+    ys = function(xs)
+    sum((y * value_of(50 + rank, *out)).sum() for rank, y in enumerate(ys)).backward()
+    for rank, (y, gradient) in enumerate(results):
+        torch.testing.assert_close(y, ys[0 if same else rank].detach(), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(gradient, xs[0 if replicated else rank].grad, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_on_one_rank_a_pair_is_its_input(pair: str) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    assert getattr(collectives, pair)(x, ALONE) is x
+
+
+def test_collectives_run_over_their_axis_only(world: Worlds) -> None:
+    def values(rank: int) -> Tensor:
+        return value_of(rank, 4, 3)
+
+    for name, combine in {"sum": torch.add, "max": torch.maximum, "min": torch.minimum,
+                          "avg": lambda a, b: (a + b) / 2}.items():
+        for rank, found in enumerate(world(4).run(ranks.plain, name)):
+            torch.testing.assert_close(found, combine(values(rank % 2), values(rank % 2 + 2)))
+    for rank, found in enumerate(world(4).run(ranks.plain, "all_gather")):
+        assert torch.equal(found, torch.cat((values(rank % 2).t(), values(rank % 2 + 2).t())))
+    for rank, found in enumerate(world(4).run(ranks.plain, "reduce_scatter")):
+        torch.testing.assert_close(found, (values(rank % 2) + values(rank % 2 + 2)).chunk(2)[rank // 2])
+    for rank, found in enumerate(world(4).run(ranks.plain, "cut")):
+        assert torch.equal(found, values(9).chunk(2)[rank // 2])
+    for rank, found in enumerate(world(4).run(ranks.plain, "broadcast")):
+        assert torch.equal(found, values(rank % 2 + 2))
+    assert world(4).run(ranks.plain, "broadcast_object") == [{"rank": 2}, {"rank": 3}] * 2
+    assert world(4).run(ranks.plain, "gather_objects") == [[("rank", 0), ("rank", 2)], [("rank", 1), ("rank", 3)]] * 2
+
+
+def test_a_piece_may_be_a_slice_of_the_whole(world: Worlds) -> None:
+    for rank, (gathered, reduced) in enumerate(world(4).run(ranks.plain, "in place")):
+        whole = torch.cat((value_of(rank % 2, 4, 3)[:2], value_of(rank % 2 + 2, 4, 3)[:2]))
+        assert torch.equal(gathered, whole)
+        assert torch.equal(reduced, 2 * whole.chunk(2)[rank // 2])
+
+
+def test_on_one_rank_every_collective_gives_back_what_it_got() -> None:
+    x = torch.randn(4, 3)
+    assert collectives.all_reduce(x, ALONE) is x and collectives.all_gather(x, ALONE) is x
+    assert collectives.reduce_scatter(x, ALONE) is x and collectives.cut(x, ALONE) is x
+    assert collectives.broadcast(x, ALONE) is x and collectives.gather_objects("x", ALONE) == ["x"]
+    output = torch.zeros(4, 3)
+    assert collectives.start_all_gather(output, x, ALONE) is None and torch.equal(output, x)
+    output.zero_()
+    assert collectives.start_reduce_scatter(output, x, ALONE) is None and torch.equal(output, x)
+    collectives.barrier(ALONE)

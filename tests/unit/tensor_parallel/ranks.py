@@ -1,0 +1,124 @@
+"""What the ranks of a pool do in the tests of this room: small modules, run cut and brought home whole."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.parallel import ParallelConfig
+from megatron.core.kernels.table import Kernels
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import Part, name_all, normal, pieces, spec_of
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
+from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tensor_parallel.norm import Norm
+from megatron.core.tensor_parallel.region import Region
+
+S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
+
+
+def here(tp: int) -> Mesh:
+    """The mesh of this process: alone without torch.distributed, or one tensor group."""
+    if not dist.is_initialized():
+        return Mesh.single()
+    return Mesh.build(ParallelConfig(tensor_model_parallel_size=tp), torch.device("cpu"))
+
+
+def data(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Numbers that every process knows."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name))).to(dtype)
+
+
+class TwoMatrices(nn.Module):
+    """Column, activation, row, between regions; gated: two parts."""
+
+    def __init__(self, mesh: Mesh, region: Region, *, gated: bool, bias: bool) -> None:
+        super().__init__()
+        common = {"init": normal(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
+        self.up = ColumnLinear(H, (Part(F_SIZE),) * (2 if gated else 1), **common)
+        self.down = RowLinear(F_SIZE, H, **common)
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        if self.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = F.silu(gate) * up
+        else:
+            wide = torch.tanh(wide)
+        return self.down(wide)
+
+
+class Embeddings(nn.Module):
+    """Ids and positions to vectors, then a norm between regions."""
+
+    def __init__(self, mesh: Mesh, region: Region, *, normalization: str, one_plus: bool) -> None:
+        super().__init__()
+        padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
+        self.words = VocabEmbedding(vocabulary_spec(V, padded, H, normal(1.0)), region=region, mesh=mesh, dtype=torch.float64)
+        self.places = PositionEmbedding(S + 2, H, init=normal(1.0), region=region, mesh=mesh, dtype=torch.float64)
+        self.norm = Norm(H, normalization=normalization, epsilon=1e-5, one_plus=one_plus, sum_over=region.outside_sums,
+                         kernels=Kernels(), mesh=mesh, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: not used; ids are fixed."""
+        ids = (data("ids", B, S) * 10).long().remainder(V)
+        positions = (torch.arange(S) + 2)[None].expand(B, S)
+        return self.norm(self.words(ids) + self.places(positions))
+
+
+MODULES = {
+    "mlp": functools.partial(TwoMatrices, gated=False, bias=True), "gated": functools.partial(TwoMatrices, gated=True, bias=False),
+    "layernorm": functools.partial(Embeddings, normalization="LayerNorm", one_plus=False),
+    "rmsnorm": functools.partial(Embeddings, normalization="RMSNorm", one_plus=True),
+}
+
+
+def run_module(name: str, tp: int, sequence_parallel: bool) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Forward and backward of a module cut over tp ranks: whole output, whole input gradient, parameter gradients.
+
+    A gradient has its whole shape, with nan where this rank holds nothing.
+    """
+    mesh = here(tp)
+    region = Region(mesh.tp, sequence_parallel)
+    module = MODULES[name](mesh, region)
+    name_all(module)
+    materialize(module, mesh, seed=1)
+    with torch.no_grad():  # biases at zero would hide how often they are added
+        for path, param in module.named_parameters():
+            if "bias" in path:
+                for piece in pieces(spec_of(param), mesh):
+                    param[piece.local.slices()] = data(path, *spec_of(param).shape)[piece.box.slices()]
+    whole = data("x", S, B, H)
+    x = (collectives.cut(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
+    y = module(x)
+    weight = data("weight of the loss", S, B, H)
+    (y * (collectives.cut(weight, mesh.tp) if sequence_parallel else weight)).sum().backward()
+    outside = collectives.all_gather if sequence_parallel else lambda tensor, axis: tensor
+    found = {}
+    for path, param in module.named_parameters():
+        spec = spec_of(param)
+        gradient = collectives.all_reduce(param.grad, mesh.tp) if "tp" in spec.sum_over else param.grad
+        found[path] = torch.full(spec.shape, float("nan"), dtype=gradient.dtype)
+        for piece in pieces(spec, mesh):
+            found[path][piece.box.slices()] = gradient[piece.local.slices()]
+    input_gradient = None if x.grad is None else outside(x.grad, mesh.tp)
+    return outside(y.detach(), mesh.tp), input_gradient, found
+
+
+def run_loss(tp: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cross entropy of fixed logits [S, B, padded], cut over tp ranks: losses [S, B] and this rank's gradient."""
+    mesh = here(tp)
+    whole = 4 * data("logits", S, B, padded, dtype=torch.float64)
+    logits = whole.chunk(tp, dim=-1)[mesh.tp.rank].to(dtype).contiguous().requires_grad_()
+    targets = (data("targets", S, B) * 10).long().remainder(V)
+    losses = cross_entropy(logits * 1.0, targets, mesh.tp, V)
+    (losses * data("weights", S, B)).sum().backward()
+    return losses.detach(), logits.grad

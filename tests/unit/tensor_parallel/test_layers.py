@@ -1,0 +1,70 @@
+"""Every cut layer equals itself on one rank: output, input gradient and parameter gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.parallel.mesh import Axis
+from megatron.core.tensor_parallel.region import Region
+from tests.helpers.world import Worlds
+from tests.unit.tensor_parallel import ranks
+from tests.unit.tensor_parallel.ranks import H, S, V, data
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp, sequence_parallel", [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("name", ranks.MODULES)
+def test_a_cut_module_equals_the_module_on_one_rank(world: Worlds, name: str, tp: int, sequence_parallel: bool) -> None:
+    output, input_gradient, whole = ranks.run_module(name, 1, False)
+    covered = {path: torch.zeros(gradient.shape, dtype=torch.bool) for path, gradient in whole.items()}
+    for found, found_input, gradients in world(tp).run(ranks.run_module, name, tp, sequence_parallel):
+        close(found, output)
+        if input_gradient is not None:
+            close(found_input, input_gradient)
+        for path, gradient in gradients.items():
+            held = ~gradient.isnan()
+            close(gradient[held], whole[path][held])
+            covered[path] |= held
+    assert all(held.all() for held in covered.values())
+
+
+def test_on_one_rank_the_layers_are_torchs_linear() -> None:
+    output, input_gradient, gradients = ranks.run_module("mlp", 1, False)
+    weights = {}
+    module = ranks.MODULES["mlp"](ranks.here(1), Region(Axis("tp")))
+    ranks.name_all(module)
+    ranks.materialize(module, ranks.here(1), seed=1)
+    for path, param in module.named_parameters():
+        weights[path] = (data(path, *param.shape) if "bias" in path else param.detach()).clone().requires_grad_()
+    x = data("x", S, ranks.B, H).requires_grad_()
+    y = F.linear(torch.tanh(F.linear(x, weights["up.weight"], weights["up.bias"])), weights["down.weight"], weights["down.bias"])
+    (y * data("weight of the loss", S, ranks.B, H)).sum().backward()
+    close(output, y.detach())
+    close(input_gradient, x.grad)
+    for path, weight in weights.items():
+        close(gradients[path], weight.grad)
+
+
+def test_a_norm_of_one_plus_starts_as_the_norm_itself() -> None:
+    output, _, _ = ranks.run_module("rmsnorm", 1, False)
+    module = ranks.MODULES["rmsnorm"](ranks.here(1), Region(Axis("tp")))
+    ranks.name_all(module)
+    ranks.materialize(module, ranks.here(1), seed=1)
+    assert torch.equal(module.norm.weight, torch.zeros(H, dtype=torch.float64))
+    ids = (data("ids", ranks.B, S) * 10).long().remainder(V)
+    before = module.words.weight[ids.t()] + module.places.weight[2:, None]
+    close(output, before.detach() / (before.detach().square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+def test_a_region_says_what_lies_outside_it() -> None:
+    axis = Axis("tp", 4, 1, (0, 1, 2, 3))
+    plain, cut = Region(axis), Region(axis, sequence_parallel=True)
+    assert (plain.length(8), cut.length(8)) == (8, 2)
+    assert (plain.outside_sums, cut.outside_sums) == ((), ("tp",))
+    assert (plain.outside_stream, cut.outside_stream) == ("default", "cut")

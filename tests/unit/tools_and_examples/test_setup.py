@@ -1,0 +1,184 @@
+"""Installing: examples/setup.sh in small repositories with packages made up for the test, tests/run.sh, and setup.py."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.helpers.architecture import ROOT, imported, repository
+
+SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """An installable package of one module that knows its version."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", f"version = '{version}'\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with setup.sh, requirements, and nothing else; a folder `bin` comes first on its PATH."""
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/setup.sh", tmp_path / "examples/setup.sh")
+    (tmp_path / "requirements.txt").write_text("# a comment\ntorch==2.13.0\nnumpy==2.4.6; python_version >= '3.11'\n")
+    # A GPU keeps the script from asking the index of CPU builds.
+    script(tmp_path / "bin/nvidia-smi", "exit 0")
+    return tmp_path
+
+
+def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with bash in a folder, with its `bin` first on the PATH."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "PYTHONPATH")}
+    env |= {"PATH": f"{folder / 'bin'}:{env['PATH']}", **SETTINGS_OF_PIP, **environment}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+
+
+def test_an_interpreter_that_has_everything_is_used_as_it_is(small: Path) -> None:
+    done = run(small, 'set -euo pipefail; source examples/setup.sh; echo "$PYTHON"; command -v python', PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == sys.executable
+    assert Path(done.stdout.splitlines()[1]).parent == Path(sys.executable).parent, "the PATH does not begin there"
+    assert not (small / ".venv").exists()
+
+
+def test_the_arguments_of_a_script_that_sources_it_are_left_alone(small: Path) -> None:
+    caller = script(small / "caller.sh", 'set -euo pipefail\nsource examples/setup.sh\necho "$@"')
+    done = run(small, f"{caller} --some flag", PYTHON=sys.executable)
+    assert (done.returncode, done.stdout) == (0, "--some flag\n"), done.stderr
+
+
+def test_a_missing_package_leads_to_an_environment_that_follows_the_requirements(small: Path) -> None:
+    wheels = small / "wheels"
+    wheels.mkdir()
+    for name, version in (("torch", "2.13.0"), ("numpy", "2.4.6"), ("notyours", "1.0"), ("notyours", "2.0")):
+        wheel(wheels, name, version)
+    ask = 'source examples/setup.sh && "$PYTHON" -c "import notyours; print(notyours.version)"'
+    wanted = small / "requirements.txt"
+    before = wanted.read_text()
+
+    wanted.write_text(before + "notyours==1.0\n")
+    done = run(small, ask, PYTHON=sys.executable, PIP_FIND_LINKS=str(wheels))
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+    assert str(small / ".venv/bin/python") in done.stderr
+
+    again = run(small, ask, PYTHON=sys.executable)  # without wheels: nothing may be installed
+    assert (again.returncode, again.stdout) == (0, "1.0\n"), again.stderr
+    assert len(again.stderr.splitlines()) == 1, "more was done than to find what is there"
+
+    wanted.write_text(before + "notyours==2.0\n")
+    changed = run(small, ask, PYTHON=sys.executable, PIP_FIND_LINKS=str(wheels))
+    assert (changed.returncode, changed.stdout) == (0, "2.0\n"), changed.stderr
+
+    wanted.write_text(before + "notyours==3.0\n")
+    for _ in range(2):  # a failure is not remembered as done
+        failed = run(small, "bash examples/setup.sh", PYTHON=sys.executable, PIP_FIND_LINKS=str(wheels))
+        assert failed.returncode == 1
+        assert "could not be installed" in failed.stderr and "notyours==3.0" in failed.stderr
+
+
+def test_a_machine_without_a_new_enough_python_is_told_so(small: Path) -> None:
+    for name in ("python", "python3", *(f"python3.{minor}" for minor in range(10, 16))):
+        script(small / "bin" / name, 'if [ "$1" = --version ]; then echo Python 3.8.1; else exit 1; fi')
+    done = run(small, "bash examples/setup.sh")
+    assert done.returncode == 1
+    assert "no Python from 3.10 on" in done.stderr and "Python 3.8.1" in done.stderr
+    assert not (small / ".venv").exists()
+
+
+def test_a_python_that_cannot_make_environments_is_explained(small: Path) -> None:
+    (small / "requirements.txt").write_text("notyours==1.0\n")
+    for name in ("python", "python3"):
+        script(small / "bin" / name, f'case "$*" in "-m venv"*|"-m virtualenv"*) exit 1;; esac\nexec {sys.executable} "$@"')
+    done = run(small, "bash examples/setup.sh")
+    assert done.returncode == 1
+    assert "apt install python3-venv" in done.stderr
+    assert not (small / ".venv").exists()
+
+
+def test_a_torch_that_is_too_old_will_not_do(small: Path) -> None:
+    site = small / "site"
+    for name, version in (("torch", "2.9.1"), ("numpy", "2.4.6")):
+        (site / f"{name}-{version}.dist-info").mkdir(parents=True)
+        (site / f"{name}-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    for name in ("python", "python3"):  # an interpreter that sees the packages of `site` only, and makes no environments
+        script(small / "bin" / name, f'case "$*" in "-m "*) exit 1;; esac\nPYTHONPATH={site} exec {sys.executable} -S "$@"')
+    assert run(small, "bash examples/setup.sh").returncode == 1
+    (site / "torch-2.9.1.dist-info").rename(site / "torch-2.11.0.dist-info")
+    (site / "torch-2.11.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
+    assert run(small, "bash examples/setup.sh").returncode == 0
+
+
+def test_requirements_that_do_not_exist_are_an_error(small: Path) -> None:
+    done = run(small, "bash examples/setup.sh requirements-other.txt", PYTHON=sys.executable)
+    assert done.returncode == 1 and "requirements-other.txt" in done.stderr
+
+
+def test_the_suite_takes_arguments_and_gives_its_exit_code_back(small: Path) -> None:
+    (small / "tests").mkdir()
+    shutil.copy(ROOT / "tests/run.sh", small / "tests/run.sh")
+    shutil.copytree(ROOT / ".ci", small / ".ci")
+    (small / "requirements-dev.txt").write_text("-r requirements.txt\npytest==9.2.0\n")
+    (small / "tests/test_some.py").write_text(
+        "import os\ndef test_good():\n    assert os.environ['OMP_NUM_THREADS'] == '1'\ndef test_bad():\n    assert False\n")
+    codes = [run(small, f"bash tests/run.sh -p no:cacheprovider {arguments}", PYTHON=sys.executable).returncode
+             for arguments in ("-k good", "-k bad", "-k neither")]
+    assert codes == [0, 1, 5], "pytest says 0 for success, 1 for failures, 5 for nothing to run"
+    assert run(small, ".ci/run", PYTHON=sys.executable).returncode == 1
+
+
+def setup_arguments() -> dict[str, object]:
+    """The plain arguments of the call in setup.py."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (call,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"]
+    return {word.arg: ast.literal_eval(word.value) for word in call.keywords
+            if word.arg in ("install_requires", "extras_require", "python_requires", "name", "version")}
+
+
+def test_what_is_tested_lies_within_what_is_allowed() -> None:
+    allowed = {one.name.lower(): one for one in map(Requirement, setup_arguments()["install_requires"])}
+    pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert allowed.keys() <= {one.name.lower() for one in pinned}
+    for one in pinned:
+        (pin,) = one.specifier
+        assert pin.operator == "==", f"{one} is not pinned"
+        if one.name.lower() in allowed:
+            assert allowed[one.name.lower()].specifier.contains(pin.version), f"{one} against {allowed[one.name.lower()]}"
+
+
+def test_the_library_needs_only_what_it_declares() -> None:
+    modules = {"PyYAML": "yaml"}
+    declared = {modules.get(one.name, one.name) for one in map(Requirement, setup_arguments()["install_requires"])}
+    for source in repository().values():
+        if source.path.startswith(("megatron/", "pretrain_")):
+            roots = {name.split(".")[0] for node in source.syntax.body for name in imported(node)}
+            unknown = roots - declared - set(sys.stdlib_module_names) - {"megatron"}
+            assert not unknown, f"{source.path} imports {unknown}, which setup.py does not declare"
+
+
+def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "base"), "--build-lib",
+                    str(tmp_path / "lib")], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
+    library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
+    assert built == library | {path.name for path in ROOT.glob("pretrain_*.py")}

@@ -1,0 +1,304 @@
+"""Saving and resuming runs: across layouts, formats and flags, against runs that never stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing import dcp, store
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.run import Progress
+from megatron.training.stages import Trainer
+from tests.helpers import tiny
+from tests.helpers.training import Held, assemble, held_weights, train_alone, train_on
+from tests.helpers.world import Worlds
+
+SERIAL: dict[str, Any] = {}
+FOUR: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+    {"use_distributed_optimizer": True, "ddp_num_buckets": 3, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "use_distributed_optimizer": True},
+    {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 8, "make_vocab_size_divisible_by": 7},
+    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+]
+
+
+def start(**changes: Any) -> tuple[Trainer, Checkpoint]:
+    """A trainer on this process's ranks, and its checkpoint."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
+    return trainer, Checkpoint(trainer)
+
+
+def train_and_save(folder: Path, steps: int = 2, **changes: Any) -> tuple[Trainer, list[float]]:
+    """Train some steps and save."""
+    trainer, checkpoint = start(save=str(folder), **changes)
+    losses, _ = train_on(trainer, steps)
+    checkpoint.save()
+    return trainer, losses
+
+
+def save_here(folder: Path, changes: dict[str, Any]) -> Held:
+    """On every rank: train, save; the weights at that moment."""
+    return held_weights(train_and_save(folder, **changes)[0])
+
+
+def resume_here(folder: Path, changes: dict[str, Any]) -> tuple[Held, list[float]]:
+    """On every rank: resume; the weights found, and the losses of two more steps."""
+    trainer, checkpoint = start(load=str(folder), **changes)
+    assert checkpoint.resume()
+    found = held_weights(trainer)
+    return found, train_on(trainer, 2)[0]
+
+
+def held_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A serial trainer's weights and slots, by name."""
+    slots = {f"{slot} {segment.name}": tensor.clone() for slot, segment, tensor in trainer.optimizer.slots()}
+    return slots | {f"weight {name}": value for name, value in assemble([held_weights(trainer)]).items()}
+
+
+@pytest.mark.parametrize("before", [SERIAL, *FOUR], ids=str)
+def test_a_run_resumes_under_any_layout_as_if_it_had_never_stopped(world: Worlds, tmp_path: Path, before: dict[str, Any]) -> None:
+    expected = train_alone({}, steps=4)
+    held = [save_here(tmp_path, before)] if before is SERIAL else world(4).run(save_here, tmp_path, before)
+    saved = assemble(held)
+    after = FOUR[(FOUR.index(before) + 1) % len(FOUR)] if before in FOUR else FOUR[2]
+    results = {"serial": [resume_here(tmp_path, SERIAL)], str(after): world(4).run(resume_here, tmp_path, after)}
+    for name, ranks in results.items():
+        loaded = assemble([held for held, _ in ranks])
+        assert loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in saved), name
+        for _, losses in ranks:
+            assert losses == pytest.approx(expected.losses[2:], rel=1e-5), name
+
+
+def test_the_same_layout_resumes_to_the_last_bit_with_dropout_and_all_counters(world: Worlds, tmp_path: Path) -> None:
+    for result in world(4).run(stop_and_go, tmp_path, {**FOUR[0], "hidden_dropout": 0.2, "attention_dropout": 0.1}):
+        assert result == ""
+
+
+def stop_and_go(folder: Path, changes: dict[str, Any]) -> str:
+    trainer, losses = train_and_save(folder, **changes)
+    counters = json.dumps([trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.optimizer.num_steps])
+    went_on = train_on(trainer, 2)
+    again, checkpoint = start(load=str(folder), save=str(folder), **changes)
+    checkpoint.resume()
+    found = json.dumps([again.progress.iteration, again.progress.consumed_train_samples, again.optimizer.num_steps])
+    if found != counters or checkpoint.last_saved != 2:
+        return f"counters {found} and {checkpoint.last_saved}, not {counters}"
+    resumed = train_on(again, 2)
+    same = all(torch.equal(a[3], b[3]) for a, b in zip(held_weights(trainer), held_weights(again), strict=True))
+    return "" if resumed == went_on and same else f"{resumed} is not {went_on}"
+
+
+def test_dropout_streams_start_afresh_in_another_layout_and_say_so(world: Worlds, tmp_path: Path, caplog: Any) -> None:
+    dropout = {"hidden_dropout": 0.2}
+    world(4).run(save_here, tmp_path, {**FOUR[0], **dropout})
+    with caplog.at_level(logging.INFO):
+        fresh, _ = start(**dropout)
+        expected = {name: state.clone() for name, state in fresh.run.streams.state().items()}
+        trainer, checkpoint = start(load=str(tmp_path), **dropout)
+        checkpoint.resume()
+    assert all(torch.equal(state, expected[name]) for name, state in trainer.run.streams.state().items())
+    assert caplog.text.count("dropout streams start afresh from --seed") == 1
+    assert "tensor 2 x pipeline 1 x data 2, this run is tensor 1 x pipeline 1 x data 1" in caplog.text
+
+
+def test_a_half_precision_run_is_resumed_exactly_in_fp32_and_back(tmp_path: Path) -> None:
+    half, _ = train_and_save(tmp_path / "half", bf16=True)
+    masters = {segment.name: tensor.clone() for slot, segment, tensor in half.optimizer.slots() if slot == "master"}
+    wide, checkpoint = start(load=str(tmp_path / "half"), save=str(tmp_path / "wide"))
+    checkpoint.resume()
+    assert all(torch.equal(segment.data, masters[segment.name]) for segment in wide.optimizer.segments)
+    moments = {f"{slot} {s.name}": t for slot, s, t in half.optimizer.slots() if slot != "master"}
+    assert all(torch.equal(t, moments[f"{slot} {s.name}"]) for slot, s, t in wide.optimizer.slots())
+    checkpoint.save()
+    again, checkpoint = start(load=str(tmp_path / "wide"), bf16=True)
+    checkpoint.resume()
+    before, after = held_state(half), held_state(again)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert any(name.startswith("master") for name in after)
+
+
+def test_the_loss_scale_of_fp16_is_resumed(tmp_path: Path) -> None:
+    trainer, checkpoint = start(save=str(tmp_path), fp16=True, initial_loss_scale=1024.0)
+    trainer.optimizer.scaler.update(overflow=True)
+    trainer.optimizer.scaler.update(overflow=True)
+    trainer.optimizer.scaler.update(overflow=False)
+    checkpoint.save()
+    again, checkpoint = start(load=str(tmp_path), fp16=True, initial_loss_scale=1024.0)
+    checkpoint.resume()
+    assert again.optimizer.scaler.state() == {"scale": 512.0, "good_steps": 1, "overflows_left": trainer.optimizer.scaler.overflows_left}
+
+
+@pytest.mark.parametrize("format", [{}, {"bf16": True}], ids=str)
+def test_finetune_takes_the_weights_and_nothing_else(tmp_path: Path, format: dict[str, Any]) -> None:
+    trainer, _ = train_and_save(tmp_path, **format)
+    other, checkpoint = start(load=str(tmp_path), finetune=True, lr=3e-3, **format)
+    untouched = {name: state.clone() for name, state in other.run.streams.state().items()}
+    assert checkpoint.resume() and checkpoint.last_saved is None
+    assert other.progress == Progress() and other.optimizer.num_steps == 0
+    before, after = held_state(trainer), held_state(other)
+    for name, value in after.items():
+        if name.startswith("weight"):
+            assert torch.equal(value, before[name]), name
+        elif name.startswith("master"):
+            weight = before[name.replace("master", "weight")].flatten().float()
+            assert torch.equal(value[:weight.numel()], weight), name  # a master has the vocabulary's padding too
+        else:
+            assert not value.any(), name
+    assert all(torch.equal(state, untouched[name]) for name, state in other.run.streams.state().items())
+
+
+def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp_path: Path) -> None:
+    train_and_save(tmp_path)
+    trainer, checkpoint = start(load=str(tmp_path), load_optim=False, lr=3e-3)  # another schedule is no obstacle then
+    checkpoint.resume()
+    assert (trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.progress.schedule_samples) == (2, 16, 0)
+    assert trainer.optimizer.num_steps == 0
+    assert not any(tensor.any() for slot, _, tensor in trainer.optimizer.slots())
+
+
+def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path) -> None:
+    train_and_save(tmp_path, save_optim=False, save_rng=False)
+    names = dcp.formats(dcp.read_metadata(tmp_path / "iter_0000002"))
+    assert names and all(name.startswith("model.") for name in names)
+    with pytest.raises(CheckpointError) as caught:
+        start(load=str(tmp_path))[1].resume()
+    assert [problem.partition(" (")[0] for problem in caught.value.problems] == ["no optimizer state", "no dropout streams"]
+    assert start(load=str(tmp_path), load_optim=False, load_rng=False)[1].resume()
+    assert start(load=str(tmp_path), finetune=True)[1].resume()
+
+
+def test_random_streams_are_left_alone_with_no_load_rng(tmp_path: Path) -> None:
+    saved, _ = train_and_save(tmp_path, hidden_dropout=0.2)
+    trained = {name: state.clone() for name, state in saved.run.streams.state().items()}
+    trainer, checkpoint = start(load=str(tmp_path), load_rng=False, hidden_dropout=0.2)
+    before = {name: state.clone() for name, state in trainer.run.streams.state().items()}
+    checkpoint.resume()
+    now = trainer.run.streams.state()
+    assert all(torch.equal(state, before[name]) for name, state in now.items())
+    assert any(not torch.equal(state, trained[name]) for name, state in now.items())
+
+
+def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(tmp_path: Path) -> None:
+    folder = str(tmp_path / "new")
+    trainer, checkpoint = start(load=folder, save=folder + "/../new/")
+    assert not checkpoint.resume() and trainer.progress == Progress()
+    for changes, said in (({}, "leave --load out"), ({"save": str(tmp_path)}, "leave --load out"),
+                          ({"save": folder, "exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint"),
+                          ({"save": folder, "ckpt_step": 5}, "--ckpt-step 5")):
+        with pytest.raises(CheckpointError, match=said):
+            start(load=folder, **changes)[1].resume()
+    assert not start()[1].resume()
+
+
+def test_a_pretrained_checkpoint_is_used_until_the_run_has_its_own(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    asked = {"pretrained_checkpoint": str(theirs), "load": str(ours), "save": str(ours)}
+    with pytest.raises(CheckpointError, match="--pretrained-checkpoint .* holds no complete checkpoint"):
+        start(**asked)[1].resume()
+    pretrained, _ = train_and_save(theirs)
+    trainer, checkpoint = start(**asked)
+    assert checkpoint.resume() and trainer.progress.iteration == 0
+    assert torch.equal(trainer.optimizer.segments[0].data, pretrained.optimizer.segments[0].data)
+    train_on(trainer, 1)
+    checkpoint.save()
+    resumed, checkpoint = start(**asked)
+    assert checkpoint.resume() and resumed.progress.iteration == 1
+
+
+def test_ckpt_step_goes_back_and_retention_keeps_multiples(tmp_path: Path) -> None:
+    trainer, checkpoint = start(save=str(tmp_path), save_retain_interval=2)
+    for _ in range(5):
+        train_on(trainer, 1)
+        checkpoint.save()
+    assert store.complete_iterations(tmp_path) == [2, 4, 5]
+    back, checkpoint = start(load=str(tmp_path), ckpt_step=2)
+    checkpoint.resume()
+    assert back.progress.iteration == 2
+
+
+def test_another_network_is_refused_with_every_difference(tmp_path: Path) -> None:
+    train_and_save(tmp_path, save_optim=False)
+    other = {"num_layers": 2, "hidden_size": 64, "swiglu": True, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
+             "max_position_embeddings": 32, "untie_embeddings_and_output_weights": True, "add_bias_linear": False}
+    with pytest.raises(CheckpointError) as caught:
+        start(load=str(tmp_path), **other)[1].resume()
+    assert set(caught.value.problems) == {
+        "--num-layers: 4 in the checkpoint, 2 in this run", "--hidden-size: 32 in the checkpoint, 64 in this run",
+        "--kv-channels: 4 in the checkpoint, 8 in this run", "--swiglu: off in the checkpoint, on in this run",
+        "--normalization: LayerNorm in the checkpoint, RMSNorm in this run",
+        "--norm-epsilon: 1e-05 in the checkpoint, 1e-06 in this run",
+        "--max-position-embeddings: 16 in the checkpoint, 32 in this run",
+        "--untie-embeddings-and-output-weights: off in the checkpoint, on in this run",
+        "--add-bias-linear: on in the checkpoint, off in this run"}
+    with pytest.raises(CheckpointError, match="--optimizer adam, this run has sgd; --no-load-optim"):
+        start(load=str(tmp_path), optimizer="sgd")[1].resume()
+
+
+def test_a_changed_schedule_is_refused_unless_it_is_said_whose_wins(tmp_path: Path) -> None:
+    train_and_save(tmp_path)
+    before = start()[0].schedule
+    with pytest.raises(ConfigError, match="max lr is 0.003 now and was 0.01 in the checkpoint"):
+        start(load=str(tmp_path), lr=3e-3)[1].resume()
+    for flag, lr in (("override_opt_param_scheduler", 3e-3), ("use_checkpoint_opt_param_scheduler", 1e-2)):
+        trainer, checkpoint = start(load=str(tmp_path), lr=3e-3, **{flag: True})
+        checkpoint.resume()
+        assert trainer.schedule.max_lr == lr
+    assert trainer.schedule == before
+
+
+def resume_what_is_not_there(folder: Path) -> str:
+    try:
+        start(load=str(folder))[1].resume()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_are_told_what_only_rank_0_looked_at(world: Worlds, tmp_path: Path) -> None:
+    said = world(4).run(resume_what_is_not_there, tmp_path)
+    assert len(set(said)) == 1 and said[0].startswith(f"--load {tmp_path} holds no complete checkpoint")
+
+
+class Arriving:
+    """A collective on its way."""
+
+    arrived = False
+
+    def wait(self) -> None:
+        self.arrived = True
+
+
+def test_a_save_waits_for_parameters_that_are_still_on_their_way(tmp_path: Path) -> None:
+    trainer, checkpoint = start(save=str(tmp_path))
+    work = Arriving()
+    trainer.parallels[0]._gathering[0] = work  # type: ignore[assignment]
+    checkpoint.save()
+    assert work.arrived
+
+
+def test_each_save_and_load_says_its_size_and_time_in_a_line(tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        train_and_save(tmp_path)
+        start(load=str(tmp_path))[1].resume()
+    size = sum(path.stat().st_size for path in (tmp_path / "iter_0000002").iterdir()) / 1e9
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2
+    for line, verb in zip(lines, ("saved", "loaded"), strict=True):
+        assert line.startswith(f"{verb} checkpoint {tmp_path}/iter_0000002: {size:.3g} GB in ") and " s (" in line
+
+
+def test_the_config_lies_beside_the_tensors_as_readable_json(tmp_path: Path) -> None:
+    train_and_save(tmp_path)
+    content = json.loads((tmp_path / "iter_0000002" / "config.json").read_text())
+    assert content["world_size"] == 1 and content["values"]["hidden_size"] == 32 and content["values"]["lr"] == 1e-2
+    assert store.checkpoint_values(tmp_path)["num_attention_heads"] == 8
+    assert dcp.load({"run.config": None}, tmp_path / "iter_0000002")["run.config"] == content["values"]

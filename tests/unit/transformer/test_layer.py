@@ -1,0 +1,132 @@
+"""One layer of each kind against the formula written with plain torch, and how layers are recomputed and dropped out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.plan import layer_plans
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.rng import materialize
+from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.stack import Stack
+from tests.helpers import tiny
+
+S, B, H = 6, 2, 32
+
+
+def stack_of(layers: int = 1, **changes: Any) -> tuple[Stack, tiny.Run]:
+    run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
+    stack = Stack(layer_plans(layers), run.build, final_norm=False)
+    name_all(stack)
+    materialize(stack, run.mesh, seed=2)
+    return stack, run
+
+
+def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
+    """x + attention(norm(x)), then x + mlp(norm(x)), one head at a time."""
+    model, weights = run.config.model, dict(layer.named_parameters())
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = weights[f"{name}.weight"]
+        if model.normalization == "RMSNorm":
+            return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
+        return F.layer_norm(x, x.shape[-1:], scale, weights[f"{name}.bias"], 1e-5)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    normed = norm(x, "input_layernorm")
+    q, k, v = linear(normed, "self_attention.linear_qkv").split([model.query_size, model.key_size, model.key_size], dim=-1)
+    size, mixed = model.kv_channels, []
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    for head in range(model.num_attention_heads):
+        group = head // (model.num_attention_heads // model.num_query_groups)
+        qs, ks, vs = q[..., head * size:][..., :size], k[..., group * size:][..., :size], v[..., group * size:][..., :size]
+        if model.qk_layernorm:
+            qs, ks = norm(qs, "self_attention.q_layernorm"), norm(ks, "self_attention.k_layernorm")
+        scores = torch.einsum("ibd,jbd->bij", qs, ks) / size**0.5
+        mixed.append(torch.einsum("bij,jbd->ibd", scores.masked_fill(hidden, -torch.inf).softmax(-1), vs))
+    after = model.apply_residual_connection_post_layernorm
+    x = (normed if after else x) + linear(torch.cat(mixed, dim=-1), "self_attention.linear_proj")
+    normed = norm(x, "pre_mlp_layernorm")
+    wide = linear(normed, "mlp.linear_fc1")
+    if model.gated:
+        gate, up = wide.chunk(2, dim=-1)
+        wide = (F.silu(gate) if model.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
+    else:
+        wide = F.relu(wide).square() if model.squared_relu else F.gelu(wide)
+    return (normed if after else x) + linear(wide, "mlp.linear_fc2")
+
+
+KINDS = {
+    "gpt": {}, "grouped": {"group_query_attention": True, "num_query_groups": 2}, "one-key": {"group_query_attention": True, "num_query_groups": 1},
+    "narrow heads": {"kv_channels": 6}, "gated": {"swiglu": True, "ffn_hidden_size": 24}, "quick": {"quick_geglu": True, "ffn_hidden_size": 24},
+    "relu": {"squared_relu": True}, "rms": {"normalization": "RMSNorm", "add_bias_linear": False}, "qkv bias": {"add_bias_linear": False, "add_qkv_bias": True},
+    "head norms": {"qk_layernorm": True}, "after norm": {"apply_residual_connection_post_layernorm": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_its_formula(kind: str) -> None:
+    stack, run = stack_of(position_embedding_type="none", **KINDS[kind])
+    with torch.no_grad():
+        for param in stack.parameters():
+            param.add_(torch.randn_like(param) * 0.1)  # biases and scales away from zero and one
+    x = torch.randn(S, B, H).double()
+    torch.testing.assert_close(stack(x, MaskSpec(), None), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11)
+
+
+def test_layers_are_named_by_their_global_number() -> None:
+    run = tiny.run_of(tiny.config())
+    stack = Stack(layer_plans(4)[2:], run.build, final_norm=True)
+    assert {name.split(".")[1] for name, _ in stack.named_parameters() if name.startswith("layers")} == {"2", "3"}
+
+
+@pytest.mark.parametrize("method, layers, expected", [
+    ("uniform", 1, [([0], True), ([1], True), ([2], True), ([3], True)]), ("uniform", 3, [([0, 1, 2], True), ([3], True)]),
+    ("block", 1, [([0], True), ([1], False), ([2], False), ([3], False)]), ("block", 3, [([0], True), ([1], True), ([2], True), ([3], False)])])
+def test_full_recomputation_covers_groups_or_the_first_layers(method: str, layers: int, expected: list) -> None:
+    stack, _ = stack_of(4, recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
+    place = {layer: int(number) for number, layer in stack.layers.items()}
+    assert [([place[layer] for layer in group], drop) for group, drop in stack._groups()] == expected
+
+
+def test_evaluation_recomputes_and_drops_nothing() -> None:
+    stack, _ = stack_of(recompute_granularity="full", recompute_method="uniform", hidden_dropout=0.5, attention_dropout=0.5)
+    x, calls = torch.randn(S, B, H).double().requires_grad_(), []
+    stack.layers["0"].register_forward_pre_hook(lambda *_: calls.append(1))
+    stack.eval()
+    first = stack(x, MaskSpec(), None)
+    assert torch.equal(first, stack(x, MaskSpec(), None))
+    first.sum().backward()
+    assert len(calls) == 2, "backward ran no layer again"
+    stack.train()
+    assert not torch.equal(stack(x, MaskSpec(), None), first)
+
+
+def test_dropout_draws_from_its_stream_only() -> None:
+    _, run = stack_of()
+    x, layer = torch.ones(1000), Dropout(0.25, run.streams, "cut")
+    state = torch.get_rng_state()
+    dropped = layer(x)
+    assert torch.equal(torch.get_rng_state(), state), "the default stream is where it was"
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75]) and abs(dropped.mean() - 1) < 0.1
+    assert not torch.equal(layer(x), dropped)
+    assert Dropout(0.0, run.streams, "cut")(x) is x and layer.eval()(x) is x
+
+
+@pytest.mark.parametrize("after_norm", [False, True])
+def test_a_wide_residual_stays_fp32_from_layer_to_layer(after_norm: bool) -> None:
+    stack, _ = stack_of(2, fp64=False, bf16=True, fp32_residual_connection=True, apply_residual_connection_post_layernorm=after_norm)
+    x = torch.randn(S, B, H)
+    formats = []
+    for layer in stack.layers.values():
+        layer.register_forward_hook(lambda module, inputs, output: formats.append((inputs[0].dtype, output.dtype)))
+    assert stack(x, MaskSpec(), None).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
+    assert stack.layers["0"].input_layernorm(x).dtype == torch.bfloat16
