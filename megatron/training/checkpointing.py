@@ -241,7 +241,8 @@ def _source(folder: str, iteration: int, config: RunConfig, *, weights_only: boo
         raise CheckpointError(f"{path} holds another network; --use-checkpoint-args takes its shape", found)
     saved, mine = description.values.get("optimizer"), config.optimizer.optimizer
     if not weights_only and config.checkpoint.load_optim and saved != mine:
-        raise CheckpointError(f"{path} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it afresh")
+        raise CheckpointError(f"{path} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it "
+                              "afresh")
     return Source(path, iteration, weights_only, description)
 
 

@@ -133,9 +133,12 @@ def _pipeline(s: Setting) -> str:
         return ("--num-layers-per-virtual-pipeline-stage needs chunks of one size, which --decoder-first/last-pipeline-"
                 "num-layers make uneven; say --num-virtual-stages-per-pipeline-rank instead")
     try:
-        stages_of(s.run)
+        stages = stages_of(s.run)
     except ConfigError as error:
         return "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+    if parallel.pp == 1 and len(stages) > 1:
+        return (f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
+                f"--pipeline-model-parallel-size 2 or more, or leave out what asks for chunks")
     return ""
 
 

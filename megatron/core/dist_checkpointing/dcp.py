@@ -3,6 +3,7 @@
 A saving rank says which boxes it could write, and rank 0 gives each box to one of its holders. A loading rank says
 which boxes it wants, and DCP finds out which saved boxes they meet. Our planners hold the tree and translate; DCP itself
 is handed an empty state.
+
 Values that are no tensors are stored as JSON text. Pickle is used in one place only, DCP's own `.metadata` index; it is
 read by an unpickler that knows the index's classes and nothing else, so that a foreign file cannot run code.
 """
@@ -25,7 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as index
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 

@@ -167,7 +167,8 @@ def describe(folder: str | Path) -> Description:
     if version is None:
         raise CheckpointError(f"{folder} was not written by this program: {_COMPLETE} has no format_version")
     if version > FORMAT_VERSION:
-        raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one")
+        raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, "
+                              "use a newer one")
     if not isinstance(config.get("values"), dict) or not isinstance(config.get("world_size"), int):
         raise CheckpointError(f"{Path(folder) / _CONFIG} is damaged: it must hold values and world_size")
     return Description(config["values"], config["world_size"])

@@ -46,6 +46,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("pipeline-split", 2, {**PP2, "decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 4}, ("leave 1",)),
     ("pipeline-split", 2, {**PP2, "account_for_embedding_in_pipeline_split": True}, ("9 in all",)),
     ("pipeline-split", 2, {**PP2, "num_virtual_stages_per_pipeline_rank": 3}, ("6 or 12",)),
+    ("pipeline-split", 1, {"num_virtual_stages_per_pipeline_rank": 2}, ("2 chunks on a pipeline of one rank",)),
+    ("pipeline-split", 1, {"pipeline_model_parallel_layout": "Et*4|t*4L"}, ("--pipeline-model-parallel-size 2 or more",)),
     ("global-batch", 1, {"global_batch_size": 15}, ("--global-batch-size 15", "14 or 16")),
     ("global-batch", 4, {"global_batch_size": 20}, ("= 8", "16 or 24")),
     ("vocabulary", 4, {**TP4, "padded_vocab_size": 1001}, ("--padded-vocab-size 1001",)),

@@ -19,7 +19,8 @@ from tests.helpers.world import RankFailed, Worlds
 from tests.unit.dist_checkpointing.held import Layout, hold, load_bag, mesh_of, reshard, save_bag, specs
 
 ALONE = Layout(1, 1, False)
-FOUR = [Layout(1, 1, False), Layout(1, 1, True), Layout(2, 1, True), Layout(2, 2, False), Layout(4, 1, False), Layout(1, 4, False)]
+FOUR = [Layout(1, 1, False), Layout(1, 1, True), Layout(2, 1, True), Layout(2, 2, False), Layout(4, 1, False),
+        Layout(1, 4, False)]
 
 
 @pytest.mark.parametrize("before", FOUR, ids=str)

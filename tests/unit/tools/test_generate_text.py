@@ -1,0 +1,119 @@
+"""Text from a checkpoint: the same whatever layout wrote it, and the same as from the network that was trained."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.inference.generate import generate_text
+from megatron.inference.sampling import Sampling
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.stages import Trainer
+from tests.helpers import tiny
+from tests.helpers.training import train_on
+from tests.helpers.world import Worlds
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL: dict[str, Any] = {"fp64": True, "init_method_std": 0.4, "hidden_dropout": 0.1, "tokenizer_type": "NullTokenizer",
+                         "vocab_size": tiny.VOCABULARY - 1, "position_embedding_type": "rope"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "dp2": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
+}
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[ModuleType]:
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("generate_text", ROOT / "tools" / "generate_text.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["generate_text"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["generate_text"]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits are a matter of one device."""
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+
+
+def train_and_save(changes: dict[str, Any], folder: str) -> None:
+    """On every rank: two steps without dropout, then a checkpoint."""
+    trained(changes, folder)
+
+
+def trained(changes: dict[str, Any], folder: str) -> Trainer:
+    """A trainer after two steps, and its checkpoint."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(size, **{**MODEL, "hidden_dropout": 0.0, **changes}, save=folder)))
+    train_on(trainer, 2)
+    Checkpoint(trainer).save()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, str]:
+    """The network that one process trained, and the folder it was saved in."""
+    folder = str(tmp_path_factory.mktemp("serial"))
+    return trained({}, folder), folder
+
+
+GREEDY, WARM = ["--temperature", "0"], ["--temperature", "0.8", "--top-k", "20", "--top-p", "0.95", "--seed", "5"]
+
+
+def generated(tool: ModuleType, capsys: pytest.CaptureFixture[str], folder: str, options: list[str]) -> list[str]:
+    """The lines for two prompts."""
+    tool.main(["--load", folder, "--prompt", "3 1 4", "--prompt", "7", "--num-tokens", "12", *options])
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("options", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_the_text_is_that_of_the_network_that_was_trained(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], serial: tuple[Trainer, str], options: list[str]) -> None:
+    trainer, folder = serial
+    network, sampling = trainer.stages[0].eval(), Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
+    expected = [generate_text(network, trainer.run.tokenizer, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
+                for prompt in ("3 1 4", "7")]
+    found = generated(tool, capsys, folder, options)
+    assert found == expected and all(line.startswith(prompt + " ") for line, prompt in zip(found, ("3 1 4", "7"), strict=True))
+    assert len(set(found[0].split()[3:])) > 2, "a continuation of one token proves little"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_text_does_not_depend_on_the_layout_that_wrote_the_checkpoint(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], world: Worlds, serial: tuple[Trainer, str], tmp_path: Path, name: str) -> None:
+    world(2).run(train_and_save, LAYOUTS[name], str(tmp_path))
+    for options in (GREEDY, WARM):
+        assert generated(tool, capsys, str(tmp_path), options) == generated(tool, capsys, serial[1], options)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (["--load", "no/such/folder"], "CheckpointError: --load no/such/folder holds no complete checkpoint"),
+    (["--ckpt-step", "9"], "it has: 2"),
+])
+def test_a_checkpoint_that_is_not_there_is_named_without_a_traceback(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], serial: tuple[Trainer, str], changes: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        tool.main(["--load", serial[1], "--prompt", "3", *changes])
+    assert caught.value.code == 1 and words in capsys.readouterr().err
+
+
+def test_a_tokenizer_file_that_is_gone_is_named_and_can_be_given_anew(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trained({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "gone.json", "merge_file": "gone.txt"}, str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        tool.main(["--load", str(tmp_path), "--prompt", "a"])
+    assert caught.value.code == 1 and "gone.json" in capsys.readouterr().err
+    data = ROOT / "examples" / "data"
+    tool.main(["--load", str(tmp_path), "--prompt", "", "--num-tokens", "2", "--vocab-file", str(data / "demo-vocab.json"),
+               "--merge-file", str(data / "demo-merges.txt")])
