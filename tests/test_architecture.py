@@ -158,6 +158,7 @@ KEPT: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str]]] = (
     (files_and_functions_fit_a_reader, {MODELS: "def f(self, a, b, c, d, e, g, h, i): pass"}),
     (files_and_functions_fit_a_reader, {MODELS: "x = 1\n" * 600}),
     (asserts_say_what_we_believed, {"tests/a.py": "assert x", MODELS: "assert x, 'said'"}),
+    (public_things_have_a_docstring, {"tests/test_a.py": "def test_a(): pass", "tools/a.py": EMPTY + "def f(): pass"}),
     (public_things_have_a_docstring, {MODELS: EMPTY + "def _f(): pass\nclass _C:\n    def m(self): pass"}),
     (paths_of_one_machine_stay_out, {MODELS: "x = 'a/work/b'", "docs/a.md": "https://x.org/home/a"}),
     (files_are_loaded_as_data, {MODELS: "x = torch.load(path, weights_only=True)"}),

@@ -20,7 +20,7 @@ GPUS_PER_NODE="${GPUS_PER_NODE:-$((GPUS > 0 ? GPUS : 1))}"
 
 MODEL=(
     --num-layers 12
-    --hidden-size 770
+    --hidden-size 768
     --num-attention-heads 12
     --seq-length 2048
     --max-position-embeddings 2048

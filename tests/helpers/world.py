@@ -14,7 +14,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,16 +28,45 @@ class RankFailed(Exception):
     """A function raised on one of the ranks; the message holds that rank's traceback."""
 
 
+class KeptGroups:
+    """Makes process groups as torch does, but keeps them from call to call: each has threads and sockets of its own.
+
+    The k-th group of the same ranks in a call is the k-th of those ranks in any call, so that groups which must be
+    different stay different.
+    """
+
+    def __init__(self) -> None:
+        self._make = dist.new_group
+        self._kept: dict[tuple[tuple[int, ...], int], Any] = {}
+        self._asked: Counter[tuple[int, ...]] = Counter()
+
+    def begin(self) -> None:
+        """A new call starts to count again."""
+        self._asked.clear()
+
+    def new_group(self, ranks: Sequence[int] | None = None, **keywords: Any) -> Any:
+        """What stands in for torch.distributed.new_group."""
+        members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+        key = members, self._asked[members]
+        self._asked[members] += 1
+        if key not in self._kept:
+            self._kept[key] = self._make(list(members), **keywords)
+        return self._kept[key]
+
+
 def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """What a rank does: join the others, then call what it is sent."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    groups = KeptGroups()
+    dist.new_group = groups.new_group
     while True:
         try:
             function, arguments, keywords = connection.recv()
         except EOFError:
             return
+        groups.begin()
         try:
             torch.manual_seed(0)
             connection.send((True, function(*arguments, **keywords)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.model import ModelConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
@@ -15,18 +14,18 @@ from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dimension.
 
-    one_plus: the stored weight is the scale minus one. sum_over: axes whose ranks each see a share of the positions or
-    heads. Returns the module's own format whatever the residual's is.
+    model: says which of them, its epsilon, and whether the stored weight is the scale minus one. sum_over: axes whose
+    ranks each see a share of the positions or heads. Returns the module's own format whatever the residual's is.
     """
 
-    def __init__(self, size: int, *, normalization: Literal["LayerNorm", "RMSNorm"], epsilon: float, one_plus: bool,
-                 sum_over: tuple[str, ...], kernels: Kernels, mesh: Mesh, dtype: torch.dtype, kind: Kind = "vector") -> None:
+    def __init__(self, size: int, model: ModelConfig, *, sum_over: tuple[str, ...], kernels: Kernels, mesh: Mesh,
+                 dtype: torch.dtype, kind: Kind = "vector") -> None:
         super().__init__()
-        self.epsilon, self.one_plus, self.kernels = epsilon, one_plus, kernels
-        scale = constant(0.0 if one_plus else 1.0)
+        self.epsilon, self.one_plus, self.kernels = model.norm_epsilon, model.apply_layernorm_1p, kernels
+        scale = constant(0.0 if self.one_plus else 1.0)
         self.weight = parameter(ParamSpec((size,), scale, kind, sum_over=sum_over), mesh, dtype)
         shift = ParamSpec((size,), constant(0.0), kind, sum_over=sum_over)
-        self.bias = parameter(shift, mesh, dtype) if normalization == "LayerNorm" else None
+        self.bias = parameter(shift, mesh, dtype) if model.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]. Returns the same shape."""

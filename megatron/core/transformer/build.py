@@ -61,6 +61,5 @@ class Build:
 
     def norm(self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector") -> Norm:
         """A norm of the configured kind; left out, sum_over is that of a norm between tensor-parallel regions."""
-        return Norm(size, normalization=self.model.normalization, epsilon=self.model.norm_epsilon,
-                    one_plus=self.model.apply_layernorm_1p, kernels=self.kernels, mesh=self.mesh, dtype=self.dtype,
-                    sum_over=self.region.outside_sums if sum_over is None else sum_over, kind=kind)
+        return Norm(size, self.model, kernels=self.kernels, mesh=self.mesh, dtype=self.dtype, kind=kind,
+                    sum_over=self.region.outside_sums if sum_over is None else sum_over)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.model import ModelConfig
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
@@ -64,8 +65,8 @@ class Embeddings(nn.Module):
         padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
         self.words = VocabEmbedding(vocabulary_spec(V, padded, H, normal(1.0)), region=region, mesh=mesh, dtype=torch.float64)
         self.places = PositionEmbedding(S + 2, H, init=normal(1.0), region=region, mesh=mesh, dtype=torch.float64)
-        self.norm = Norm(H, normalization=normalization, epsilon=1e-5, one_plus=one_plus, sum_over=region.outside_sums,
-                         kernels=Kernels(), mesh=mesh, dtype=torch.float64)
+        model = ModelConfig(normalization=normalization, apply_layernorm_1p=one_plus)
+        self.norm = Norm(H, model, sum_over=region.outside_sums, kernels=Kernels(), mesh=mesh, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: not used; ids are fixed."""

@@ -1,0 +1,100 @@
+"""The pages are true: every bash block of README.md and docs/*.md runs as it stands, from the root of a checkout.
+
+The blocks of a page run in their order, in a folder that looks like the checkout but keeps what they write to itself.
+A block is left out when the line before it says why: `<!-- not run: needs several machines -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.core.pipeline_parallel.schedules import one_f_one_b
+from megatron.core.pipeline_parallel.timeline import picture, play
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LONGEST = 60  # seconds for one block, on a busy machine
+OWN = (".git", ".venv", ".pytest_cache", "runs")  # what the folder of a test does not share with the checkout
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the line it begins at, its language, its text, and why it is not run ("" if it is)."""
+
+    line: int
+    language: str
+    text: str
+    left_out: str
+
+
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks of a page."""
+    found, start, before, lines = [], None, "", page.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if start is None and line.startswith("```"):
+            start, before = number, lines[number - 2].strip() if number > 1 else ""
+        elif start is not None and line == "```":
+            reason = re.fullmatch(r"<!-- not run: (.+) -->", before)
+            found.append(Block(start, lines[start - 1][3:].strip(), "\n".join(lines[start:number - 1]), reason[1] if reason else ""))
+            start = None
+    assert start is None, f"the block at line {start} never ends"
+    return found
+
+
+def commands(page: Path) -> list[Block]:
+    """The blocks of a page that are to be run."""
+    return [block for block in blocks(page.read_text(encoding="utf-8")) if block.language == "bash" and not block.left_out]
+
+
+RUN = [page for page in PAGES if commands(page)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the checkout's files, in which commands may write."""
+    for path in ROOT.iterdir():
+        if path.name not in OWN:
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_as_they_stand(page: Path, checkout: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for block in commands(page):
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], cwd=checkout, env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LONGEST)
+        assert done.returncode == 0, f"{page.name} line {block.line}:\n{block.text}\n---\n{done.stdout[-3000:]}"
+
+
+def test_commands_write_below_runs_only() -> None:
+    for page in RUN:
+        for block in commands(page):
+            written = re.findall(r"(?:--output-prefix|--output|--picture|--save|> |mkdir -p) *\"?([\w./$-]+)", block.text)
+            assert all(path.startswith("runs/docs") for path in written), f"{page.name} line {block.line} writes {written}"
+
+
+def test_the_schedule_on_the_page_is_the_one_that_runs() -> None:
+    plan = one_f_one_b(4, 6)
+    drawn = picture(plan, play(plan)).rstrip().splitlines()
+    shown = [block.text.splitlines() for block in blocks((ROOT / "docs" / "parallelism.md").read_text()) if block.text.startswith("r0")]
+    assert [[line.rstrip() for line in text] for text in shown] == [[line.rstrip() for line in drawn]]
+
+
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_a_block_is_left_out_only_with_a_reason() -> None:
+    page = "text\n\n```bash\na\nb\n```\n<!-- not run: it is long -->\n```bash\nc\n```\n<!-- a remark -->\n```text\nd\n```\n"
+    assert blocks(page) == [Block(3, "bash", "a\nb", ""), Block(8, "bash", "c", "it is long"), Block(12, "text", "d", "")]
