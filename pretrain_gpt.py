@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.training.arguments import parse_args
 from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
 from megatron.training.entry import entry
-from megatron.training.initialize import initialize_megatron, world_size
+from megatron.training.initialize import initialize_megatron, launcher_place
 from megatron.training.loop import Datasets, pretrain
 from megatron.training.run import Run
 
@@ -45,7 +45,8 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 @entry
 def main() -> None:
     """Parse, initialize, train."""
-    args = parse_args(world_size=world_size(), defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    place = launcher_place()
+    args = parse_args(world_size=place.size, speaks=place.rank == 0, defaults={"tokenizer_type": "GPT2BPETokenizer"})
     pretrain(initialize_megatron(args), datasets, model, forward_step)
 
 

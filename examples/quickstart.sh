@@ -18,8 +18,8 @@ source examples/setup.sh requirements.txt
 OUT=runs/quickstart
 DATA=examples/data
 BEGAN=$SECONDS
-ITERS=300 # of which the first part runs under one layout, and the rest under another
-SWITCH=150
+ITERS=400 # of which the first half runs under one layout, and the rest under another
+SWITCH=200
 say() { printf '\n== %s  [%d s]\n' "$*" $((SECONDS - BEGAN)); }
 
 rm -rf "$OUT"
@@ -27,12 +27,13 @@ mkdir -p "$OUT"
 GPUS="$(nvidia-smi -L 2>/dev/null | grep -c GPU || true)"
 if [ "$GPUS" -eq 1 ]; then
     RANKS=1
-    FIRST=(--tensor-model-parallel-size 1)
-    SECOND=(--pipeline-model-parallel-size 1)
+    FIRST=(--tensor-model-parallel-size 1 --micro-batch-size 16)
+    SECOND=(--pipeline-model-parallel-size 1 --micro-batch-size 16)
 else
     RANKS=2
-    FIRST=(--tensor-model-parallel-size 2 --sequence-parallel)
-    SECOND=(--pipeline-model-parallel-size 2)
+    FIRST=(--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 16)
+    # Several micro batches keep both stages busy; the last has fewer layers, as the output layer is large here.
+    SECOND=(--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --micro-batch-size 4)
 fi
 export OMP_NUM_THREADS=1 # one core a rank
 
@@ -43,7 +44,7 @@ TOKENIZER=(
 )
 MODEL=(
     --num-layers 4
-    --hidden-size 256
+    --hidden-size 128
     --num-attention-heads 4
     --seq-length 128
     --position-embedding-type rope
@@ -52,13 +53,13 @@ MODEL=(
     --disable-bias-linear
     --hidden-dropout 0
     --attention-dropout 0
+    --init-method-std 0.05
 )
 TRAINING=(
-    --micro-batch-size 8
     --global-batch-size 16
     --train-iters "$ITERS"
-    --lr 3e-3
-    --min-lr 3e-4
+    --lr 6e-3
+    --min-lr 1e-4
     --lr-decay-style cosine
     --lr-warmup-fraction 0.05
     --weight-decay 0.1
@@ -72,8 +73,8 @@ FILES=(
     --log-jsonl "$OUT/log.jsonl"
     --tensorboard-dir "$OUT/tensorboard"
     --log-interval 10
-    --eval-interval 50
-    --eval-iters 5
+    --eval-interval 100
+    --eval-iters 60 # once through the validation text
 )
 
 # train LAYOUT...: trains on from the newest checkpoint, or from the start.

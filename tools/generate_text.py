@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> None:
         changed = {name: value for name in ("vocab_file", "merge_file", "tokenizer_model")
                    if (value := getattr(given, name)) is not None}
         tokenizer = build_tokenizer(dataclasses.replace(config.tokenizer, **changed))
+        sampling = Sampling(given.temperature, given.top_k, given.top_p)
     except (ConfigError, store.CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None
-    sampling = Sampling(given.temperature, given.top_k, given.top_p)
     for prompt in given.prompt:
         text = generate_text(model, tokenizer, prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
         sys.stdout.write(text + "\n")

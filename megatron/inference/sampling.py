@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.config.flags import refuse
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -15,6 +17,12 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        refuse(filter(None, (
+            "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
+            "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
+            "" if 0.0 <= self.top_p <= 1.0 else f"top-p {self.top_p} is no probability; give a number from 0 to 1")))
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

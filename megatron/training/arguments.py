@@ -19,7 +19,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, known_flags, refuse, spelling
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing.store import checkpoint_values
+from megatron.core.dist_checkpointing.store import checkpoint_values, newest
 from megatron.core.optimizer.schedule import Schedule
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.microbatches import BatchSchedule
@@ -29,7 +29,7 @@ Provider = Callable[[argparse.ArgumentParser], Any]
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
     """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description="Train a transformer. Flags are Megatron's; they come in groups.")
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
     for config_class in (RunConfig, *extra):
@@ -40,16 +40,18 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
 
 
 def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
-               provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
-    """The namespace of a run, checked. Prints what is wrong and exits with code 2 otherwise.
+               provider: Provider | None = None, world_size: int = 1, speaks: bool = True) -> argparse.Namespace:
+    """The namespace of a run, checked. Says what is wrong and exits with code 2 otherwise.
 
-    defaults: values of this script where they are not given. world_size: ranks that will run.
+    defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
+    one that says it.
     """
     try:
         return read_args(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider,
                          world_size=world_size)
     except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
+        if speaks:
+            sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
 
 
@@ -69,8 +71,7 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
     words, messages, problems = translate(_yaml_words(argv), known)
-    parser.error = _collect_into(problems)  # type: ignore[method-assign]
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = _parse(parser, words, problems)
     for word in unknown:
         if word.startswith("--"):
             near = nearest(word.partition("=")[0], known)
@@ -117,13 +118,29 @@ def _complaints(attempt: Callable[[], object]) -> list[str]:
     return []
 
 
-def _collect_into(problems: list[str]) -> Callable[[str], None]:
-    """argparse's way out, turned into one more line of the list."""
-    def error(message: str) -> None:
-        problems.append(message)
-        raise ConfigError(f"{len(problems)} settings cannot be used as given\n" + "\n".join(f"  {p}" for p in problems))
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What argparse makes of the words. A flag with a bad value is put on the list and left out, so that the rest is read."""
+    left = list(words)
+    while True:
+        try:
+            return parser.parse_known_args(left)
+        except argparse.ArgumentError as error:
+            problems.append(str(error))
+            shorter = _without(left, (error.argument_name or "").split("/"))
+            if len(shorter) == len(left):
+                refuse(problems)
+            left = shorter
 
-    return error
+
+def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The words without these flags and their values."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
 def _yaml_words(argv: Sequence[str]) -> list[str]:
@@ -170,6 +187,8 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     fields = {field.name for field, _ in flag_fields(RunConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= {field.name for field, _ in flag_fields(TokenizerConfig)}
+    if args.load == args.save and newest(args.load) is None:
+        return  # the first start of a launcher that also resumes
     for name, value in checkpoint_values(args.load, args.ckpt_step).items():
         if name in fields:
             setattr(args, name, value)

@@ -197,7 +197,7 @@ def report_line(report: Report, now: datetime) -> str:
     if last.grad_norm is not None:
         parts.append(f"grad norm: {last.grad_norm:.3f}")
     if last.num_zeros is not None:
-        parts.append(f"num zeros: {int(last.num_zeros)}")
+        parts.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         parts.append(f"params norm: {last.params_norm:.3f}")
     parts += [f"number of skipped iterations: {report.skipped_iterations:3d}",

@@ -1,15 +1,17 @@
 """When a run stops early, when it must fail, and what else happens at fixed iterations.
 
     with Watch(...) as watch:
-        while iteration < train_iters and not (reason := watch.reason_to_stop(iteration)):
+        while iteration < train_iters and not reason:
             watch.before_step(iteration)
             ... one step ...
             iteration += 1
             watch.after_step(iteration)
+            reason = watch.reason_to_stop(iteration)
 
-`iteration` is everywhere the number of steps done so far. A clock and a signal are a matter of one rank, but all ranks
-must stop after the same step: such questions go through `agree`, which says whether any rank said yes. It is called once
-for each `reason_to_stop`, and more often only when the answer was yes.
+The question comes after the step: a run that resumes at a multiple of --exit-interval must get on. `iteration` is
+everywhere the number of steps done so far. A clock and a signal are a matter of one rank, but all ranks must stop after
+the same step: such questions go through `agree`, which says whether any rank said yes. It is called once for each
+`reason_to_stop`, and more often only when the answer was yes.
 """
 
 from __future__ import annotations

@@ -253,13 +253,13 @@ def _forget_the_divisor(self: StepWork) -> float:
 
 
 DEFECTS: tuple[Defect, ...] = (
-    Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp", "rope-interleaved")),
+    Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
            ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "layernorm" in s.name)),)),
     Defect("row bias gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
            ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),)),
     Defect("position embedding gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
            ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "position" in s.name)),)),
-    Defect("query and key norm gradients are not summed over tensor ranks", (("tp2", "qk-norm-decays"),),
+    Defect("query and key norm gradients are not summed over tensor ranks", (("tp2 mb4", "qk-norm-decays"),),
            ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),)),
     Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", _nothing),)),
     Defect("key/value head copies are summed over all ranks, not over those that share", (("tp4 sp mb2", "gqa2"),),
@@ -290,7 +290,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
     Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
            ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
-    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp vocab96", "untied"), ("tp2", "gpt")),
+    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
            ((heads, "cross_entropy", _softmax_with_padding),)),
     Defect("ranks subtract different maxima in the softmax", (("tp2", "gpt"),),
            ((loss, "collectives", _collectives_with(all_reduce=_own_maximum)),)),

@@ -127,10 +127,3 @@ class Optimizer:
         if self.config.optimizer == "adam":
             for master in self.masters:
                 self.inner.state[master]["step"].fill_(steps)
-
-    @torch.no_grad()
-    def weights_to_masters(self) -> None:
-        """After weights were loaded without optimizer state: start the masters from them."""
-        for master, segment in zip(self.masters, self.segments, strict=True):
-            if master.data_ptr() != segment.data.data_ptr():
-                master.copy_(segment.data)

@@ -139,14 +139,6 @@ def test_the_number_of_steps_can_be_loaded() -> None:
     assert optimizer.num_steps == 42
 
 
-def test_masters_start_again_from_loaded_weights() -> None:
-    module, optimizer = optimizer_of(torch.bfloat16, precision=PrecisionConfig(bf16=True))
-    module["first"].weight.data.fill_(0.5)
-    optimizer.weights_to_masters()
-    (master,) = (tensor for slot, segment, tensor in optimizer.slots() if slot == "master" and segment.name == "first.weight")
-    assert master.dtype == torch.float32 and (master == 0.5).all()
-
-
 @pytest.mark.parametrize("kind, settings, expected", [
     ("matrix", {}, Group(True, False)), ("vector", {}, Group(False, False)), ("embedding", {}, Group(True, False)),
     ("embedding", {"decoupled_lr": 1e-3}, Group(True, True)), ("matrix", {"decoupled_lr": 1e-3}, Group(True, False)),
