@@ -111,7 +111,7 @@ valid = [record["losses"]["lm loss"] for record in records if record["kind"] == 
 print(f"\nunigram entropy         {entropy:.3f} nats per token"
       f"\nfinal training loss     {final:.3f} nats per token (mean of the last 20 of {iterations} steps)"
       f"\nvalidation loss         {valid:.3f} nats per token: perplexity {math.exp(valid):.1f}")
-if final > entropy - 0.5:
+if final > entropy - 1:
     sys.exit("the loss did not fall well below the unigram entropy: something is wrong")
 PYTHON
 cat <<END

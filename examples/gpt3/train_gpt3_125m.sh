@@ -15,6 +15,7 @@ TENSORBOARD="${2:-$ROOT/runs/gpt3_125m/tensorboard}"
 VOCAB="${3:-$ROOT/examples/data/gpt2/vocab.json}"
 MERGES="${4:-$ROOT/examples/data/gpt2/merges.txt}"
 DATA="${5:-}"
+SPLIT=949,50,1
 GPUS="$(nvidia-smi -L 2>/dev/null | grep -c GPU || true)"
 GPUS_PER_NODE="${GPUS_PER_NODE:-$((GPUS > 0 ? GPUS : 1))}"
 
@@ -53,6 +54,7 @@ LOGGING=(
 if [ "$GPUS" -eq 0 ]; then PRECISION=(--no-bf16); fi # processors are faster in fp32
 if [ -z "$DATA" ]; then
     DATA="$ROOT/runs/gpt3_125m/demo_text_document"
+    SPLIT=9,1,0 # few documents: one in a thousand would be none
     TRAINING+=(--seq-length 128 --micro-batch-size 2 --global-batch-size $((2 * GPUS_PER_NODE)) --train-iters 20
         --lr-decay-iters 20 --lr-warmup-iters 2)
     LOGGING+=(--log-interval 1 --eval-iters 1)
@@ -70,4 +72,4 @@ fi
 ${LAUNCH:-torchrun} --nproc_per_node "$GPUS_PER_NODE" "$ROOT/pretrain_gpt.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${PRECISION[@]}" "${LOGGING[@]}" \
     --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB" --merge-file "$MERGES" \
-    --data-path "$DATA" --split 949,50,1 "${@:6}"
+    --data-path "$DATA" --split "$SPLIT" "${@:6}"

@@ -45,13 +45,12 @@ def with_vocabulary(settings: RunConfig, size: int) -> RunConfig:
     return replace(settings, model=settings.model.with_vocabulary(size, settings.parallel.tp))
 
 
-def run_of(settings: RunConfig) -> Run:
+def run_of(settings: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
     """A run on this process's ranks (or alone)."""
-    device = torch.device("cpu")
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
-    kernels = select(Need(dtype=dtype), {"attention": settings.model.attention_backend})
+    kernels = select(Need(device=device.type, dtype=dtype), {"attention": settings.model.attention_backend})
     return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY - 1),
                streams=RandomStreams.build(mesh, settings.train.seed), timers=Timers(level=0), log=logging.getLogger("tiny"))
 
@@ -89,7 +88,8 @@ def batches(run: Run, iteration: int) -> Iterator[Batch]:
     data = run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
-        rows = {name: torch.from_numpy(array[first:first + train.micro_batch_size]) for name, array in whole.items()}
+        rows = {name: torch.from_numpy(array[first:first + train.micro_batch_size]).to(run.mesh.device)
+                for name, array in whole.items()}
         yield Batch(tokens=rows["tokens"], labels=rows["labels"], loss_mask=rows["loss_mask"],
                     positions=rows["positions"] if data.reset_position_ids else None,
                     documents=rows["documents"] if data.reset_attention_mask else None)

@@ -11,7 +11,7 @@ from tests.conftest import NOTES
 from tests.helpers.training import Outcome, differences, outcome, train, train_alone
 from tests.helpers.world import Worlds
 from tests.parity.defects import DEFECTS, Defect, train_planted_here
-from tests.parity.table import MODELS, ROWS, Changes, read_layout
+from tests.parity.table import MODELS, PRECISIONS, ROWS, Changes, read_layout
 
 STEPS, TOLERANCE = 2, 1e-10
 
@@ -19,7 +19,7 @@ STEPS, TOLERANCE = 2, 1e-10
 @cache
 def serial(model: str) -> Outcome:
     """The run that rows of this network are compared with."""
-    return train_alone({**MODELS[model], "fp64": True}, STEPS)
+    return train_alone({**MODELS[model], **PRECISIONS["fp64"]}, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def caught(request: pytest.FixtureRequest) -> Iterator[dict[str, bool]]:
 def notices(world: Worlds, layout: str, model: str, defect: Defect) -> bool:
     """Whether a row differs from the serial run, or its ranks from each other, when the defect is planted."""
     ranks, cut = read_layout(layout)
-    changes: Changes = {**MODELS[model], "fp64": True, **cut}
+    changes: Changes = {**MODELS[model], **PRECISIONS["fp64"], **cut}
     if ranks == 1:
         results = [train_planted_here(defect.name, changes, STEPS)]
     else:
@@ -56,7 +56,7 @@ def test_a_planted_defect_is_caught(world: Worlds, caught: dict[str, bool], defe
 def test_defects_are_taken_back(world: Worlds) -> None:
     for layout in ("tp2 sp", "pp2"):
         ranks, cut = read_layout(layout)
-        assert differences(train(world, ranks, {"fp64": True, **cut}, STEPS), serial("gpt"), TOLERANCE) == []
+        assert differences(train(world, ranks, {**PRECISIONS["fp64"], **cut}, STEPS), serial("gpt"), TOLERANCE) == []
 
 
 def test_every_row_that_must_notice_a_defect_is_in_the_table() -> None:

@@ -23,12 +23,11 @@ from megatron.training.stages import Trainer
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.tiny import BASE, VOCABULARY
-from tests.parity.table import MODELS
+from tests.parity.table import MODELS, PRECISIONS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-PRECISIONS = {"fp64": {"fp64": True}, "fp32": {"adam_eps": 1e-4}}
-TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}  # values and gradients; weights after Adam, see test_layouts.py
+TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}  # values and gradients; weights after Adam, see table.py
 RATE, STEPS = 1e-2, 3
 SIZES = {name: BASE[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
 
