@@ -24,6 +24,8 @@ setup(
         "tensorboard": ["tensorboard>=2.14"],
         "wandb": ["wandb>=0.16"],
         "plots": ["matplotlib>=3.7"],
+        "server": ["fastapi>=0.110", "uvicorn>=0.29"],
+        "eval": ["lm-eval>=0.4"],
         "hf": ["safetensors>=0.4", "transformers>=4.45"],
         "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.7", "transformers>=4.45"],
         "te": ["transformer-engine[pytorch]>=2.0"],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ from megatron.training.watch import NotFinite
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite)
 _KEY = "megatron/first-failure"
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
+# What the transports say when another rank is gone.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)", re.IGNORECASE)
 
 
 class Alarm:
@@ -79,9 +82,28 @@ class Alarm:
                 return
 
 
+def _patient(main: Callable[[], None]) -> Callable[[], None]:
+    """Let the rank that failed first be seen first: one that merely lost its connection waits before it fails too.
+
+    The launcher notices a killed rank by looking now and then; without the wait, the complaint of a neighbour would
+    carry the earlier time, and be shown as the cause.
+    """
+    def attempt() -> None:
+        try:
+            main()
+        except USER_ERRORS as error:
+            raise error.with_traceback(None) from None  # the message says it all
+        except (RuntimeError, dist.DistError) as error:
+            if _LOST.search(str(error)):
+                time.sleep(_GRACE)
+            raise
+
+    return attempt
+
+
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Run `main` so that every error ends all ranks and is shown once. User errors are shown without a traceback."""
-    recorded = record(main)
+    recorded = record(_patient(main))
 
     @functools.wraps(main)
     def wrapped() -> None:
