@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,7 +24,6 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
-from tests.unit.pipeline_parallel.ranks import Ranks
 
 ROWS, WIDTH = 3, 5
 
@@ -113,12 +111,14 @@ def work_for(plan: Plan, options: dict) -> TinyWork:
     return TinyWork(1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions), **options)
 
 
-def walk(world: Axis, plan: Plan, overlap: bool, options: dict) -> TinyWork:
+def walk(plan: Plan, overlap: bool, options: dict) -> TinyWork:
     """Run on one rank; its work afterwards, with the gradients as arrays."""
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     work = work_for(plan, options)
-    groups = {name: dist.new_group(list(world.ranks)) if world.size > 1 else None for name in "FB"}
-    axis, backward_axis = (Axis(name, world.size, world.rank, world.ranks, group) for name, group in groups.items())
-    run(script(plan, world.rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis)
+    ranks = tuple(range(size))
+    groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
+    axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
+    run(script(plan, rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis)
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -149,22 +149,6 @@ def compare(plan: Plan, works: list[TinyWork], options: dict) -> None:
             if mine is not None:
                 error = float(abs(mine - theirs.numpy()).max())
                 assert error < 1e-12, f"gradient of stage {stage} is off by {error}"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """world(4) is a pool of four ranks, started when first asked for."""
-    pools: dict[int, Ranks] = {}
-    folder = tmp_path_factory.mktemp("ranks")
-
-    def of_size(size: int) -> Ranks:
-        if size not in pools:
-            pools[size] = Ranks(size, folder / f"store{size}")
-        return pools[size]
-
-    yield of_size
-    for pool in pools.values():
-        pool.stop()
 
 
 PLANS = {
@@ -205,7 +189,7 @@ def test_gradients_pass_through_frozen_stages_and_end_there(world, frozen: tuple
 @pytest.mark.parametrize("memory", [False, True])
 def test_one_rank_needs_no_process_group(plan: Plan, memory: bool) -> None:
     options = {"memory": memory}
-    compare(plan, [walk(Axis("pp"), plan, True, options)], options)
+    compare(plan, [walk(plan, True, options)], options)
 
 
 def test_evaluation_runs_every_stage_without_gradients(world) -> None:
