@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.training.arguments import parse_args
+from megatron.training.place import launcher_place
+
+if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
+    PLACE = launcher_place()
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, defaults={"tokenizer_type": "GPT2BPETokenizer"})
+
 import torch
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
-from megatron.training.arguments import parse_args
 from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
 from megatron.training.entry import entry
-from megatron.training.initialize import initialize_megatron, launcher_place
+from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import Datasets, pretrain
 from megatron.training.run import Run
 
@@ -44,10 +50,8 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 
 @entry
 def main() -> None:
-    """Parse, initialize, train."""
-    place = launcher_place()
-    args = parse_args(world_size=place.size, speaks=place.rank == 0, defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    pretrain(initialize_megatron(args), datasets, model, forward_step)
+    """Initialize and train."""
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ run.py            Run: what initialize_megatron returns and every provider recei
 arguments.py      flags to namespace to RunConfig
 entry.py          what stands around a main function: errors, on one rank or on all
 legacy_flags.py   old, renamed and refused Megatron flags, as a table (legacy_table.py)
+place.py          where the launcher put this process
 initialize.py     initialize_megatron(args) -> Run
 global_vars.py    get_args() and friends, for user scripts
 stages.py         this rank's stages, their buckets and the optimizer

@@ -19,7 +19,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, known_flags, refuse, spelling
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing.store import checkpoint_values, newest
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest
 from megatron.core.optimizer.schedule import Schedule
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.microbatches import BatchSchedule
@@ -79,7 +79,10 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
         elif not any(other.startswith("--") for other in unknown):
             problems.append(f"{word!r} belongs to no flag")
     if args.use_checkpoint_args and args.load:
-        _take_from_checkpoint(args)
+        try:
+            _take_from_checkpoint(args)
+        except CheckpointError as error:
+            problems.append(str(error))
     args.messages, args.problems = messages, problems
     return args
 

@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.initialize import Place, launcher_place, shut_down
+from megatron.training.initialize import shut_down
+from megatron.training.place import Place, launcher_place
 from megatron.training.watch import NotFinite
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite)

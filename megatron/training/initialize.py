@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -31,30 +30,9 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
 from megatron.training.arguments import config_of
+from megatron.training.place import world_size
 from megatron.training.run import Run
 from megatron.training.timers import Timers
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the launcher put this process. store: host:port of its key-value store, if it has one; job: its id."""
-
-    rank: int
-    size: int
-    store: str
-    job: str
-
-
-def launcher_place() -> Place:
-    """What the launcher's environment says."""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return Place(int(os.environ.get("RANK", "0")), world_size(), f"{host}:{port}" if host and port else "",
-                 os.environ.get("SLURM_JOB_ID", ""))
-
-
-def world_size() -> int:
-    """Ranks of this job, as the launcher says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def initialize_megatron(args: argparse.Namespace) -> Run:

@@ -22,7 +22,6 @@ from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import Dataset, microbatches, needs_text, samples_needed, take
 from megatron.training.evaluate import evaluate
-from megatron.training.initialize import launcher_place
 from megatron.training.metrics import (
     Meter,
     Work,
@@ -32,6 +31,7 @@ from megatron.training.metrics import (
     progress_line,
     theoretical_memory_line,
 )
+from megatron.training.place import launcher_place
 from megatron.training.run import Run
 from megatron.training.stages import ForwardStep, ModelProvider, Trainer, build_trainer
 from megatron.training.step import train_step

@@ -47,7 +47,7 @@ LATE_IMPORTS = ("megatron/core/kernels/", "megatron/core/tokenizers/external.py"
 FLAG_READERS = ("megatron/core/config/flags.py", "megatron/training/arguments.py", "megatron/training/run.py",
                 "megatron/training/initialize.py", "megatron/training/global_vars.py")
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
-ENVIRONMENT_READERS = ("megatron/core/parallel/device.py", "megatron/training/initialize.py")
+ENVIRONMENT_READERS = ("megatron/core/parallel/device.py", "megatron/training/initialize.py", "megatron/training/place.py")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 80, 8
 CHANGING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard",
             "sort", "reverse", "appendleft", "popleft", "__setitem__"}
@@ -337,7 +337,7 @@ def cuda_is_behind_the_device(tree: Tree) -> Offences:
 
 
 def environment_is_read_once(tree: Tree) -> Offences:
-    """Environment variables are read in training/initialize.py and parallel/device.py only."""
+    """Environment variables are read in training/place.py, training/initialize.py and parallel/device.py only."""
     for source in tree.values():
         if source.is_test or source.at(*ENVIRONMENT_READERS):
             continue

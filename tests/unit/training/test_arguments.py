@@ -16,7 +16,6 @@ import yaml
 
 from megatron.core.config.flags import ConfigError, flag, flag_fields, from_namespace, spelling, to_values
 from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.training.arguments import config_of, make_parser, parse_args, read_args, read_flags
 from tests.helpers.programme import trained, write_tokens
 
@@ -272,5 +271,5 @@ def test_the_tokenizer_of_the_command_line_is_kept_on_demand(checkpoint: str) ->
 
 
 def test_a_folder_without_a_checkpoint_to_take_from_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint to take the settings from"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint to take the settings from"):
         read_args([*SHORT, "--load", str(tmp_path)])

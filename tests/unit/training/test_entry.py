@@ -73,3 +73,12 @@ def test_broken_rules_exit_with_two_before_anything_starts() -> None:
     assert "--num-leyers is not a flag; did you mean --num-layers" in done.stderr
     assert "--num-attention-heads 2 cannot be divided over --tensor-model-parallel-size 3" in done.stderr
     assert "mesh:" not in done.stdout
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--num-leyers", "4"]])
+def test_a_command_line_is_answered_before_torch_is_imported(flags: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "pretrain_gpt.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.returncode == (0 if flags == ["--help"] else 2)
+    assert "megatron" in imported and not imported & {"torch", "numpy"}
