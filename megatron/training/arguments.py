@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, known_flags, refuse, spelling
+from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest
@@ -195,8 +195,3 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     for name, value in checkpoint_values(args.load, args.ckpt_step).items():
         if name in fields:
             setattr(args, name, value)
-
-
-def flags_of(config_class: type = RunConfig) -> set[str]:
-    """Every spelling that the configs understand."""
-    return known_flags(config_class)

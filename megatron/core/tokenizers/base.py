@@ -30,9 +30,3 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids; bytes that are not whole characters become U+FFFD."""
-
-
-def pad_vocab_size(size: int, divisor: int, tp: int) -> int:
-    """The rows of an embedding that tensor-parallel ranks divide: `size`, up to the next multiple of divisor * tp."""
-    multiple = divisor * tp
-    return -(-size // multiple) * multiple

@@ -6,10 +6,11 @@ To add a kind, write its class beside the others and add one row to `KINDS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags import ConfigError, refuse, spelling
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 
@@ -91,11 +92,21 @@ KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({
     "NullTokenizer": _null,
 })
 
+# Settings that each kind reads; any other that is given would be ignored in silence, and is refused instead.
+READS: Mapping[str, frozenset[str]] = MappingProxyType({
+    "GPT2BPETokenizer": frozenset({"vocab_file", "merge_file"}),
+    "ByteTokenizer": frozenset(),
+    "NullTokenizer": frozenset({"vocab_size"}),
+})
+
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the settings describe."""
+    """The tokenizer that the settings describe; `ConfigError` when they name none, or say what it does not read."""
     kind = config.tokenizer_type
     if kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
         raise ConfigError(f"{problem}; choose one of {', '.join(KINDS)}")
+    refuse(f"{spelling(field.name)} {getattr(config, field.name)} is not read by --tokenizer-type {kind}; leave it out"
+           for field in fields(config)
+           if field.name not in READS[kind] | {"tokenizer_type"} and getattr(config, field.name) is not None)
     return KINDS[kind](config)

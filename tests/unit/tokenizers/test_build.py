@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import ModelConfig
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import pad_vocab_size
 from megatron.core.tokenizers.build import KINDS, ByteTokenizer, NullTokenizer, build_tokenizer
 
 
@@ -57,4 +57,10 @@ def test_what_a_kind_needs_is_named(config, flag):
 @pytest.mark.parametrize("size, divisor, tp, rows", [
     (50257, 128, 1, 50304), (50257, 128, 8, 51200), (50304, 128, 1, 50304), (1, 128, 2, 256), (257, 1, 1, 257)])
 def test_the_vocabulary_is_padded_to_what_the_ranks_divide(size, divisor, tp, rows):
-    assert pad_vocab_size(size, divisor, tp) == rows
+    assert ModelConfig(make_vocab_size_divisible_by=divisor).with_vocabulary(size, tp).padded_vocab_size == rows
+
+
+def test_settings_that_a_tokenizer_does_not_read_are_refused_together():
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9, tokenizer_model="m", vocab_file="v")
+    with pytest.raises(ConfigError, match="(?s)--vocab-file v is not read.*--tokenizer-model m is not read"):
+        build_tokenizer(config)

@@ -110,7 +110,7 @@ def test_a_checkpoint_that_is_not_there_is_named_without_a_traceback(
 
 def test_a_tokenizer_file_that_is_gone_is_named_and_can_be_given_anew(
         tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trained({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "gone.json", "merge_file": "gone.txt"}, str(tmp_path))
+    trained({"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, "vocab_file": "gone.json", "merge_file": "gone.txt"}, str(tmp_path))
     with pytest.raises(SystemExit) as caught:
         tool.main(["--load", str(tmp_path), "--prompt", "a"])
     assert caught.value.code == 1 and "gone.json" in capsys.readouterr().err
