@@ -7,15 +7,14 @@ the pairs of merges.txt are joined, the earliest line first. Any text has ids, a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+import numpy as np
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import read_json, read_text
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromMerges, byte_of_letter, bytes_of
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -23,68 +22,77 @@ END_OF_DOCUMENT = "<|endoftext|>"
 class GPT2BPETokenizer:
     """Byte-level BPE from vocab.json and merges.txt; the end of document is `<|endoftext|>`, there is no padding."""
 
-    pad = None
+    pad = bos = cls = sep = mask = None
+    additional_special_tokens_ids = ()
+    chat_template = None
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        texts = _read(vocab_file, "--vocab-file"), _read(merge_file, "--merge-file")
-        vocab = _parse_vocab(texts[0], vocab_file)
-        merges = _parse_merges(texts[1], merge_file, vocab, vocab_file)
+        vocab = _parse_vocab(read_json(vocab_file, "--vocab-file"), vocab_file)
+        merges = _parse_merges(read_text(merge_file, "--merge-file"), merge_file, vocab, vocab_file)
         self.vocab_size = max(vocab.values()) + 1
         self.eod: int = vocab[END_OF_DOCUMENT]
+        self.eos = self.eod
         self.special_ids = (self.eod,)
-        self._content = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-        # Without merges into the end of document, it is only ever reached through `eod`.
-        self._bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-        self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._bpe.decoder = decoders.ByteLevel()
+        self._tokens = {number: token for token, number in vocab.items()}
+        reached = byte_of_letter().keys() | {left + right for left, right in merges}
+        self.special = {token: number for token, number in vocab.items() if token not in reached}
+        self._bpe = ByteLevelBPE(FromMerges(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
+                                 {number: bytes_of(token) for token, number in vocab.items()}, self.special)
+
+    @property
+    def engine(self) -> str:
+        """What turns text to ids, and why."""
+        return self._bpe.choice[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The kind and hashes of both files' content."""
-        return {"class": type(self).__name__, "vocab": self._content[0], "merges": self._content[1]}
+        """The bytes, the ids and the order of all tokens."""
+        return {"algorithm": "byte-level BPE", "content": self._bpe.identity}
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text."""
-        return self._bpe.encode(_checked(text), add_special_tokens=False).ids
+        return self._bpe.tokenize(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, on all processors."""
-        encodings = self._bpe.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The ids of a text in which `<|endoftext|>` is the end of a document."""
+        return self._bpe.tokenize_marked(text)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, and how many each has."""
+        return self._bpe.choice[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
-        return self._bpe.decode(list(ids), skip_special_tokens=False)
+        return self._bpe.detokenize(ids)
+
+    def id_to_token(self, token: int) -> str:
+        """How vocab.json writes an id."""
+        return self._tokens[token]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the bytes of each token begin and end."""
+        return self._bpe.spans(text)
 
 
-def _checked(text: str) -> str:
-    """The text, if it is valid Unicode: half of a surrogate pair has no bytes. Raises `UnicodeEncodeError`."""
-    text.encode()
-    return text
+def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    # Without merges into the end of document, it is only ever reached through `eod`.
+    bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return bpe
 
 
-def _read(path: str | Path, flag: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag} {path} is not UTF-8 text: {error}") from error
-
-
-def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:
-    try:
-        vocab = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--vocab-file {path} is not JSON: {error}") from error
+def _parse_vocab(vocab: object, path: str | Path) -> dict[str, int]:
     if not isinstance(vocab, dict) or not vocab or not all(type(number) is int for number in vocab.values()):
         raise ConfigError(f"--vocab-file {path} is not a JSON object of tokens and their numbers")
-    if len(set(vocab.values())) != len(vocab) or min(vocab.values()) < 0:
-        raise ConfigError(f"--vocab-file {path} gives one number to several tokens, or a negative number")
+    if len(set(vocab.values())) != len(vocab) or min(vocab.values()) < 0 or max(vocab.values()) >= 2**31:
+        raise ConfigError(f"--vocab-file {path} gives one number to several tokens, or a number below 0 or beyond 2^31")
     if END_OF_DOCUMENT not in vocab:
         raise ConfigError(f"--vocab-file {path} has no token {END_OF_DOCUMENT}, which ends documents; add it with the "
                           f"number {max(vocab.values()) + 1}")
-    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
+    missing = sorted(byte_of_letter().keys() - vocab.keys())
     if missing:
         raise ConfigError(f"--vocab-file {path} is not byte-level: {len(missing)} of the 256 bytes have no token, "
                           f"among them {missing[0]!r}")

@@ -1,34 +1,53 @@
 """Settings to tokenizer, as a table of kinds; and the two kinds that need no files.
 
-To add a kind, write its class beside the others and add one row to `KINDS`.
+To add a kind, write its class beside the others and add one row to `KINDS` and to `READS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType
+
+import numpy as np
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, refuse, spelling
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.base import Tokenizer, flat, marked, read_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
+from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.core.tokenizers.pieces import SentencePieceTokenizer
+from megatron.core.tokenizers.ranks import TikTokenizer
+from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
 class NullTokenizer:
-    """Text that is ids already, with white space between; ids below the size given are text, the next is the end."""
+    """Text that is ids already, with white space between; ids below the size given are text, the next is the end.
 
-    pad = None
+    eod, pad: other ids for the end of document and for padding.
+    """
 
-    def __init__(self, text_vocab_size: int) -> None:
-        self.eod = text_vocab_size
+    bos = cls = sep = mask = None
+    additional_special_tokens_ids = ()
+    special: Mapping[str, int] = MappingProxyType({})
+    chat_template = None
+    engine = "the text is ids already"
+
+    def __init__(self, text_vocab_size: int, *, eod: int | None = None, pad: int | None = None) -> None:
         self.vocab_size = text_vocab_size + 1
+        self.eod = self.eos = text_vocab_size if eod is None else eod
+        self.pad = pad
         self.special_ids = (self.eod,)
+        outside = [number for number in (self.eod, pad) if number is not None and not 0 <= number < self.vocab_size]
+        if outside:
+            raise ConfigError(f"--null-tokenizer-eod-id and --null-tokenizer-pad-id are ids from 0 to {text_vocab_size}, which is "
+                              f"--vocab-size; not {outside[0]}")
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The kind and the size."""
-        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+        """The algorithm; the size says the rest."""
+        return {"algorithm": "ids as text", "size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
         """The numbers of a text."""
@@ -38,65 +57,134 @@ class NullTokenizer:
                 raise ValueError(f"id {token} is outside the vocabulary of {self.vocab_size}")
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of each text."""
-        return [self.tokenize(text) for text in texts]
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The numbers of a text; there are no names of tokens."""
+        return self.tokenize(text)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of all texts, and how many each has."""
+        return flat([self.tokenize(text) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The numbers, with a space between."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(str(int(token)) for token in ids)
+
+    def id_to_token(self, token: int) -> str:
+        """The number."""
+        return str(token)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where each number begins and ends."""
+        self.tokenize(text)
+        spans, end = [], 0
+        for word in text.split():
+            begin = text.index(word, end)
+            end = begin + len(word)
+            spans.append((len(text[:begin].encode()), len(text[:end].encode())))
+        return spans
 
 
 class ByteTokenizer:
     """The UTF-8 bytes of a text are its ids; 256 ends a document."""
 
     vocab_size = 257
-    eod = 256
-    pad = None
+    eod = eos = 256
+    pad = bos = cls = sep = mask = None
+    additional_special_tokens_ids = ()
     special_ids = (eod,)
+    special: Mapping[str, int] = MappingProxyType({"<eod>": eod})
+    chat_template = None
+    engine = "the bytes of the text are its ids"
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The kind alone."""
-        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+        """The algorithm alone."""
+        return {"algorithm": "bytes"}
 
     def tokenize(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of each text."""
-        return [self.tokenize(text) for text in texts]
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The bytes of a text, <eod> being the end of a document."""
+        return marked(text, self.special, self.tokenize)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all texts, and how many each has."""
+        content = [text.encode() for text in texts]
+        return (np.frombuffer(b"".join(content), np.uint8).astype(np.int32),
+                np.fromiter(map(len, content), np.int64, len(content)))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the bytes; ends of documents are left out."""
-        return bytes(token for token in ids if token < self.eod).decode(errors="replace")
+        return bytes(int(token) for token in ids if token < self.eod).decode(errors="replace")
+
+    def id_to_token(self, token: int) -> str:
+        """The byte as in <0x41>."""
+        return "<eod>" if token == self.eod else f"<0x{token:02X}>"
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Each byte by itself."""
+        return [(place, place + 1) for place in range(len(text.encode()))]
 
 
-def _gpt2(config: TokenizerConfig) -> Tokenizer:
-    for flag, value in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
-        if value is None:
-            raise ConfigError(f"--tokenizer-type GPT2BPETokenizer needs {flag}")
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+def _given(config: TokenizerConfig, *names: str) -> list[str]:
+    """The values of settings that a kind cannot do without; all that are missing are named at once."""
+    refuse(f"--tokenizer-type {config.tokenizer_type} needs {spelling(name)}" for name in names if getattr(config, name) is None)
+    return [getattr(config, name) for name in names]
+
+
+def _bert(config: TokenizerConfig) -> Tokenizer:
+    return BertWordPieceTokenizer(*_given(config, "vocab_file"), lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+                                  extra_ids=_extra_ids(config))
+
+
+def _extra_ids(config: TokenizerConfig) -> int:
+    if config.vocab_extra_ids < 0:
+        raise ConfigError(f"--vocab-extra-ids {config.vocab_extra_ids} is a number of sentinels; give 0 or more")
+    return config.vocab_extra_ids
+
+
+def _tiktoken(config: TokenizerConfig) -> Tokenizer:
+    return TikTokenizer(*_given(config, "tokenizer_model"), config.tiktoken_pattern, vocab_size=config.vocab_size,
+                        num_special=config.tiktoken_num_special_tokens, names=config.tokenizer_special_tokens)
 
 
 def _null(config: TokenizerConfig) -> Tokenizer:
     if config.vocab_size is None or config.vocab_size < 1:
         raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, not {config.vocab_size}")
-    return NullTokenizer(config.vocab_size)
+    return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=config.null_tokenizer_pad_id)
 
 
 KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({
-    "GPT2BPETokenizer": _gpt2,
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(*_given(config, "vocab_file", "merge_file")),
+    "BertWordPieceLowerCase": _bert,
+    "BertWordPieceCase": _bert,
+    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "named",
+                                                                    extra_ids=_extra_ids(config)),
+    "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "bare"),
+    "Llama2Tokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "begun"),
+    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
+        *_given(config, "tokenizer_model"), include_special=config.tokenizer_hf_include_special_tokens),
+    "TikTokenizer": _tiktoken,
     "ByteTokenizer": lambda config: ByteTokenizer(),
     "NullTokenizer": _null,
 })
 
 # Settings that each kind reads; any other that is given would be ignored in silence, and is refused instead.
+COMMON = frozenset({"tokenizer_type", "chat_template"})
 READS: Mapping[str, frozenset[str]] = MappingProxyType({
     "GPT2BPETokenizer": frozenset({"vocab_file", "merge_file"}),
+    "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),
+    "BertWordPieceCase": frozenset({"vocab_file", "vocab_extra_ids"}),
+    "SentencePieceTokenizer": frozenset({"tokenizer_model", "vocab_extra_ids"}),
+    "GPTSentencePieceTokenizer": frozenset({"tokenizer_model"}),
+    "Llama2Tokenizer": frozenset({"tokenizer_model"}),
+    "HuggingFaceTokenizer": frozenset({"tokenizer_model", "tokenizer_hf_include_special_tokens"}),
+    "TikTokenizer": frozenset({"tokenizer_model", "tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens",
+                               "tokenizer_special_tokens"}),
     "ByteTokenizer": frozenset(),
-    "NullTokenizer": frozenset({"vocab_size"}),
+    "NullTokenizer": frozenset({"vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"}),
 })
 
 
@@ -106,7 +194,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
         raise ConfigError(f"{problem}; choose one of {', '.join(KINDS)}")
-    refuse(f"{spelling(field.name)} {getattr(config, field.name)} is not read by --tokenizer-type {kind}; leave it out"
+    refuse(f"{spelling(field.name)} {_shown(getattr(config, field.name))} is not read by --tokenizer-type {kind}; leave it out"
            for field in fields(config)
-           if field.name not in READS[kind] | {"tokenizer_type"} and getattr(config, field.name) is not None)
-    return KINDS[kind](config)
+           if field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default)
+    tokenizer = KINDS[kind](config)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    return tokenizer
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _template(setting: str) -> str:
+    """A Jinja template given as its text, or as the file that holds it."""
+    if any(mark in setting for mark in ("{{", "{%", "\n")):
+        return setting
+    if not Path(setting).exists():
+        raise ConfigError(f"--chat-template {setting} is neither a file nor a Jinja template, which has {{{{ or {{%")
+    return read_text(setting, "--chat-template")

@@ -1,18 +1,23 @@
 """Settings to tokenizer, the kinds without files, and the padding of the vocabulary."""
 
+from dataclasses import fields
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.build import KINDS, ByteTokenizer, NullTokenizer, build_tokenizer
+from megatron.core.tokenizers.base import around, flat, marked
+from megatron.core.tokenizers.build import KINDS, READS, ByteTokenizer, NullTokenizer, build_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "Hello", "na\u00efve \u6771\u4eac \U0001f30d\n\x00"])
 def test_bytes_are_ids(text):
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
     assert bytes(tokenizer.tokenize(text)) == text.encode("utf-8")
-    assert tokenizer.encode_batch([text, "x"]) == [tokenizer.tokenize(text), [120]]
     assert tokenizer.detokenize([*tokenizer.tokenize(text), tokenizer.eod]) == text
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
 
@@ -26,7 +31,6 @@ def test_the_null_tokenizer_reads_numbers_and_ends_documents_with_the_size_given
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (101, 100, None)
     assert tokenizer.tokenize("5 0\n 99  100") == [5, 0, 99, 100]
     assert tokenizer.tokenize("") == []
-    assert tokenizer.encode_batch(["1", "2 3"]) == [[1], [2, 3]]
     assert tokenizer.detokenize([5, 100]) == "5 100"
 
 
@@ -37,7 +41,7 @@ def test_the_null_tokenizer_refuses_other_text(text, message):
         NullTokenizer(100).tokenize(text)
 
 
-@pytest.mark.parametrize("kind", [None, "SentencePieceTokenizer", "gpt2bpetokenizer"])
+@pytest.mark.parametrize("kind", [None, "MultimodalTokenizer", "gpt2bpetokenizer"])
 def test_an_unknown_kind_names_the_known_ones(kind):
     with pytest.raises(ConfigError, match=f"--tokenizer-type.*choose one of {', '.join(KINDS)}"):
         build_tokenizer(TokenizerConfig(tokenizer_type=kind))
@@ -46,6 +50,10 @@ def test_an_unknown_kind_names_the_known_ones(kind):
 @pytest.mark.parametrize("config, flag", [
     (TokenizerConfig(tokenizer_type="GPT2BPETokenizer", merge_file="m"), "--vocab-file"),
     (TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="v"), "--merge-file"),
+    *((TokenizerConfig(tokenizer_type=f"BertWordPiece{case}"), "--vocab-file") for case in ("Case", "LowerCase")),
+    *((TokenizerConfig(tokenizer_type=f"{name}Tokenizer"), "--tokenizer-model")
+      for name in ("SentencePiece", "GPTSentencePiece", "Llama2", "HuggingFace")),
+    (TokenizerConfig(tokenizer_type="TikTokenizer"), "--tokenizer-model"),
     (TokenizerConfig(tokenizer_type="NullTokenizer"), "--vocab-size"),
     (TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=0), "--vocab-size"),
 ])
@@ -64,3 +72,73 @@ def test_settings_that_a_tokenizer_does_not_read_are_refused_together():
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9, tokenizer_model="m", vocab_file="v")
     with pytest.raises(ConfigError, match="(?s)--vocab-file v is not read.*--tokenizer-model m is not read"):
         build_tokenizer(config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_says_which_settings_it_reads(kind):
+    names = {field.name for field in fields(TokenizerConfig)} - {"tokenizer_type", "chat_template"}
+    assert set(READS) == set(KINDS) and READS[kind] <= names
+    unread = dict(vocab_file="v", merge_file="m", tokenizer_model="t", vocab_size=7, vocab_extra_ids=3, tiktoken_pattern="v1",
+                  tiktoken_num_special_tokens=9, tokenizer_special_tokens=("<s>",), tokenizer_hf_include_special_tokens=False,
+                  null_tokenizer_eod_id=1, null_tokenizer_pad_id=1)
+    assert unread.keys() == names
+    for name in names - READS[kind]:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* is not read by --tokenizer-type {kind}"):
+            build_tokenizer(TokenizerConfig(tokenizer_type=kind, **{name: unread[name]}))
+
+
+def test_the_null_tokenizer_takes_other_ids_for_end_and_padding():
+    tokenizer = build_tokenizer(TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_eod_id=0, null_tokenizer_pad_id=10))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.special_ids) == (11, 0, 10, (0,))
+    with pytest.raises(ConfigError, match="ids from 0 to 10, which is --vocab-size; not 11"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=11))
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "\udfff"])
+def test_bytes_of_half_a_surrogate_pair_are_refused(text):
+    for call in (ByteTokenizer().tokenize, lambda text: ByteTokenizer().encode_flat(["a", text])):
+        with pytest.raises(ValueError, match="surrogates"):
+            call(text)
+
+
+@pytest.mark.parametrize("config, texts", [
+    (TokenizerConfig(tokenizer_type="ByteTokenizer"), ["", "a\u6771", ""]),
+    (TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100), ["7 8", "", " 1\n99 "])])
+def test_flat_ids_of_kinds_without_files_are_those_of_each_text(config, texts):
+    tokenizer = build_tokenizer(config)
+    ids, lengths = tokenizer.encode_flat(texts)
+    expected = [tokenizer.tokenize(text) for text in texts]
+    assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
+    assert np.can_cast(np.min_scalar_type(tokenizer.vocab_size), ids.dtype)
+    assert [tokenizer.encode_flat([])[place].tolist() for place in (0, 1)] == [[], []]
+    for text, ids in zip(texts, expected):
+        spans = [text.encode()[first:last] for first, last in tokenizer.spans(text)]
+        assert spans == [bytes([token]) if config.vocab_size is None else str(token).encode() for token in ids]
+
+
+def test_a_chat_template_is_given_as_text_or_as_a_file(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
+    for given in ("{{ messages }}", str(tmp_path / "chat.jinja")):
+        assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer", chat_template=given)).chat_template == "{{ messages }}"
+    assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer")).chat_template is None
+    with pytest.raises(ConfigError, match="--chat-template chatml is neither a file nor a Jinja template"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer", chat_template="chatml"))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5), st.lists(st.integers(10, 19), max_size=2),
+       st.lists(st.integers(20, 29), max_size=2))
+def test_what_is_put_around_texts_stands_around_each(texts, before, after):
+    ids, lengths = around(before, *flat(texts), after)
+    expected = [[*before, *text, *after] for text in texts]
+    assert ids.tolist() == [token for text in expected for token in text] and lengths.tolist() == list(map(len, expected))
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("", []), ("ab", [1, 2]), ("<e>", [9]), ("a<e>b<e>f", [1, 9, 2, 8]), ("<e>f<e>e", [8, 9, 5]), ("<e", [60, 5])])
+def test_names_of_special_tokens_are_found_the_longest_first(text, expected):
+    def spell(part):
+        return [60 if letter == "<" else ord(letter) - 96 for letter in part]
+
+    assert marked(text, {"<e>": 9, "<e>f": 8, "e>b": 7}, spell) == expected

@@ -1,0 +1,151 @@
+"""What is wrong with a tokenizer, or may surprise: found by trying it on difficult text, on a corpus, on its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.core.tokenizers.sample import DIFFICULT
+
+LOSSLESS = ("byte-level BPE", "bytes")
+SHOWN = 5
+
+
+@dataclass(slots=True)
+class Findings:
+    """wrong: what will break a run or its data. notes: what is as it should be for this kind, and may still surprise."""
+
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CorpusFindings:
+    """Round trips over a corpus: texts, their bytes and ids, texts that do not come back, the highest id, the first loss."""
+
+    texts: int = 0
+    num_bytes: int = 0
+    ids: int = 0
+    lost: int = 0
+    highest: int = -1
+    first_loss: str = ""
+
+
+def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> Findings:
+    """What the tokenizer's ids and the built-in difficult text show. rows: ids that the model has, if that is known."""
+    findings = Findings()
+    _check_special_ids(tokenizer, findings)
+    if rows is not None and tokenizer.vocab_size > rows:
+        beyond = [_named(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
+        findings.wrong.append(f"{len(beyond)} ids are beyond the model's {rows}: {_some(beyond)}; give the model a vocabulary of "
+                              f"{tokenizer.vocab_size} or more")
+    if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its text is numbers, never these
+        _check_round_trips(tokenizer, findings)
+        _check_forging(tokenizer, findings)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        _check_added_tokens(tokenizer, findings)
+    return findings
+
+
+def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
+    """Round trips over texts."""
+    found = CorpusFindings()
+    for texts in batches:
+        for text in texts:
+            ids = tokenizer.tokenize(text)
+            back = _back(tokenizer, ids)
+            found.texts += 1
+            found.num_bytes += len(text.encode())
+            found.ids += len(ids)
+            found.highest = max(found.highest, max(ids, default=-1))
+            if back != text:
+                found.lost += 1
+                found.first_loss = found.first_loss or _difference(text, back)
+    return found
+
+
+def promises_round_trips(tokenizer: Tokenizer) -> bool:
+    """Whether every text is to come back from its ids."""
+    return tokenizer.unique_identifiers["algorithm"] in LOSSLESS
+
+
+def _check_special_ids(tokenizer: Tokenizer, findings: Findings) -> None:
+    roles = {role: getattr(tokenizer, role) for role in ("eod", "eos", "bos", "pad", "cls", "sep", "mask")}
+    given = {role: token for role, token in roles.items() if token is not None}
+    for role, token in given.items():
+        if not 0 <= token < tokenizer.vocab_size:
+            findings.wrong.append(f"{role} is {token}, which is not an id from 0 to {tokenizer.vocab_size - 1}")
+    others = [role for role, token in given.items() if role != "pad" and token == given.get("pad")]
+    if others:
+        findings.wrong.append(f"pad and {', '.join(others)} are one id, {_named(tokenizer, given['pad'])}: what is padding "
+                              "cannot be told from it, and would get no loss")
+    if "bos" in given and given["bos"] in (given.get("eos"), given["eod"]):
+        findings.notes.append(f"bos and eos are one id, {_named(tokenizer, given['bos'])}: begin and end of a text look the same")
+    if "pad" not in given:
+        findings.notes.append("there is no padding id")
+    sentinels = tokenizer.additional_special_tokens_ids
+    if len(set(sentinels)) != len(sentinels):
+        findings.wrong.append("several sentinels are one id")
+
+
+def _check_round_trips(tokenizer: Tokenizer, findings: Findings) -> None:
+    lost = []
+    for kind, text in DIFFICULT.items():
+        back = _back(tokenizer, tokenizer.tokenize(text))
+        if back != text:
+            lost.append(f"{kind} ({_difference(text, back)})")
+    if lost and promises_round_trips(tokenizer):
+        findings.wrong.append(f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}")
+    elif lost:
+        findings.notes.append(f"{len(lost)} of {len(DIFFICULT)} kinds of text are changed, as this kind of tokenizer normalizes "
+                              f"text or lacks tokens: {'; '.join(lost)}")
+
+
+def _check_forging(tokenizer: Tokenizer, findings: Findings) -> None:
+    around = set(tokenizer.tokenize(""))
+    forged = [name for name, token in tokenizer.special.items()
+              if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))]
+    if forged:
+        findings.wrong.append(f"text that holds the name of a special token becomes that token: {_some(forged)}")
+
+
+def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: Findings) -> None:
+    added = tokenizer.added_tokens
+    inside = [repr(token.content) for number, token in added.items()
+              if not token.special and number in tokenizer.tokenize(f"x{token.content}y")]
+    if inside:
+        findings.wrong.append(f"added tokens are found inside words of ordinary text: {_some(inside)}")
+    strips = [repr(token.content) for token in added.values() if token.lstrip or token.rstrip]
+    if strips:
+        findings.notes.append(f"added tokens swallow the white space beside them: {_some(strips)}")
+
+
+def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids, without what the tokenizer puts around every text."""
+    around = tokenizer.tokenize("")
+    count = len(around)
+    for first in range(count + 1) if count else ():
+        last = len(ids) - (count - first)
+        if list(ids[:first]) == around[:first] and list(ids[last:]) == around[first:]:
+            return tokenizer.detokenize(ids[first:last])
+    return tokenizer.detokenize(ids)
+
+
+def _difference(text: str, back: str) -> str:
+    """Where a text and what came back first differ."""
+    place = next((place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back)))
+    return f"{ascii(text[place : place + 12])} became {ascii(back[place : place + 12])}"
+
+
+def _named(tokenizer: Tokenizer, token: int) -> str:
+    try:
+        return f"{token} {ascii(tokenizer.id_to_token(token))}"
+    except (KeyError, IndexError):
+        return f"{token} (no token)"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

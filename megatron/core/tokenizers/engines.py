@@ -1,0 +1,171 @@
+"""Libraries that turn text to ids of one byte-level BPE, and the choice of the fastest that is proven right.
+
+    reference  the library that defines the ids: tokenizers for merges, tiktoken for ranks
+    fastest    gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole
+               sample of difficult text (sample.py), and a sentence that says why
+
+An engine is a function from texts to flat ids. Names of special tokens are ordinary text for every engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from megatron.core.tokenizers.sample import DIFFICULT
+
+Engine = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+
+# How text is cut into words, before the pairs of each word are joined. gpt2 is written as tiktoken does it: the same
+# words as the published expression, found faster. v1 and v2 are Megatron's names.
+PATTERNS: Mapping[str, str] = MappingProxyType({
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+})
+# gigatoken has words cut by hand for some patterns, under names of its own.
+GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "gpt2", "v2": "nemotron"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A byte-level BPE: of all pairs in a word whose join is a token, the one that stands earliest here is joined first.
+
+    tokens: the 256 single bytes in the order of their value, then the longer ones. ids: the id of each. pattern: a key
+    of PATTERNS, or an expression.
+    """
+
+    tokens: tuple[bytes, ...]
+    ids: tuple[int, ...]
+    pattern: str
+
+
+def num_processors() -> int:
+    """Processors this process may use; one inside a worker process, whose siblings use the others."""
+    if multiprocessing.parent_process() is not None:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tiktoken_engine(ranks: Ranks) -> Engine:
+    """tiktoken, a text a thread."""
+    import tiktoken
+
+    table = np.asarray(ranks.ids, np.int32)
+    encoding = tiktoken.Encoding("ranks", pat_str=PATTERNS.get(ranks.pattern, ranks.pattern), special_tokens={},
+                                 mergeable_ranks={token: rank for rank, token in enumerate(ranks.tokens)})
+
+    def encode(text: str) -> np.ndarray:
+        # Without special tokens, encode_ordinary is the way that does not look for them; it hides lone surrogates.
+        text.encode()
+        return np.asarray(encoding.encode_ordinary(text), np.int32)
+
+    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if len(texts) == 1:
+            found = [encode(texts[0])]
+        else:
+            with ThreadPoolExecutor(num_processors()) as pool:
+                found = list(pool.map(encode, texts))
+        lengths = np.fromiter(map(len, found), np.int64, len(found))
+        return table[np.concatenate(found)] if found else table[:0], lengths
+
+    return encode_flat
+
+
+def gigatoken_engine(ranks: Ranks) -> Engine:
+    """gigatoken, from ranks."""
+    import gigatoken
+
+    name = GIGATOKEN_NAMES.get(ranks.pattern)
+    if name is None:
+        raise ValueError("it does not know the pattern that cuts text into words")
+    with tempfile.TemporaryDirectory() as folder:  # it reads ranks from a file only
+        path = os.path.join(folder, "ranks.tiktoken")
+        with open(path, "wb") as file:
+            file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks.tokens))
+        return _gigatoken(gigatoken.Tokenizer.from_tiktoken(path, name, {}), np.asarray(ranks.ids, np.int32))
+
+
+def gigatoken_json_engine(tokenizer_json: str) -> Engine:
+    """gigatoken, from the content of a tokenizer.json, without the special tokens that it names."""
+    import gigatoken
+
+    parsed = json.loads(tokenizer_json)
+    parsed.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+    return _gigatoken(gigatoken.Tokenizer.from_json(json.dumps(parsed)), None)
+
+
+def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
+    """All texts at once, on all processors; on one inside a worker process."""
+
+    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        layout = encoder.encode_batch([text.encode() for text in texts]).layout
+        offsets = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
+        return ids if table is None else table[ids], np.diff(offsets)
+
+    return encode_flat
+
+
+def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engine:
+    """A tokenizer of the package tokenizers, whatever its model."""
+
+    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        for text in texts:
+            text.encode()
+        if len(texts) == 1:  # starts no threads, so that a process may fork after it
+            encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
+        else:
+            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        return np.concatenate(found) if found else np.zeros(0, np.int32), np.fromiter(map(len, found), np.int64, len(found))
+
+    return encode_flat
+
+
+def fastest(
+    candidates: Mapping[str, Callable[[], Engine]], reference: Engine, reference_name: str
+) -> tuple[Engine, str]:
+    """(engine, a sentence on the choice). candidates: the package and how to build its engine, the fastest first."""
+    refusals = []
+    for name, build in candidates.items():
+        try:
+            engine = build()
+            problem = difference(engine, reference)
+        except ImportError:
+            problem = "is not installed"
+        except Exception as error:  # whatever an optional library raises, another does its work
+            problem = f"cannot be used: {error}"
+        if problem is None:
+            return engine, _sentence(name, f"its ids equal those of {reference_name} on {len(DIFFICULT)} kinds of difficult "
+                                           f"text", refusals)
+        refusals.append(f"{name} {problem}")
+    return reference, _sentence(reference_name, "it defines the ids", refusals)
+
+
+def difference(engine: Engine, reference: Engine) -> str | None:
+    """What an engine gets wrong on the sample of difficult text; None when nothing."""
+    ours, theirs = engine(list(DIFFICULT.values())), reference(list(DIFFICULT.values()))
+    if np.array_equal(ours[1], theirs[1]) and np.array_equal(ours[0], theirs[0]):
+        return None
+    for kind, text in DIFFICULT.items():
+        if not np.array_equal(engine([text])[0], reference([text])[0]):
+            return f"gives other ids for {kind}"
+    return "gives other ids for several texts at once"
+
+
+def _sentence(name: str, reason: str, refusals: Sequence[str]) -> str:
+    return "; ".join([f"text is encoded by {name} {metadata.version(name)}: {reason}", *refusals])

@@ -1,0 +1,230 @@
+"""HuggingFaceTokenizer: a tokenizer.json, or the folder that holds it, read with the package tokenizers and no network.
+
+Beside it, tokenizer_config.json and special_tokens_map.json name the begin, end, padding and other special tokens, and
+tokenizer_config.json or chat_template.jinja holds the template of a conversation. Where neither names any, well-known
+names are looked for among the special tokens. No code that comes with a tokenizer is run.
+
+As transformers does, the special tokens that tokenizer.json puts around a text are put there; names of special tokens
+inside a text are ordinary text, as with `split_special_tokens=True`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import around, byte_spans, digest, read_json, read_text
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromMerges, byte_of_letter, bytes_of
+from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
+
+FLAG = "--tokenizer-model"
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+    "cls": ("<cls>", "[CLS]"),
+    "sep": ("<sep>", "[SEP]"),
+    "mask": ("<mask>", "[MASK]"),
+})
+
+
+class HuggingFaceTokenizer:
+    """What a tokenizer.json says; its end of sentence (or, where it has none, its separator) ends documents.
+
+    added_tokens: what was added to the model's vocabulary by hand, special or not, as the package tokenizers has it.
+    """
+
+    def __init__(self, model: str | Path, *, include_special: bool = True) -> None:
+        path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
+        self._text = read_text(path, FLAG)
+        self._tokenizer = _load(self._text, path)
+        self._tokenizer.encode_special_tokens = True
+        self._tokens = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = max(self._tokens, default=-1) + 1
+        added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        named, extra, self.chat_template = _settings(
+            path.parent, {token: number for number, token in self._tokens.items()}, added)
+        self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
+        self.cls, self.sep, self.mask = named["cls"], named["sep"], named["mask"]
+        self.eod: int = self.sep if self.eos is None else self.eos
+        if self.eod is None:
+            raise ConfigError(f"{FLAG} {path}: no end of document is known; name one as eos_token in tokenizer_config.json")
+        sentinels = [token for token in added if token.startswith("<extra_id_")]
+        self.additional_special_tokens_ids = extra or tuple(added[token] for token in sorted(sentinels, key=_number))
+        self.special = added
+        self.added_tokens = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
+        self._prefix, self._suffix = _frame(self._tokenizer) if include_special else ((), ())
+        self._frame_known = self._prefix is not None
+        self._bytes = _byte_level(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
+
+    @cached_property
+    def _choice(self) -> tuple[Engine, str]:
+        if self._bytes is None:
+            return self._plain, "text is encoded by tokenizers: it defines the ids"
+        engine, reason = self._bytes.choice
+        return (lambda texts: around(self._prefix, *engine(texts), self._suffix)), reason
+
+    @cached_property
+    def _plain(self) -> Engine:
+        """The package tokenizers, which defines the ids."""
+        if not self._frame_known:
+            return tokenizers_engine(self._tokenizer, add_special_tokens=True)
+        bare = tokenizers_engine(self._tokenizer)
+        return lambda texts: around(self._prefix, *bare(texts), self._suffix)
+
+    @cached_property
+    def _marking(self) -> Any:
+        """A tokenizer of its own that knows the names of special tokens in text."""
+        return _load(self._text, "tokenizer.json")
+
+    @property
+    def engine(self) -> str:
+        """What turns text to ids, and why."""
+        return self._choice[1]
+
+    @property
+    def unique_identifiers(self) -> dict[str, str | int]:
+        """Of a byte-level BPE its tokens; of any other kind the tokenizer.json; and what is put around a text."""
+        frame = {"before": json.dumps(self._prefix), "after": json.dumps(self._suffix)} if self._prefix or self._suffix else {}
+        if self._bytes is not None:
+            return {"algorithm": "byte-level BPE", "content": self._bytes.identity, **frame}
+        parsed = json.loads(self._text)
+        content = json.dumps({key: value for key, value in parsed.items() if key not in ("truncation", "padding", "version")},
+                             sort_keys=True)
+        return {"algorithm": "tokenizer.json", "content": digest([content.encode()]), **frame, "framed": self._frame_known}
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, with the special tokens that tokenizer.json puts around it, unless those were turned off."""
+        return self._plain([text])[0].tolist()
+
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The ids of a text, names of special tokens being those tokens; nothing is put around it."""
+        text.encode()
+        return self._marking.encode(text, add_special_tokens=False).ids
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, and how many each has."""
+        return self._choice[0](texts)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of some ids."""
+        return self._tokenizer.decode([token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False)
+
+    def id_to_token(self, token: int) -> str:
+        """How tokenizer.json writes an id."""
+        return self._tokens[token]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the bytes that each token stands for begin and end; what is put around a text stands for none."""
+        text.encode()
+        if self._bytes is not None:
+            spans = self._bytes.spans(text)
+            return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
+        if not self._frame_known:
+            return byte_spans(text, self._tokenizer.encode(text).offsets)
+        spans = byte_spans(text, self._tokenizer.encode(text, add_special_tokens=False).offsets)
+        return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
+
+
+def _load(text: str, path: str | Path) -> Any:
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises bare exceptions
+        raise ConfigError(f"{FLAG} {path} is not a tokenizer.json, or is damaged: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _number(sentinel: str) -> int:
+    digits = "".join(letter for letter in sentinel if letter.isdigit())
+    return int(digits) if digits else 0
+
+
+def _settings(
+    folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
+) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
+    """(ids of the named special tokens, ids of additional ones, chat template) from the files beside a tokenizer.json."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            content = read_json(folder / name, FLAG)
+            if not isinstance(content, dict):
+                raise ConfigError(f"{FLAG} {folder / name} is not a JSON object")
+            config |= {key: value for key, value in content.items() if value is not None}
+
+    def number(value: object, key: str) -> int:
+        token = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(token, str) or token not in numbers:
+            raise ConfigError(f"{FLAG} {folder}: tokenizer_config.json or special_tokens_map.json names {token!r} as {key}, "
+                              "but tokenizer.json has no such token")
+        return numbers[token]
+
+    if any(f"{name}_token" in config for name in NAMES):
+        named = {name: number(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None for name in NAMES}
+    else:
+        named = {name: next((added[token] for token in usual if token in added), None) for name, usual in NAMES.items()}
+    extra = next((config[key] for key in ("extra_special_tokens", "additional_special_tokens")
+                  if isinstance(config.get(key), list)), [])
+    return named, tuple(number(token, "a special token") for token in extra), _template(folder, config.get("chat_template"))
+
+
+def _template(folder: Path, setting: object) -> str | None:
+    """The text of a conversation's template; of several, the one named default."""
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder / "chat_template.jinja", FLAG)
+    if isinstance(setting, list):
+        templates = {row.get("name"): row.get("template") for row in setting if isinstance(row, dict)}
+        setting = templates.get("default")
+    return setting if isinstance(setting, str) else None
+
+
+def _frame(tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The ids that are put before and after every text; (None, None) when that depends on the text."""
+    common = None
+    for text in ("a", "two words"):
+        bare, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
+        frames = {(tuple(whole[:first]), tuple(whole[first + len(bare) :])) for first in range(len(whole) - len(bare) + 1)
+                  if whole[first : first + len(bare)] == bare}
+        common = frames if common is None else common & frames
+    return common.pop() if len(common) == 1 else (None, None)
+
+
+def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
+    """The same as ranks or merges of bytes, where the tokenizer is no more than that; else None."""
+    model, pattern = parsed["model"], _pattern(parsed.get("pre_tokenizer"))
+    extras = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
+    if (model.get("type") != "BPE" or pattern is None or parsed.get("normalizer") is not None
+            or any(model.get(key) for key in extras) or any(not token["special"] for token in parsed.get("added_tokens", ()))
+            or not byte_of_letter().keys() <= model["vocab"].keys()):
+        return None
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    reached = byte_of_letter().keys() | {left + right for left, right in merges}
+    unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
+    source = FromMerges(tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges")))
+    vocab = {number: bytes_of(token) for token, number in model["vocab"].items()}
+    return ByteLevelBPE(source, vocab | {number: token.encode() for token, number in special.items()}, unreached | special)
+
+
+def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """The pattern, as `Ranks` names it, of a pre-tokenizer that cuts bytes by one expression; else None."""
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
+        return None
+    if len(steps) == 1:
+        return "gpt2" if last.get("use_regex", True) else None
+    first, expression = steps[0], (steps[0].get("pattern") or {}).get("Regex")
+    if first.get("type") != "Split" or first.get("behavior") != "Isolated" or first.get("invert") or last.get("use_regex", True):
+        return None
+    return next((name for name, known in PATTERNS.items() if known == expression), expression)

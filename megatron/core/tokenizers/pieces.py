@@ -1,0 +1,120 @@
+"""SentencePiece models, in Megatron's three kinds.
+
+GPTSentencePieceTokenizer   the model's pieces as they are; its </s> ends documents
+Llama2Tokenizer             the same, and every text begins with the model's <s>
+SentencePieceTokenizer      with <CLS>, <SEP>, <EOD>, <MASK>, and where the model lacks them <PAD>, <BOS> and <EOS>, and
+                            the sentinels <extra_id_k>, each after the model's pieces unless it is one; <EOD> ends documents
+
+Text is normalized as the model says, so ids need not give the same text back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import around, byte_spans, digest, flat, marked, read_bytes
+from megatron.core.tokenizers.engines import num_processors
+
+ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+class SentencePieceTokenizer:
+    """Text to the pieces of a model. kind: `bare`, `begun` (with <s> before each text) or `named` (with named tokens)."""
+
+    chat_template = None
+    engine = "text is encoded by sentencepiece: it defines the ids"
+
+    def __init__(self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0) -> None:
+        content = read_bytes(model, "--tokenizer-model")
+        self._model = pieces = _load(content, model)
+        self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
+        self._prefix: tuple[int, ...] = ()
+        self._identity = {"model": digest([content]), "kind": kind}
+        own = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id()}
+        special = {self._tokens[number]: number for number in range(len(pieces)) if pieces.is_control(number)}
+        sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
+        if kind == "named":
+            numbers = {token: number for number, token in enumerate(self._tokens)}
+            wanted = [*ADDED, *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if own[name] < 0), *sentinels]
+            for token in wanted:
+                special[token] = numbers.setdefault(token, len(numbers))
+            own = {name: number if number >= 0 else special[f"<{name.upper()}>"] for name, number in own.items()}
+            self._tokens = list(numbers)
+        if kind == "begun":
+            if own["bos"] < 0:
+                raise ConfigError(f"--tokenizer-model {model} has no begin of text, which Llama2Tokenizer puts before every "
+                                  "text; choose GPTSentencePieceTokenizer")
+            self._prefix = (own["bos"],)
+        self.special = special
+        self.vocab_size = len(self._tokens)
+        self.bos, self.eos, self.pad = (own[name] if own[name] >= 0 else None for name in ("bos", "eos", "pad"))
+        self.cls, self.sep, self.mask = (special.get(name) for name in ("<CLS>", "<SEP>", "<MASK>"))
+        self.eod = special["<EOD>"] if kind == "named" else self.eos
+        if self.eod is None:
+            raise ConfigError(f"--tokenizer-model {model} has no end of text, which ends documents; choose "
+                              "SentencePieceTokenizer, which adds one")
+        self.additional_special_tokens_ids = tuple(special[token] for token in sentinels)
+        self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
+
+    @property
+    def unique_identifiers(self) -> dict[str, str | int]:
+        """The model's content, and what is added to it."""
+        return {"algorithm": "sentencepiece", **self._identity}
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text; of Llama2Tokenizer with <s> before it."""
+        return [*self._prefix, *self._bare(text)]
+
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The ids of a text, names of special tokens being those tokens; nothing is put before it."""
+        return marked(text, self.special, self._bare)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, and how many each has."""
+        content = [text.encode() for text in texts]
+        return around(self._prefix, *flat(self._model.encode(content, num_threads=num_processors())), ())
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of some ids; tokens that are not the model's are written by name."""
+        return "".join(part if isinstance(part, str) else self._model.decode(part) for part in self._runs(map(int, ids)))
+
+    def _runs(self, ids: Any) -> list[str | list[int]]:
+        """Runs of ids of the model, and the names of ids added to it; ids of no token are left out."""
+        runs: list[str | list[int]] = []
+        for token in ids:
+            if 0 <= token < len(self._model):
+                if not runs or isinstance(runs[-1], str):
+                    runs.append([])
+                runs[-1].append(token)
+            elif 0 <= token < self.vocab_size:
+                runs.append(self._tokens[token])
+        return runs
+
+    def id_to_token(self, token: int) -> str:
+        """How the model writes an id; U+2581 stands for a space."""
+        return self._tokens[token]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the bytes that each piece stands for begin and end; <s> before a text stands for none."""
+        text.encode()
+        offsets = self._model.encode(text, out_type="offset_mapping")["offsets"] if text else []
+        return [*((0, 0) for _ in self._prefix), *byte_spans(text, offsets)]
+
+    def _bare(self, text: str) -> list[int]:
+        return self._model.encode(text.encode())
+
+
+def _load(content: bytes, model: str | Path) -> Any:
+    import sentencepiece
+
+    if not content:
+        raise ConfigError(f"--tokenizer-model {model} is empty")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise ConfigError(f"--tokenizer-model {model} is not a SentencePiece model, or is damaged: {error}") from error

@@ -1,0 +1,169 @@
+"""TikTokenizer: a byte-level BPE from a file of ranks, in either of two forms.
+
+JSON (Megatron's): a list of {"rank": r, "token_bytes": base64, "token_str": text}, the 256 bytes first. The ids below
+--tiktoken-num-special-tokens are special tokens, the ids from there on are the ranks.
+
+    ids   0 <unk>  1 <s>  2 </s>  3 <mask>  4 <pad>  5 <cls>  6 <sep>  7 <SPECIAL_7> ...   num_special + rank
+
+Plain (tiktoken's own): a line of base64 and rank for each token; the id is the rank, and the special tokens
+(`<|endoftext|>` unless named otherwise) take the first ids that are free.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import read_bytes, read_json
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromRanks
+from megatron.core.tokenizers.engines import Ranks
+
+FLAG = "--tokenizer-model"
+NEEDED = ("<unk>", "<s>", "</s>")
+NAMED = (*NEEDED, "<mask>", "<pad>", "<cls>", "<sep>")
+PLAIN_END = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 2**17
+DEFAULT_NUM_SPECIAL = 1000
+
+
+class TikTokenizer:
+    """Byte-level BPE from a rank file; the first of the ends `</s>` and `<|endoftext|>` that it has ends a document."""
+
+    additional_special_tokens_ids = ()
+    chat_template = None
+
+    def __init__(self, model: str | Path, pattern: str | None, *, vocab_size: int | None = None,
+                 num_special: int | None = None, names: Sequence[str] | None = None) -> None:
+        layout = _json_layout if str(model).endswith(".json") else _plain_layout
+        tokens, ids, special = layout(model, vocab_size, num_special, names)
+        pattern = pattern or _usual_pattern(model)
+        vocab = dict(zip(ids, tokens))
+        self.special = special
+        self.vocab_size = max([*ids, *special.values()]) + 1
+        self.bos, self.eos, self.mask = special.get("<s>"), special.get("</s>"), special.get("<mask>")
+        self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
+        self.eod: int = next((special[name] for name in ("</s>", PLAIN_END) if name in special), None)
+        if self.eod is None:
+            raise ConfigError(f"--tokenizer-special-tokens {' '.join(special)} has neither </s> nor {PLAIN_END}, which end "
+                              "documents")
+        self.eos = self.eod
+        self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
+        # The single bytes come first, in the order of their value: their ranks among each other change nothing.
+        ordered = sorted(range(len(tokens)), key=lambda rank: (0, tokens[rank][0]) if len(tokens[rank]) == 1 else (1, rank))
+        ranks = Ranks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), pattern)
+        self._bpe = ByteLevelBPE(FromRanks(ranks), vocab | {number: name.encode() for name, number in special.items()}, special)
+
+    @property
+    def engine(self) -> str:
+        """What turns text to ids, and why."""
+        return self._bpe.choice[1]
+
+    @property
+    def unique_identifiers(self) -> dict[str, str | int]:
+        """The bytes, the ids and the order of all tokens."""
+        return {"algorithm": "byte-level BPE", "content": self._bpe.identity}
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return self._bpe.tokenize(text)
+
+    def tokenize_marked(self, text: str) -> list[int]:
+        """The ids of a text, names of special tokens being those tokens."""
+        return self._bpe.tokenize_marked(text)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, and how many each has."""
+        return self._bpe.choice[0](texts)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of some ids."""
+        return self._bpe.detokenize(ids)
+
+    def id_to_token(self, token: int) -> str:
+        """The text of an id, with U+FFFD for parts of characters."""
+        return self._bpe.vocab[token].decode(errors="replace")
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the bytes of each token begin and end."""
+        return self._bpe.spans(text)
+
+
+Layout = tuple[list[bytes], list[int], dict[str, int]]
+
+
+def _usual_pattern(model: str | Path) -> str:
+    name = Path(model).name
+    if name.endswith(".json"):
+        return "v2"
+    if name.startswith(("r50k_base", "gpt2")):
+        return "gpt2"
+    raise ConfigError(f"{FLAG} {model} does not say how text is cut into words; add --tiktoken-pattern")
+
+
+def _json_layout(model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
+    """(bytes of each rank, its id, special tokens) of Megatron's form."""
+    content = read_json(model, FLAG)
+    keys = {"rank", "token_bytes"}
+    if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
+        raise ConfigError(f"{FLAG} {model} is not a list of objects with rank and token_bytes")
+    num_special = DEFAULT_NUM_SPECIAL if num_special is None else num_special
+    names = NAMED if names is None else tuple(names)
+    if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
+        raise ConfigError(f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
+                          f"{', '.join(NEEDED)}, and are at most --tiktoken-num-special-tokens {num_special}")
+    size = min(DEFAULT_VOCAB_SIZE, len(content) + num_special) if vocab_size is None else vocab_size
+    if not num_special + 256 <= size <= len(content) + num_special:
+        raise ConfigError(f"--vocab-size {size} is {num_special} special tokens, the 256 bytes and at most all "
+                          f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}")
+    rows = content[: size - num_special]
+    tokens = _checked([(row["token_bytes"], row["rank"]) for row in rows], model)
+    filled = [*names, *(f"<SPECIAL_{number}>" for number in range(len(names), num_special))]
+    special = {name: number for number, name in enumerate(filled)}
+    if len(special) != num_special:
+        raise ConfigError(f"--tokenizer-special-tokens {' '.join(names)} names a filler such as {filled[-1]}")
+    return tokens, [num_special + rank for rank in range(len(tokens))], special
+
+
+def _plain_layout(model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
+    """(bytes of each rank, its id, special tokens) of tiktoken's form."""
+    for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
+        if value is not None:
+            raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
+    rows: list[tuple[object, object]] = []
+    for number, line in enumerate(read_bytes(model, FLAG).splitlines(), 1):
+        words = line.split()
+        if words and (len(words) != 2 or not words[1].isdigit()):
+            raise ConfigError(f"{FLAG} {model}, line {number}, is not base64 and a rank: {line[:60]!r}")
+        rows += [(words[0], int(words[1]))] if words else []
+    taken = {rank for _, rank in rows}
+    if len(taken) != len(rows) or max(taken, default=0) >= 2**31:
+        raise ConfigError(f"{FLAG} {model} gives one rank to several tokens, or a rank beyond 2^31")
+    rows.sort(key=lambda row: row[1])
+    tokens = _checked([(token, place) for place, (token, _) in enumerate(rows)], model)
+    names = (PLAIN_END,) if names is None else tuple(names)
+    free = (number for number in range(len(rows) + len(names) + len(taken)) if number not in taken)
+    return tokens, [rank for _, rank in rows], dict(zip(names, free))
+
+
+def _checked(rows: Sequence[tuple[object, object]], model: str | Path) -> list[bytes]:
+    """The bytes of the tokens of (base64, rank), which stand in order, differ, and have all single bytes among them."""
+    tokens = []
+    for place, (text, rank) in enumerate(rows):
+        try:
+            tokens.append(base64.b64decode(text, validate=True))
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise ConfigError(f"{FLAG} {model}: token {place} is not base64: {error}") from error
+        if rank != place or not tokens[-1]:
+            raise ConfigError(f"{FLAG} {model}: token {place} has rank {rank} and {len(tokens[-1])} bytes; ranks count up "
+                              "from 0, and no token is empty")
+    if len(set(tokens)) != len(tokens):
+        raise ConfigError(f"{FLAG} {model} has one token at several ranks")
+    missing = {bytes([byte]) for byte in range(256)} - set(tokens)
+    if missing:
+        raise ConfigError(f"{FLAG} {model} is not byte-level, or is cut short: {len(missing)} of the 256 bytes have no rank")
+    return tokens

@@ -1,0 +1,95 @@
+"""New vocabularies from text: a byte-level BPE, or a SentencePiece model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from megatron.core.config.flags import ConfigError
+
+LONGEST_LINE = 100_000  # characters; the trainer of SentencePiece leaves longer lines out
+SENTENCEPIECE_NAMES = ("<unk>", "<s>", "</s>", "<pad>")
+
+
+def train_byte_level_bpe(
+    texts: Iterable[Sequence[str]], *, vocab_size: int, special_tokens: Sequence[str], min_frequency: int
+) -> dict[str, str]:
+    """Learn GPT-2's kind of BPE. Returns the content of vocab.json, merges.txt, tokenizer.json and tokenizer_config.json.
+
+    texts: batches of texts, gone through once. special_tokens take the first ids; the first of them ends documents.
+    vocab_size: number of ids, the special tokens and the 256 bytes included; fewer when the text has not so many pairs
+    that occur `min_frequency` times.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    clash = sorted(set(special_tokens) & set(alphabet))
+    if len(set(special_tokens)) != len(special_tokens) or not special_tokens or not all(special_tokens) or clash:
+        raise ConfigError(f"--special-tokens {' '.join(special_tokens)}: give at least one name, each once, longer than a letter")
+    if vocab_size < len(alphabet) + len(special_tokens):
+        raise ConfigError(f"--vocab-size {vocab_size} has no room for the 256 bytes and {len(special_tokens)} special tokens; give "
+                          f"{len(alphabet) + len(special_tokens)} or more")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(special_tokens),
+        initial_alphabet=sorted(alphabet), show_progress=False))
+    whole = json.loads(bpe.to_str())
+    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in whole["model"]["merges"])
+    return {
+        "vocab.json": json.dumps(whole["model"]["vocab"], ensure_ascii=False),
+        "merges.txt": "".join(f"{line}\n" for line in ("#version: 0.2", *merges)),
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False, indent=1),
+        "tokenizer_config.json": json.dumps({"eos_token": special_tokens[0]}),
+    }
+
+
+def train_sentencepiece(
+    texts: Iterable[Sequence[str]], *, kind: Literal["bpe", "unigram"], vocab_size: int, special_tokens: Sequence[str],
+    keep_whitespace: bool, max_lines: int, threads: int,
+) -> bytes:
+    """Learn a SentencePiece model that spells unknown characters in bytes. Returns the content of its .model file.
+
+    The first ids are <unk>, <s>, </s>, <pad> and the special tokens. keep_whitespace: text comes back as it was, instead
+    of with NFKC and single spaces. max_lines: learn from a random choice of so many lines; 0: from all.
+    """
+    import sentencepiece
+
+    clash = sorted(set(special_tokens) & set(SENTENCEPIECE_NAMES))
+    if clash or len(set(special_tokens)) != len(special_tokens) or not all(special_tokens):
+        raise ConfigError(f"--special-tokens {' '.join(special_tokens)}: give each name once, and none of "
+                          f"{' '.join(SENTENCEPIECE_NAMES)}, which the model has anyway")
+    model = io.BytesIO()
+    sentencepiece.set_random_generator_seed(1)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts), model_writer=model, model_type=kind, vocab_size=vocab_size,
+            control_symbols=list(special_tokens), pad_id=3, byte_fallback=True, max_sentence_length=4 * LONGEST_LINE,
+            input_sentence_size=max_lines, shuffle_input_sentence=max_lines > 0, num_threads=threads, minloglevel=2,
+            **({"normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+                "allow_whitespace_only_pieces": True} if keep_whitespace else {}))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ConfigError(f"--vocab-size {vocab_size}: no model can be learnt from this text: {error}") from error
+    return model.getvalue()
+
+
+def write_all(folder: Path, files: dict[str, str | bytes]) -> None:
+    """Write files into a folder, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(folder / name)
+
+
+def _lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:
+    for batch in texts:
+        for text in batch:
+            for line in text.split("\n"):
+                line = line.replace("\0", " ")
+                for first in range(0, len(line), LONGEST_LINE):
+                    yield line[first : first + LONGEST_LINE]
