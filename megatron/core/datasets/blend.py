@@ -1,7 +1,7 @@
 """From data settings to the training, validation and test datasets of a run.
 
-`paths.py` says which datasets each split is made of; here they are opened, cut into samples and mixed. Every process
-may build: the result depends on the settings and the files only, and caches may be raced for.
+`paths.py` says which datasets each split is made of; here they are opened, cut into samples by a `DatasetKind` and
+mixed. Every process may build: the result depends on the settings and the files only, and caches may be raced for.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.blend_index import blend_order
-from megatron.core.datasets.gpt import NO_PAD, GPTDataset, Sample, TokenSource, WindowOptions
 from megatron.core.datasets.index_map import IndexCache, load_or_build
-from megatron.core.datasets.indexed import DataError, IndexedDataset
-from megatron.core.datasets.mock import MockTokens
+from megatron.core.datasets.kinds import gpt_kind
 from megatron.core.datasets.paths import SplitPlan, normalize, plan_splits
+from megatron.core.datasets.samples import DatasetKind, Sample, SampleSet, Span
+from megatron.core.datasets.storage import is_remote
 from megatron.core.tokenizers.base import Tokenizer
 
 MOST_DATASETS = 32766
 COUNTED_AT_ONCE = 2**20
+
+Samples = tuple[int | None, int | None, int | None]
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +37,17 @@ logger = logging.getLogger(__name__)
 class BlendedDataset:
     """Samples of several datasets in the order of `blend_order`; each also says which one it is of, as `dataset_id`.
 
-    size: how many samples, drawn by `weights`; the weights sum to 1.
+    size: how many samples, drawn by `weights`; the weights sum to 1. exact: in the exact order of `blend_order`.
     """
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[SampleSet],
         weights: Sequence[float],
         *,
         size: int,
         split: str,
+        exact: bool = False,
         cache: IndexCache = IndexCache(None),
     ) -> None:
         if len(datasets) > MOST_DATASETS:
@@ -56,15 +60,13 @@ class BlendedDataset:
             "split": split,
             "weights": list(weights),
             "size": size,
-        }
+        } | ({"order": "exact"} if exact else {})
         arrays = load_or_build(
             cache, f"{type(self).__name__}-{split}", self.description,
             {"dataset_index": ((size,), np.int16), "dataset_sample_index": ((size,), np.int64)},
-            lambda: dict(zip(("dataset_index", "dataset_sample_index"), blend_order(np.array(weights), size))))
+            lambda: dict(zip(("dataset_index", "dataset_sample_index"), blend_order(np.array(weights), size, exact=exact))))
         self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
-        # In pieces: counting needs eight bytes for each sample it looks at, and every process does this.
-        self.drawn = sum(np.bincount(self.dataset_index[at : at + COUNTED_AT_ONCE], minlength=len(datasets))
-                         for at in range(0, size, COUNTED_AT_ONCE))
+        self.drawn = self.counts(size)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -78,6 +80,22 @@ class BlendedDataset:
         sample = self.datasets[number][int(self.dataset_sample_index[index])]
         return {**sample, "dataset_id": np.array(number, np.int64)}
 
+    def counts(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples come from each dataset. int64 [datasets]"""
+        # In pieces: counting needs eight bytes for each sample it looks at, and every process does this.
+        ends = [*range(0, samples, COUNTED_AT_ONCE), samples]
+        return sum((np.bincount(self.dataset_index[at:end], minlength=len(self.datasets)) for at, end in zip(ends, ends[1:])),
+                   np.zeros(len(self.datasets), np.int64))
+
+    def sources(self, index: int) -> list[Span]:
+        """Where the tokens of the index-th sample came from."""
+        return self.datasets[self.dataset_index[index]].sources(int(self.dataset_sample_index[index]))
+
+    def places(self, number: int, samples: np.ndarray) -> np.ndarray:
+        """Where these samples of the dataset of that number come in the blend, in rising order. int64 [places]"""
+        places = np.flatnonzero(self.dataset_index == number)
+        return places[np.isin(self.dataset_sample_index[places], samples)]
+
 
 def build_datasets(
     config: DataConfig,
@@ -88,41 +106,72 @@ def build_datasets(
     valid_samples: int | None,
     test_samples: int | None,
     tokenizer: Tokenizer,
-) -> tuple[GPTDataset | BlendedDataset | None, ...]:
-    """The training, validation and test dataset of a run.
+) -> tuple[SampleSet | BlendedDataset | None, ...]:
+    """The training, validation and test dataset of a run that trains a GPT; see `build_splits`."""
+    kind = gpt_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
+    return build_splits(config, kind, (train_samples, valid_samples, test_samples))
 
-    Samples: how many will be drawn; None for one pass over the data, 0 for no dataset. A dataset is None when it has no
-    data or no samples.
+
+def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> tuple[SampleSet | BlendedDataset | None, ...]:
+    """The training, validation and test dataset of a run, of any kind.
+
+    samples: how many will be drawn of each; None for one pass over the data, 0 for no dataset. A dataset is None when it
+    has no data or no samples.
     """
-    options = WindowOptions(
-        sequence_length=sequence_length,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        pad=pad_id(tokenizer, config.allow_ambiguous_pad_tokens),
-        reset_position_ids=config.reset_position_ids,
-        reset_attention_mask=config.reset_attention_mask,
-        eod_mask_loss=config.eod_mask_loss,
-    )
-    samples = (train_samples, valid_samples, test_samples)
     wanted = [(plan, count) if plan and count != 0 else None for plan, count in zip(plan_splits(config), samples)]
     prefixes = list(dict.fromkeys(prefix for job in wanted if job for prefix in job[0].blend.prefixes))
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as threads:
-        sources = dict(zip(prefixes, threads.map(lambda prefix: _open(prefix, config, tokenizer), prefixes)))
-        builder = _Builder(config, options, seed, sources, threads.map)
-        return tuple(builder.build(*job) if job else None for job in wanted)
+        sources = dict(zip(prefixes, threads.map(kind.open, prefixes)))
+        builder = _Builder(config, kind, sources, threads.map)
+        built = [builder.build(*job) if job else None for job in wanted]
+    for dataset, job in zip(built, wanted):
+        if dataset is not None:
+            _report(dataset, *job, most_epochs=config.warn_epochs)
+    return tuple(built)
 
 
-def pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:
-    """The padding that is masked out: none when the tokenizer's has another meaning too, unless that is allowed."""
-    if tokenizer.pad is None or (tokenizer.pad in tokenizer.special_ids and not ambiguous):
-        return NO_PAD
-    return tokenizer.pad
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a run draws from one source: samples, the tokens they hold, and how often that goes through the source."""
+
+    prefix: str
+    weight: float
+    samples: int
+    tokens: int
+    epochs: float
 
 
-def _open(prefix: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSource:
-    if config.mock_data:
-        return MockTokens(tokenizer.vocab_size, tokenizer.eod)
-    return IndexedDataset(prefix, config.mmap_bin_files)
+def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Use]:
+    """What each source gives to `samples` samples of the dataset (None: to all). Beyond its end it begins again."""
+    count = len(dataset) if samples is None else samples
+    if isinstance(dataset, BlendedDataset):
+        parts, weights = dataset.datasets, dataset.description["weights"]
+        rounds, rest = divmod(count, len(dataset))
+        drawn = (rounds * dataset.counts(len(dataset)) + dataset.counts(rest)).tolist()
+    else:
+        parts, weights, drawn = (dataset,), (1.0,), (count,)
+    epochs = [number / part.samples_per_epoch for number, part in zip(drawn, parts)]
+    return [Use(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
+            for part, weight, number, times in zip(parts, weights, drawn, epochs)]
+
+
+def _report(dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float) -> None:
+    """A table of what the run draws from each source, and a warning about those that it goes through very often."""
+    uses = usage(dataset, samples)
+    total = sum(use.samples for use in uses)
+    width = max(len("source"), *(len(use.prefix) for use in uses))
+    logger.info("%s: %d samples from %d source%s", plan.name, total, len(uses), "" if len(uses) == 1 else "s")
+    logger.info("  %s %11s %12s %9s %16s %9s", "source".ljust(width), "weight", "samples", "share", "tokens", "epochs")
+    for use in uses:
+        logger.info("  %s %11.6g %12d %8.4f%% %16d %9.4g", use.prefix.ljust(width), use.weight, use.samples,
+                    100 * use.samples / max(1, total), use.tokens, use.epochs)
+    furthest = max(abs(use.samples - use.weight * total) for use in uses)
+    if furthest > 1:
+        logger.info("  counts are up to %.2f samples from the weights' shares; --blend-order exact keeps them within one", furthest)
+    for use in uses:
+        if use.epochs > most_epochs:
+            logger.warning("%s: %s is gone through %.1f times, more than --warn-epochs %g: give it a smaller weight, or more "
+                           "text", plan.name, use.prefix, use.epochs, most_epochs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +179,11 @@ class _Builder:
     """What the datasets of all splits have in common, and how one split's is made of it."""
 
     config: DataConfig
-    options: WindowOptions
-    seed: int
-    sources: dict[str, TokenSource]
+    kind: DatasetKind
+    sources: dict[str, Any]
     each: Callable  # the built-in `map`, over the threads that build
 
-    def build(self, plan: SplitPlan, samples: int | None) -> GPTDataset | BlendedDataset | None:
+    def build(self, plan: SplitPlan, samples: int | None) -> SampleSet | BlendedDataset | None:
         """One split's dataset of (at least) so many samples; None where the default shares leave nothing for it."""
         prefixes, weights = plan.blend.prefixes, plan.blend.weights
         if self.config.split is None and plan.name != "train" and any(self._is_empty(plan, p) for p in prefixes):
@@ -149,15 +197,16 @@ class _Builder:
             raise ConfigError(f"one pass over the {plan.name} data is not defined for weights; leave the weights out")
         targets = [math.ceil(samples * weight) for weight in weights]
         prepared = [math.ceil(target * (1 + self.config.mid_level_dataset_surplus)) for target in targets]
-        datasets = list(self.each(lambda prefix, count: self._single(plan, prefix, count), prefixes, prepared))
-        # Normalised twice, as Megatron does: the last bit of a weight can decide a tie.
-        blended = self._blended(plan, datasets, normalize(weights), sum(targets))
-        for prefix, dataset, target, drawn in zip(prefixes, datasets, targets, blended.drawn.tolist()):
-            if drawn > len(dataset):
-                surplus = math.ceil((drawn / target - 1) * 1000) / 1000
-                raise DataError(f"the {plan.name} blend draws {drawn} samples of {prefix}, which was prepared for "
-                                f"{target} and has {len(dataset)}; give --mid-level-dataset-surplus {surplus} or more")
-        return blended
+        for _ in range(2):
+            datasets = list(self.each(lambda prefix, count: self._single(plan, prefix, count), prefixes, prepared))
+            # Normalised twice, as Megatron does: the last bit of a weight can decide a tie.
+            blended = self._blended(plan, datasets, normalize(weights), sum(targets))
+            drawn = blended.drawn.tolist()
+            if all(count <= len(dataset) for count, dataset in zip(drawn, datasets)):
+                return blended
+            # Rounding up the shares of many small weights makes the blend longer, and takes more of the large ones.
+            prepared = [max(pair) for pair in zip(prepared, drawn)]
+        raise AssertionError("datasets of as many samples as are drawn are large enough")
 
     def _once_each(self, plan: SplitPlan, samples: int | None) -> BlendedDataset:
         datasets = list(self.each(lambda prefix: self._single(plan, prefix, None), plan.blend.prefixes))
@@ -169,33 +218,29 @@ class _Builder:
                               "datasets as needed, or ask for fewer samples")
         return self._blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
 
-    def _sequences(self, plan: SplitPlan, prefix: str) -> range:
-        count = len(self.sources[prefix].sequence_lengths)
+    def _part(self, plan: SplitPlan, prefix: str) -> range:
+        """The split's share of what the source counts."""
+        count = self.kind.count(self.sources[prefix])
         return range(*(round(end * float(count)) for end in plan.share))
 
     def _is_empty(self, plan: SplitPlan, prefix: str) -> bool:
         """Whether a split is too small for a single sample."""
-        own = self._sequences(plan, prefix)
-        tokens = self.sources[prefix].sequence_lengths[own.start:own.stop].sum()
-        return bool(tokens <= self.options.sequence_length)
+        return not self.kind.fits(self.sources[prefix], self._part(plan, prefix))
 
-    def _single(self, plan: SplitPlan, prefix: str, samples: int | None) -> GPTDataset:
-        source, sequences = self.sources[prefix], self._sequences(plan, prefix)
-        return GPTDataset(source, self.options, sequences=sequences, num_samples=samples, seed=self.seed,
-                          split=plan.name, cache=self._cache(prefix))
+    def _single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
+        return self.kind.build(self.sources[prefix], self._part(plan, prefix), num_samples=samples, split=plan.name,
+                               cache=self._cache(prefix))
 
     def _blended(
-        self, plan: SplitPlan, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int
+        self, plan: SplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
     ) -> BlendedDataset:
         chosen = self.config.data_cache_path
         cache = IndexCache(Path(chosen) if chosen else None)
-        blended = BlendedDataset(datasets, weights, size=size, split=plan.name, cache=cache)
-        for dataset, drawn in zip(datasets, blended.drawn.tolist()):
-            logger.info("%s: %d of %d samples come from %s", plan.name, drawn, size, dataset.source.prefix)
-        return blended
+        return BlendedDataset(datasets, weights, size=size, split=plan.name,
+                              exact=self.config.blend_order == "exact", cache=cache)
 
     def _cache(self, prefix: str) -> IndexCache:
         if self.config.data_cache_path:
             return IndexCache(Path(self.config.data_cache_path))
-        beside = None if self.config.mock_data else Path(prefix) / "cache" / "GPTDataset_indices"
+        beside = None if self.config.mock_data or is_remote(prefix) else Path(prefix) / "cache" / f"{self.kind.name}_indices"
         return IndexCache(beside, chosen=False)

@@ -1,9 +1,13 @@
 """Which dataset of a blend each sample comes from: always the one that lags furthest behind its share.
 
 With weights w and c[i] samples drawn so far, step t draws from the first dataset with the largest lag
-w[i] * max(t, 1) - c[i], computed in double precision: Megatron's order, bit for bit. The rule goes one step after the
-other, but it forgets quickly: started from slightly wrong counts, it soon makes the right choices. So the steps are cut
-into lanes that run side by side as array operations, each from guessed counts:
+w[i] * max(t, 1) - c[i], computed in double precision: Megatron's order, bit for bit. For most weights the counts stay
+within one sample of the shares, but many equal small weights beside large ones can take them two samples away. The exact
+order never lets them: of the datasets that may be drawn without running ahead, it draws from the one whose next sample
+is due first (Tijdeman's solution of the chairman assignment problem, which bounds the distance by 1 - 1 / (2n - 2)).
+
+Either rule goes one step after the other, but it forgets quickly: started from slightly wrong counts, it soon makes the
+right choices. So the steps are cut into lanes that run side by side as array operations, each from guessed counts:
 
     lane 0  |t = 0 ...      lane 1  |t = n ...      lane 2  |t = 2n ...
 
@@ -13,20 +17,25 @@ where the one before it ends, the whole is what a single walk would have given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+
+# (weights [datasets, 1], step of each lane [lanes], counts [datasets, lanes]) -> the dataset that each lane draws from.
+Rule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 SHORTEST_LANE = 256
 MOST_LANES = 4096
 PASSES_SIDE_BY_SIDE = 3  # after them few lanes are wrong: those where a tiny weight is due
 
 
-def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def blend_order(weights: np.ndarray, size: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """For each of `size` samples: the dataset it comes from, int16 [size], and its number there, int64 [size].
 
     weights: double [datasets], summing to 1. With weights in proportion to the datasets' sizes and `size` their sum,
-    every sample of every dataset comes exactly once.
+    every sample of every dataset comes exactly once. exact: after any number of samples, less than one from the shares.
     """
-    datasets = _draw(np.asarray(weights, np.float64), size)
+    datasets = _draw(np.asarray(weights, np.float64), size, _first_due if exact else _furthest_behind)
     by_dataset = np.argsort(datasets, kind="stable")
     counts = np.bincount(datasets, minlength=len(weights))
     numbers = np.arange(size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -35,20 +44,38 @@ def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]
     return datasets, samples
 
 
-def _draw(weights: np.ndarray, size: int) -> np.ndarray:
+def _furthest_behind(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    return (weights * np.maximum(times, 1).astype(np.float64) - counts).argmax(axis=0)
+
+
+def _first_due(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    spare = 1 / max(1, 2 * len(weights) - 2)
+    lag = weights * (times + 1).astype(np.float64) - counts
+    due = (1 - spare - lag) / weights
+    # The lags sum to 1, so that one of them reaches 1 / n, which is at least the spare part.
+    due[lag < spare * (1 - 1e-9)] = np.inf
+    return due.argmin(axis=0)
+
+
+def _draw(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
     lanes = max(1, min(MOST_LANES, size // SHORTEST_LANE))
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps
     starts = _guess_counts(weights, times)
-    choices, ends = _walk_lanes(weights, times, starts, steps)
+    choices, ends = _walk_lanes(weights, times, starts, steps, rule)
     for _ in range(PASSES_SIDE_BY_SIDE):
         true_starts = np.concatenate([starts[:, :1], ends[:, :-1]], axis=1)
         wrong = np.flatnonzero((true_starts != starts).any(axis=0))
         starts = true_starts
-        choices[wrong], ends[:, wrong] = _walk_lanes(weights, times[wrong], starts[:, wrong], steps)
+        choices[wrong], ends[:, wrong] = _walk_lanes(weights, times[wrong], starts[:, wrong], steps, rule)
     for lane in range(1, lanes):
         if (ends[:, lane - 1] != starts[:, lane]).any():
-            choices[lane], ends[:, lane] = _walk_one_lane(weights, int(times[lane]), ends[:, lane - 1], steps)
+            start = ends[:, lane - 1]
+            if rule is _furthest_behind:
+                choices[lane], ends[:, lane] = _walk_one_lane(weights, int(times[lane]), start, steps)
+            else:
+                drawn, end = _walk_lanes(weights, times[lane:lane + 1], start[:, None], steps, rule)
+                choices[lane], ends[:, lane] = drawn[0], end[:, 0]
     return choices.reshape(-1)[:size]
 
 
@@ -62,25 +89,22 @@ def _guess_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _walk_lanes(
-    weights: np.ndarray, times: np.ndarray, starts: np.ndarray, steps: int
+    weights: np.ndarray, times: np.ndarray, starts: np.ndarray, steps: int, rule: Rule
 ) -> tuple[np.ndarray, np.ndarray]:
     """`steps` draws of every lane from its time and counts: the choices [lanes, steps], the counts after them."""
     lanes = len(times)
     columns = np.arange(lanes)
     counts = np.array(starts, order="C")
     flat = counts.reshape(-1)
-    lag = np.empty_like(counts)
     choices = np.empty((steps, lanes), np.int16)
     for step in range(steps if lanes else 0):
-        np.multiply(weights[:, None], np.maximum(times + step, 1).astype(np.float64), out=lag)
-        lag -= counts
-        choices[step] = chosen = lag.argmax(axis=0)
+        choices[step] = chosen = rule(weights[:, None], times + step, counts)
         flat[chosen * lanes + columns] += 1
     return np.ascontiguousarray(choices.T), counts
 
 
 def _walk_one_lane(weights: np.ndarray, time: int, start: np.ndarray, steps: int) -> tuple[list[int], list[float]]:
-    """The same for one lane, where Python's own numbers are quicker."""
+    """The rule of the largest lag for one lane, where Python's own numbers are quicker."""
     shares, counts, choices = weights.tolist(), start.tolist(), []
     for now in range(time, time + steps):
         weight = float(max(now, 1))

@@ -13,6 +13,7 @@ options say whether positions, attention and loss notice where one ends.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,19 +21,25 @@ import numpy as np
 
 from megatron.core.datasets.index_map import IndexCache, build_indices, index_shapes, load_or_build, plan_epochs
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.samples import Sample, Span
 
 NO_PAD = -1  # padding that no token id equals
 
-Sample = dict[str, np.ndarray]
+# What is done to the ids of sample `index` before they are cut or padded to L + 1: (ids [t], index) -> ids, of any length.
+Rearrange = Callable[[np.ndarray, int], np.ndarray]
 
 logger = logging.getLogger(__name__)
 
 
 class TokenSource(Protocol):
-    """Sequences of token ids, from files (`IndexedDataset`) or made up."""
+    """Sequences of token ids, from files (`IndexedDataset`) or made up.
+
+    document_indices: the first sequence of each document and, last, the number of sequences.
+    """
 
     prefix: str
     sequence_lengths: np.ndarray
+    document_indices: np.ndarray
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Ids [offset, offset + length) of one sequence, to its end when `length` is None."""
@@ -73,6 +80,7 @@ class GPTDataset:
         seed: int,
         split: str,
         cache: IndexCache = IndexCache(None),
+        rearrange: Rearrange | None = None,
     ) -> None:
         lengths = source.sequence_lengths[sequences.start : sequences.stop]
         tokens = int(lengths.sum(dtype=np.int64))
@@ -99,7 +107,8 @@ class GPTDataset:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
-        self.source, self.options, self.description = source, options, description
+        self.source, self.options, self.description, self.rearrange = source, options, description, rearrange
+        self.prefix, self.tokens_per_epoch, self.samples_per_epoch = source.prefix, tokens, tokens / size
         self._positions = np.arange(size, dtype=np.int64)
         self._positions.flags.writeable = False
         logger.info("%s: %d samples of %d tokens, %d x %d tokens of %s",
@@ -113,7 +122,7 @@ class GPTDataset:
         """The index-th sample in shuffled order."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        options, window = self.options, self._window(int(self.shuffle_index[index]))
+        options, window = self.options, self._window(int(self.shuffle_index[index]), index)
         tokens, labels = window[:-1], window[1:].copy()
         loss_mask = np.ones(options.sequence_length, np.float32)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._positions}
@@ -125,6 +134,38 @@ class GPTDataset:
             labels[padding] = 0
             tokens[tokens == options.pad] = 0
         return sample
+
+    def sources(self, index: int) -> list[Span]:
+        """Where the L + 1 tokens of the index-th sample came from; the last is a label only."""
+        place = int(self.shuffle_index[index])
+        (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
+        spans: list[Span] = []
+        at = 0
+        for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
+            start = offset if position == first else 0
+            stop = end + 1 if position == last else int(self.source.sequence_lengths[sequence])
+            if stop > start:
+                document = int(np.searchsorted(self.source.document_indices, sequence, side="right")) - 1
+                spans.append(Span(self.prefix, document, sequence, start, stop - start, at))
+            at += stop - start
+        return spans
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples with a token of this document among their L + 1, in rising order. int64 [samples]"""
+        count = len(self.source.document_indices) - 1
+        if not 0 <= document < count:
+            raise DataError(f"{self.prefix} has no document {document}; it has documents 0 to {count - 1}")
+        sequences = range(*self.source.document_indices[document:document + 2].tolist())
+        own = (self.document_index >= sequences.start) & (self.document_index < sequences.stop)
+        positions = np.flatnonzero(own)
+        positions = positions[self.source.sequence_lengths[self.document_index[positions]] > 0]
+        begins = np.searchsorted(self.sample_index[1:, 0], positions, side="left")
+        ends = np.searchsorted(self.sample_index[:-1, 0], positions, side="right")
+        held = np.zeros(len(self) + 1, np.int64)
+        np.add.at(held, begins, 1)
+        np.add.at(held, ends, -1)
+        return np.flatnonzero(np.cumsum(held)[:-1][self.shuffle_index] > 0)
 
     def _mark_documents(self, sample: Sample) -> None:
         """What depends on where documents end: an end of document belongs to the document that it ends."""
@@ -139,8 +180,8 @@ class GPTDataset:
         if options.reset_attention_mask:
             sample["document_ids"] = np.cumsum(ends, dtype=np.int64) - ends
 
-    def _window(self, place: int) -> np.ndarray:
-        """The L + 1 ids from where sample `place` begins. int64 [L + 1]"""
+    def _window(self, place: int, index: int) -> np.ndarray:
+        """The L + 1 ids from where sample `place` begins, rearranged as those of sample `index`. int64 [L + 1]"""
         (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
         window = np.empty(self.options.sequence_length + 1, np.int64)
         filled = 0
@@ -154,6 +195,10 @@ class GPTDataset:
             raise DataError(f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
                             "replaced while the run was going on, start again; else remove the index cache") from error
         self._check_ids(window[:filled])
+        if self.rearrange is not None:
+            ids = self.rearrange(window[:filled], index)[:len(window)]
+            filled = len(ids)
+            window[:filled] = ids
         window[filled:] = self.options.pad
         return window
 

@@ -7,29 +7,43 @@ When the last epoch is needed only in part, it is shuffled by itself, so that ea
 
     one RandomState(seed):  shuffle documents  [, shuffle the last epoch's]  ->  shuffle samples  [, the last epoch's]
 
-`load_or_build` keeps such arrays on disk. Files appear by renaming, so any number of processes may race; whoever finds
-a file missing, cut short or of another shape builds it again.
+`load_or_build` keeps such arrays on disk. Of the processes of one machine the first to come builds, and the others wait
+for it. Files appear by renaming and hold the same bytes whoever built them, so processes of several machines may race;
+whoever finds a file missing, cut short or with another content builds it again.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
+import io
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import xxhash
 
-from megatron.core.datasets.indexed import DataError, temporary_name
+from megatron.core.datasets.storage import DataError, replacing
 
 LAST_EPOCH_SHARE = 0.80  # a last epoch of which less than this is needed is shuffled by itself
 
+WALKED_AT_ONCE = 2**16
+CHECKED_BYTES = 2**30  # larger files are compared by header and size alone: reading them would hold up every start
+LONGEST_WAIT = 600  # seconds for which another process may build
+LOOK_AGAIN = 0.02
+LEFT_BEHIND_AFTER = 24 * 3600  # age in seconds at which a temporary file belongs to no one
+
 Arrays = dict[str, np.ndarray]
-Shapes = Mapping[str, tuple[tuple[int, ...], type]]
+Shapes = Mapping[str, tuple[tuple[int | None, ...], type]]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +88,7 @@ def build_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, sequence_
     assert plan.samples > 0, "a plan without samples has no index"
     random = np.random.RandomState(seed)
     document_index = _document_index(len(lengths), plan, first, random)
-    sample_index = _sample_index(np.array(lengths)[document_index - first], plan.samples, sequence_length)
+    sample_index = _sample_index(lengths, document_index, plan, first=first, sequence_length=sequence_length)
     shuffle_index = _shuffle_index(plan, random)
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
@@ -108,17 +122,31 @@ def _document_index(count: int, plan: EpochPlan, first: int, random: np.random.R
     return index
 
 
-def _sample_index(lengths: np.ndarray, samples: int, sequence_length: int) -> np.ndarray:
-    """Where each sample begins and, last, where the last one ends. lengths: in the order of the document index."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.arange(1, samples + 1, dtype=np.int64) * sequence_length
-    if starts[-1] >= ends[-1]:
-        starts[-1] = ends[-1] - 1  # a last sample that is not full ends with the last token, its last label
-    place = np.searchsorted(ends, starts, side="right")
-    index = np.zeros((samples + 1, 2), _place_type(len(lengths)))
+def _sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, plan: EpochPlan, *, first: int, sequence_length: int
+) -> np.ndarray:
+    """Where each sample begins and, last, where the last one ends. lengths: of the sequences from `first` on."""
     # The first sample begins at (0, 0) even when the first sequence is empty.
-    index[1:, 0] = place
-    index[1:, 1] = starts - ends[place] + lengths[place]
+    index = np.zeros((plan.samples + 1, 2), _place_type(len(document_index)))
+    lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
+    total = plan.epochs * int(lengths.sum(dtype=np.int64))
+    end, placed = 0, 1
+    # Some sequences at a time: what is computed on the way stays in the processor's cache.
+    for at in range(0, len(document_index), WALKED_AT_ONCE):
+        here = lengths.take(document_index[at : at + WALKED_AT_ONCE] - first)
+        ends = end + np.cumsum(here, dtype=np.int64)
+        end = int(ends[-1])
+        full = plan.samples if end == total else max(end - 1, 0) // sequence_length
+        following = 1 + min(full, plan.samples)
+        starts = np.arange(placed, following, dtype=np.int64) * sequence_length
+        # A last sample that is not full ends with the last token, its last label.
+        np.minimum(starts, total - 1, out=starts)
+        place = np.searchsorted(ends, starts, side="right")
+        index[placed:following, 0] = at + place
+        index[placed:following, 1] = starts - ends[place] + here[place]
+        placed = following
+        if placed > plan.samples:
+            break
     return index
 
 
@@ -140,68 +168,155 @@ class IndexCache:
     folder: Path | None
     chosen: bool = True
 
+    def complain(self, error: OSError) -> None:
+        """Raise `DataError`, or warn, that the folder cannot be written."""
+        message = f"index cache {self.folder} cannot be written: {error.strerror}"
+        if self.chosen:
+            raise DataError(f"{message}; choose a folder with --data-cache-path") from error
+        logger.warning("%s; each process builds its own (--data-cache-path chooses another folder)", message)
+
 
 def load_or_build(
     cache: IndexCache, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
 ) -> Arrays:
     """The arrays that `description` determines: from the cache (mapped), or built and stored there.
 
-    name: what the files are called, after the hash of the description.
+    name: what the files are called, after the hash of the description. shapes: of each array; None in a shape is a size
+    that only building tells.
     """
     if cache.folder is None:
         return build()
     text = json.dumps(description, indent=4)
     stem = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
-    found = _load(cache.folder, stem, text, shapes)
+    entry = _Entry(cache.folder, stem, text, shapes)
+    found = entry.load()
     if found is not None:
         return found
-    arrays = build()
-    for key, (shape, dtype) in shapes.items():
-        assert (arrays[key].shape, arrays[key].dtype) == (shape, np.dtype(dtype)), f"{key} is as announced"
-    try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
-        for key, array in arrays.items():
-            _write(cache.folder / f"{stem}-{key}.npy", array)
-        _write(cache.folder / f"{stem}-description.txt", text)
-    except OSError as error:
-        message = f"index cache {cache.folder} cannot be written: {error.strerror}"
-        if cache.chosen:
-            raise DataError(f"{message}; choose a folder with --data-cache-path") from error
-        logger.warning("%s; each process builds its own (--data-cache-path chooses another folder)", message)
-        return arrays
+    with ExitStack() as stack:
+        try:
+            cache.folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(entry.path("lock"))
+        except OSError as error:
+            cache.complain(error)
+            return build()
+        if lock is not None:
+            stack.callback(_unlock, entry.path("lock"), lock)
+            found = entry.load()  # by whoever held the lock before
+            if found is not None:
+                return found
+        arrays = build()
+        try:
+            entry.store(arrays)
+        except OSError as error:
+            cache.complain(error)
+            return arrays
     # Processes of one machine share the pages of the mapped files; a built copy would be each one's own.
-    return _load(cache.folder, stem, text, shapes) or arrays
+    return entry.load() or arrays
 
 
-def _load(folder: Path, stem: str, text: str, shapes: Shapes) -> Arrays | None:
-    description = folder / f"{stem}-description.txt"
-    if not description.is_file():
-        return None
-    arrays: Arrays = {}
-    try:
-        if description.read_text() != text:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The files of one description: an .npy file an array, and, written last, the description with their checksums."""
+
+    folder: Path
+    stem: str
+    text: str
+    shapes: Shapes
+
+    def path(self, part: str) -> Path:
+        """The file of an array, of the description, or the lock."""
+        return self.folder / f"{self.stem}-{part}"
+
+    def store(self, arrays: Arrays) -> None:
+        """Write all files; each appears whole."""
+        told = {}
+        for key, array in arrays.items():
+            assert self._is_as_announced(key, array), f"{key} is as announced"
+            with replacing(self.path(f"{key}.npy"), durable=array.nbytes > CHECKED_BYTES) as file:
+                np.save(file, np.ascontiguousarray(array))
+            told[key] = {"shape": array.shape, "checksum": xxhash.xxh3_128(np.ascontiguousarray(array)).hexdigest()}
+        with replacing(self.path("description.txt"), durable=False) as file:
+            file.write(f"{self.text}\n{json.dumps(told)}".encode())
+        for left in self.folder.glob(f"{glob.escape(self.stem)}-*.tmp"):  # by processes that were killed
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > LEFT_BEHIND_AFTER:
+                    left.unlink()
+
+    def load(self) -> Arrays | None:
+        """The arrays, mapped; None when they are not there, or damaged, which is logged."""
+        try:
+            told = self._told()
+            return None if told is None else {key: self._map(key, **told[key]) for key in self.shapes}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("index cache %s is damaged and is built again: %s", self.folder / self.stem,
+                           f"no {error}" if isinstance(error, KeyError) else error)
             return None
-        for key, (shape, dtype) in shapes.items():
-            array = np.load(folder / f"{stem}-{key}.npy", mmap_mode="r")
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(f"{key} has shape {array.shape} and type {array.dtype}")
-            arrays[key] = array.view(np.ndarray)
-    except (OSError, ValueError, EOFError) as error:
-        logger.warning("index cache %s is damaged and is built again: %s", folder / stem, error)
-        return None
-    return arrays
+
+    def _told(self) -> dict[str, Any] | None:
+        """What the description says of each array."""
+        path = self.path("description.txt")
+        if not path.is_file():
+            return None
+        text, _, told = path.read_text().rpartition("\n")
+        if text != self.text:
+            raise ValueError(f"{path.name} has another content")
+        return json.loads(told)
+
+    def _map(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
+        """One array. The file is compared with what it must be, and not interpreted."""
+        path, dtype = self.path(f"{key}.npy"), np.dtype(self.shapes[key][1])
+        content = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        header = _npy_header(tuple(shape), dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if len(content) != len(header) + size or content[: len(header)].tobytes() != header:
+            raise ValueError(f"{path.name} is not an array of shape {tuple(shape)} and type {dtype}")
+        array = content[len(header):].view(dtype).reshape(shape)
+        if not self._is_as_announced(key, array):
+            raise ValueError(f"{key} has shape {array.shape}, not {self.shapes[key][0]}")
+        if size <= CHECKED_BYTES and xxhash.xxh3_128(content[len(header):]).hexdigest() != checksum:
+            raise ValueError(f"{path.name} has another checksum than it was written with")
+        return array
+
+    def _is_as_announced(self, key: str, array: np.ndarray) -> bool:
+        shape, dtype = self.shapes[key]
+        return array.dtype == dtype and array.ndim == len(shape) and all(
+            size in (None, found) for size, found in zip(shape, array.shape))
 
 
-def _write(path: Path, content: np.ndarray | str) -> None:
-    temporary = Path(temporary_name(path))
-    try:
-        with open(temporary, "wb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
-            else:
-                np.save(file, content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """The first bytes of the .npy file of such an array."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False,
+                                                  "shape": shape})
+    return header.getvalue()
+
+
+def _lock(path: Path) -> IO[bytes] | None:
+    """Wait until no other process of this machine holds the lock of a file, and take it; it is let go when we die.
+
+    None after LONGEST_WAIT seconds, or where the file system knows no locks: then processes build side by side, which
+    costs time and memory only. Raises OSError when the file cannot be made.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < LONGEST_WAIT:
+        file = open(path, "ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                return file
+            file.close()  # the holder before us removed it
+        except FileNotFoundError:
+            file.close()
+        except BlockingIOError:
+            file.close()
+            time.sleep(LOOK_AGAIN)
+        except OSError:
+            file.close()
+            return None
+    logger.warning("another process has held %s for %d s; this one builds for itself", path, LONGEST_WAIT)
+    return None
+
+
+def _unlock(path: Path, lock: IO[bytes]) -> None:
+    path.unlink(missing_ok=True)
+    lock.close()

@@ -4,28 +4,35 @@
 padding; S sequences, D = number of documents + 1):
 
     magic 9 | version u64 | dtype code u8 | S u64 | D u64 | S lengths i32 | S byte offsets i64 | D document starts i64
+    and, for images and text only, S modes i8
 
 A document is a run of sequences; document d is sequences [documents[d], documents[d + 1]). Text for GPT has one
-sequence per document; an empty document has none. The reader touches only the bytes it is asked for. The writer works
-under temporary names and renames both files at the end, so a pair under its final name is always complete.
+sequence per document; an empty document has none. The reader touches only the bytes it is asked for; `pair_check.py`
+reads them all. The writer works under temporary names and renames the files at the end, the index last, so a pair under
+its final name is always complete.
 """
 
 from __future__ import annotations
 
 import array
-import logging
 import os
 import struct
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Literal
 
 import numpy as np
+import xxhash
+
+from megatron.core.datasets import sidecar
+from megatron.core.datasets.sidecar import CHECKSUM, Fingerprint, Sidecar, sidecar_path
+from megatron.core.datasets.storage import (
+    COPY_BYTES, BlockReader, DataError, FileReader, is_remote, map_file, size_of, sync, sync_folder, temporary_name, whole)
 
 MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {
@@ -39,15 +46,8 @@ DTYPES = {
     8: np.dtype(np.uint16),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-READ_PAUSES = (1, 5, 25)  # seconds before each further try of a read that failed, as network file systems may
 LONGEST_SEQUENCE = 2**31 - 1
-COPY_BYTES = 16 * 2**20
-
-logger = logging.getLogger(__name__)
-
-
-class DataError(Exception):
-    """A data file that cannot be used. The message names the file, what was found and what was expected."""
+COPY_ENTRIES = 2**20
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype:
@@ -65,47 +65,47 @@ def idx_path(prefix: str | Path) -> str:
     return f"{prefix}.idx"
 
 
-def temporary_name(path: str | Path) -> str:
-    """A name beside `path` that no other process, on any machine, uses."""
-    return f"{path}.{uuid.uuid4().hex}.tmp"
-
-
 class IndexedDataset:
     """A .bin/.idx pair, open for reading.
 
     sequence_lengths: int32 [S] tokens of each sequence. document_indices: int64 [D], the first sequence of each
-    document and, last, S. Both are views of the mapped file.
-    mmap: map the .bin file into memory; off: read each sequence with its own system call.
+    document and, last, S. sequence_modes: int8 [S], 0 for text and 1 for an image, of a pair opened as multimodal; else
+    None. All are views of the index. num_tokens, num_bytes: what all sequences take.
+
+    mmap: map the .bin file into memory; off: read each sequence with its own system call. A prefix such as s3://bucket/x
+    names objects: their ids are read by ranges, and the index is kept in the folder `cache`, else in memory.
     """
 
-    def __init__(self, prefix: str | Path, mmap: bool = True) -> None:
+    def __init__(self, prefix: str | Path, mmap: bool = True, *, cache: str | None = None, multimodal: bool = False) -> None:
         self.prefix = str(prefix)
-        self.mmap = mmap
+        self.mmap, self.cache, self.multimodal = mmap, cache, multimodal
         self._read_index()
         path = bin_path(prefix)
-        expected = self._bytes_expected()
-        found = _file_size(path)
+        expected, found = self.num_bytes, size_of(path)
         if found < expected:
             raise DataError(f"{path} has {found} bytes, but {idx_path(prefix)} describes {expected}; "
                             "the pair is damaged or not of one run: write it again")
-        self._file = None if mmap else open(path, "rb", buffering=0)
-        self._bytes = _map(path) if mmap else None
+        self._bytes = map_file(path) if mmap and not is_remote(path) else None
+        self._reader = BlockReader(path, found) if is_remote(path) else None if mmap else FileReader(path)
 
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
-        size = _file_size(path)
+        size = size_of(path)
         if size < HEADER.size:
             raise DataError(f"{path} has {size} bytes, fewer than its header of {HEADER.size}; write it again")
-        content = _map(path)
+        content = whole(path, self.cache)
         magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
+        if magic.startswith(OLD_MAGIC):
+            raise DataError(f"{path} begins with {OLD_MAGIC!r}: it is of the format 'lazy' or 'cached' of the first "
+                            "Megatrons, which is no longer read; write the data again with tools/preprocess_data.py")
         if magic != MAGIC:
             raise DataError(f"{path} begins with {magic!r}, not with {MAGIC!r}; it is not an index of this format")
         if version != VERSION:
             raise DataError(f"{path} has format version {version}; this reader knows version {VERSION}")
         if code not in DTYPES:
             raise DataError(f"{path} has dtype code {code}; known codes are {sorted(DTYPES)}")
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if size < expected:
+        expected = HEADER.size + (13 if self.multimodal else 12) * sequences + 8 * documents
+        if len(content) < expected:
             raise DataError(f"{path} has {size} bytes, but {sequences} sequences and {documents} document entries "
                             f"need {expected}; it is truncated: write it again")
         self.dtype = DTYPES[code]
@@ -113,14 +113,26 @@ class IndexedDataset:
         self.sequence_lengths = np.frombuffer(content, np.int32, sequences, at)
         self._offsets = np.frombuffer(content, np.int64, sequences, at + 4 * sequences)
         self.document_indices = np.frombuffer(content, np.int64, documents, at + 12 * sequences)
+        self.sequence_modes = (np.frombuffer(content, np.int8, sequences, at + 12 * sequences + 8 * documents)
+                               if self.multimodal else None)
         ends = (int(self.document_indices[0]), int(self.document_indices[-1])) if documents else None
         if ends != (0, sequences):
             raise DataError(f"{path} has a document array from {ends}, expected (0, {sequences}); write it again")
+        self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
+        self.num_bytes = self.num_tokens * self.dtype.itemsize
+        shortest = int(self.sequence_lengths.min(initial=0))
+        if shortest < 0:
+            raise DataError(f"{path} has a sequence of {shortest} tokens; it is damaged: write it again")
+        first, end = (self._offsets.item(0), self._offsets.item(-1) + self.sequence_lengths.item(-1) * self.dtype.itemsize
+                      ) if sequences else (0, 0)
+        if (first, end) != (0, self.num_bytes):
+            raise DataError(f"{path} lays its sequences from byte {first} to {end}, but their lengths take bytes 0 to "
+                            f"{self.num_bytes}; it is damaged: write it again")
 
-    def _bytes_expected(self) -> int:
-        if len(self) == 0:
-            return 0
-        return int(self._offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+    @property
+    def num_documents(self) -> int:
+        """The number of documents, empty ones too."""
+        return len(self.document_indices) - 1
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -134,157 +146,306 @@ class IndexedDataset:
         """Ids [offset, offset + length) of one sequence, to its end when `length` is None. Read-only, in `dtype`."""
         if not 0 <= sequence < len(self.sequence_lengths):
             raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
-        whole = int(self.sequence_lengths[sequence])
+        start, tokens = self._place(sequence)
         if length is None:
-            length = whole - offset
-        if offset < 0 or length < 0 or offset + length > whole:
+            length = tokens - offset
+        if offset < 0 or length < 0 or offset + length > tokens:
             raise IndexError(f"tokens [{offset}, {offset + length}) of sequence {sequence} of {self.prefix}, "
-                             f"which has {whole} tokens")
-        start = int(self._offsets[sequence]) + offset * self.dtype.itemsize
+                             f"which has {tokens} tokens")
         if length == 0:
             return np.empty(0, self.dtype)
+        start += offset * self.dtype.itemsize
         if self._bytes is not None:
             return np.frombuffer(self._bytes, self.dtype, length, start)
-        return np.frombuffer(self._read(start, length * self.dtype.itemsize), self.dtype)
+        assert self._reader is not None, "what is not mapped has a reader"
+        return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
-    def _read(self, start: int, count: int) -> bytes:
-        """`count` bytes of the .bin file, with a few tries for file systems that fail for a moment."""
-        assert self._file is not None, "unmapped data is read from an open file"
-        for pause in (*READ_PAUSES, None):
-            try:
-                content = bytearray()
-                while len(content) < count:
-                    piece = os.pread(self._file.fileno(), count - len(content), start + len(content))
-                    if not piece:
-                        raise DataError(f"{bin_path(self.prefix)} ends before byte {start + count}; "
-                                        "it has become shorter since it was opened")
-                    content += piece
-                return bytes(content)
-            except OSError as error:
-                if pause is None:
-                    raise DataError(f"{bin_path(self.prefix)} cannot be read at byte {start}: {error}") from error
-                logger.warning("%s cannot be read (%s); next try in %d s", bin_path(self.prefix), error, pause)
-                time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
+    def _place(self, sequence: int) -> tuple[int, int]:
+        """The first byte of a sequence and its tokens; it must end where the next one begins."""
+        start, tokens = self._offsets.item(sequence), self.sequence_lengths.item(sequence)
+        last = sequence + 1 == len(self._offsets)
+        end = self.num_bytes if last else self._offsets.item(sequence + 1)
+        if start < 0 or start + tokens * self.dtype.itemsize != end or end > self.num_bytes:
+            raise DataError(f"{idx_path(self.prefix)} gives sequence {sequence} {tokens} tokens of {self.dtype} from byte "
+                            f"{start}, but the next begins at byte {end} of {self.num_bytes}; the index is damaged: see "
+                            "tools/inspect_dataset.py --verify, and write it again")
+        return start, tokens
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, bool]]:
+    def offsets(self, first: int, last: int) -> np.ndarray:
+        """Where sequences [first, last) begin in the .bin file, in bytes, as the index says. int64"""
+        return self._offsets[first:last]
+
+    def raw(self, start: int, count: int) -> np.ndarray:
+        """Bytes [start, start + count) of the .bin file, uint8."""
+        if self._bytes is not None:
+            return self._bytes[start : start + count]
+        assert self._reader is not None, "what is not mapped has a reader"
+        return np.frombuffer(self._reader.read(start, count), np.uint8)
+
+    def __reduce__(self) -> tuple[Callable, tuple[str, bool, str | None, bool]]:
         """Pickle as a name: another process opens the files for itself."""
-        return IndexedDataset, (self.prefix, self.mmap)
+        return _reopen, (self.prefix, self.mmap, self.cache, self.multimodal)
 
 
-def _file_size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        stem, suffix = os.path.splitext(os.path.splitext(path)[0])
-        hint = f"; give the prefix without the ending: {stem}" if suffix in (".bin", ".idx") else ""
-        raise DataError(f"{path} cannot be opened: {error.strerror}{hint}") from error
+def _reopen(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
+    return IndexedDataset(prefix, mmap, cache=cache, multimodal=multimodal)
 
 
-def _map(path: str) -> np.ndarray:
-    """The file's bytes, mapped read-only; a plain array, whose slices cost less than those of `np.memmap`."""
-    if os.stat(path).st_size == 0:
-        return np.empty(0, np.uint8)
-    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How much of an unfinished pair is on disk: so many whole documents, their sequences and their tokens."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
+class _Column:
+    """A file of integers of one type that grows at its end, open for writing."""
+
+    def __init__(self, path: str, letter: str, keep: int | None) -> None:
+        self._values = array.array(letter)
+        self._file = _open_to_append(path, None if keep is None else keep * self._values.itemsize)
+
+    def append(self, value: int) -> None:
+        """One more."""
+        self._values.append(value)
+        if len(self._values) >= COPY_ENTRIES // 16:
+            self.drain()
+
+    def extend(self, values: np.ndarray) -> None:
+        """Some more, of the column's own type."""
+        self.drain()
+        self._file.write(values.tobytes())
+
+    def drain(self) -> None:
+        """Hand what was appended to the file."""
+        self._file.write(self._values)
+        del self._values[:]
+
+    def sync(self) -> None:
+        """Return when all is on disk."""
+        self.drain()
+        sync(self._file)
+
+    def close(self) -> None:
+        """Close the file; what was not synced may be lost."""
+        self._file.close()
+
+
+def _open_to_append(path: str, keep: int | None) -> IO[bytes]:
+    """A new file; or, with `keep`, the file that is there, cut to so many bytes."""
+    if keep is None:
+        return open(path, "wb", buffering=2**20)
+    if not os.path.exists(path) or os.path.getsize(path) < keep:
+        raise DataError(f"{path} has fewer than the {keep} bytes that were written to it; start anew")
+    file = open(path, "r+b", buffering=2**20)
+    file.truncate(keep)
+    file.seek(keep)
+    return file
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair.
+    """Writes a .bin/.idx pair and its sidecar.
+
+    tokenizer, shard, level: what the sidecar says of the pair; see `Sidecar`. multimodal: each sequence has a mode.
+    Memory does not grow with what is written.
 
     As a context manager it finishes the pair at the end of the block, or removes what it wrote when the block raises.
     Until it finishes, whatever stands under the final names stays as it was.
+
+    To go on after a crash: give `partial`, the ending of the unfinished files' names (they are PREFIX.bin.ENDING and so
+    on; left out, names are unique), keep what `flush` returns in a journal, and hand it to a new builder as `marks`. It
+    drops what was written after that.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype | type,
+        *,
+        tokenizer: Fingerprint | None = None,
+        shard: tuple[int, int] | None = None,
+        level: Literal["document", "sentence"] = "document",
+        multimodal: bool = False,
+        partial: str | None = None,
+        marks: Marks | None = None,
+    ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in CODES:
             raise DataError(f"{prefix}: no code for ids of type {self.dtype}; use one of {[str(d) for d in CODES]}")
+        if is_remote(prefix):
+            raise DataError(f"{prefix}: pairs are written to files; write to a local folder, and copy the files")
+        assert marks is None or partial is not None, "files that are found again have names that are known"
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        self._names = {path: temporary_name(path) for path in (bin_path(prefix), idx_path(prefix))}
-        self._bin = open(self._names[bin_path(prefix)], "wb", buffering=2**20)
-        # Machine integers, not Python's: 12 bytes a document whatever the size of the corpus.
-        self._lengths = array.array("i")
-        self._documents = array.array("q", [0])
-        self.num_tokens = 0
+        sidecar.check_place(prefix)
+        self._tokenizer, self._shard, self._level, self._multimodal = tokenizer, shard, level, multimodal
+        self._ending = partial or temporary_name("")[1:]
+        at = marks or Marks()
+        self.num_documents, self.num_sequences, self.num_tokens = at.documents, at.sequences, at.tokens
+        self._document_end = self.num_sequences
+        keep = None if marks is None else at.tokens * self.dtype.itemsize
+        self._bin = _open_to_append(self._working("bin"), keep)
+        self._checksum = _checksum_of(self._working("bin"), keep or 0)
+        self._lengths = _Column(self._working("lengths"), "i", None if marks is None else at.sequences)
+        self._modes = _Column(self._working("modes"), "b", None if marks is None else at.sequences * multimodal)
+        self._documents = _Column(self._working("documents"), "q", None if marks is None else at.documents)
 
-    @property
-    def num_documents(self) -> int:
-        """Documents ended so far."""
-        return len(self._documents) - 1
+    def _working(self, part: str) -> str:
+        """The name of a file until the pair is finished; it ends on no ending of a finished pair."""
+        return f"{self.prefix}.{part}.{self._ending}"
 
-    def add_sequence(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one sequence to the document in progress."""
+    def add_sequence(self, tokens: Sequence[int] | np.ndarray, mode: int = 0) -> None:
+        """Append one sequence to the document in progress. mode: kept for multimodal pairs; 0 text, 1 an image."""
+        assert self._multimodal or mode == 0, "sequences have modes in multimodal pairs"
         ids = np.asarray(tokens)
+        if len(ids.shape) == 1 and len(ids) > LONGEST_SEQUENCE:
+            raise DataError(f"{self.prefix}: a sequence of {len(ids)} tokens; the format ends at {LONGEST_SEQUENCE}")
+        self._write_ids(ids)
+        self._lengths.append(len(ids))
+        if self._multimodal:
+            self._modes.append(mode)
+        self.num_sequences += 1
+
+    def end_document(self) -> None:
+        """End the document in progress; one without sequences counts as a document too."""
+        self._document_end = self.num_sequences
+        self._documents.append(self._document_end)
+        self.num_documents += 1
+
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        """Append whole documents: faster than one by one.
+
+        ids: all of them, end to end. lengths: tokens of each sequence. sequences: how many of them each document has;
+        left out, `lengths` are those of the documents, which have one sequence each, or none where the length is 0.
+        """
+        assert not self._multimodal, "sequences of multimodal pairs are added with their mode"
+        self._assert_between_documents()
+        if sequences is None:
+            sequences, lengths = lengths > 0, lengths[lengths > 0]
+        assert lengths.sum() == len(ids) and sequences.sum() == len(lengths), "the lengths belong to these ids"
+        if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
+            raise DataError(f"{self.prefix}: a sequence of {lengths.max()} tokens; the format ends at {LONGEST_SEQUENCE}")
+        self._write_ids(ids)
+        self._lengths.extend(lengths.astype(np.int32, copy=False))
+        self._extend_documents(np.cumsum(sequences, dtype=np.int64), len(lengths))
+
+    def _extend_documents(self, ends: np.ndarray, sequences: int) -> None:
+        """Count so many sequences more, and documents that end with these of them."""
+        self._documents.extend(self.num_sequences + ends)
+        self.num_documents += len(ends)
+        self.num_sequences += sequences
+        self._document_end = self.num_sequences
+
+    def _assert_between_documents(self) -> None:
+        assert self._document_end == self.num_sequences, "the last document was not ended"
+
+    def _write_ids(self, ids: np.ndarray) -> None:
         if ids.ndim != 1:
             raise DataError(f"{self.prefix}: a sequence has one dimension, not {ids.ndim}")
-        if len(ids) > LONGEST_SEQUENCE:
-            raise DataError(f"{self.prefix}: a sequence of {len(ids)} tokens; the format ends at {LONGEST_SEQUENCE}")
         if ids.dtype != self.dtype:
             self._check_range(ids)
             ids = ids.astype(self.dtype)
-        self._bin.write(ids.tobytes())
-        self._lengths.append(len(ids))
+        content = memoryview(np.ascontiguousarray(ids)).cast("B") if len(ids) else b""
+        self._bin.write(content)
+        self._checksum.update(content)
         self.num_tokens += len(ids)
 
     def _check_range(self, ids: np.ndarray) -> None:
         if len(ids) == 0 or self.dtype.kind == "f":
             return
+        if ids.dtype.kind not in "iu":
+            raise DataError(f"{self.prefix}: ids of type {ids.dtype} are no integers, as {self.dtype} holds them")
         allowed = np.iinfo(self.dtype)
         low, high = int(ids.min()), int(ids.max())
         if low < allowed.min or high > allowed.max:
             raise DataError(f"{self.prefix}: id {low if low < allowed.min else high} does not fit {self.dtype}, which "
                             f"holds {allowed.min} to {allowed.max}; the vocabulary size given is too small")
 
-    def end_document(self) -> None:
-        """End the document in progress; one without sequences counts as a document too."""
-        self._documents.append(len(self._lengths))
-
     def add_index(self, prefix: str | Path) -> None:
         """Append every document of another pair of the same dtype."""
-        other = IndexedDataset(prefix)
+        other = IndexedDataset(prefix, multimodal=self._multimodal)
         if other.dtype != self.dtype:
             raise DataError(f"{idx_path(prefix)} holds ids of type {other.dtype}, not {self.dtype} like the pairs "
                             "before it; tokenize all parts with the same vocabulary")
-        tokens = int(other.sequence_lengths.sum(dtype=np.int64))
-        total = tokens * self.dtype.itemsize
-        if total != other._bytes_expected():
-            raise DataError(f"{idx_path(prefix)} does not lay its sequences end to end; write it again")
-        assert self._documents[-1] == len(self._lengths), "pairs are joined between documents"
-        self._documents.frombytes((other.document_indices[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(other.sequence_lengths.tobytes())
-        self.num_tokens += tokens
-        with open(bin_path(prefix), "rb") as source:
-            while total:
-                piece = source.read(min(total, COPY_BYTES))
-                if not piece:
-                    raise DataError(f"{bin_path(prefix)} has become shorter while it was copied")
-                self._bin.write(piece)
-                total -= len(piece)
+        self._assert_between_documents()
+        end = 0
+        for first in range(0, len(other), COPY_ENTRIES):
+            lengths = other.sequence_lengths[first : first + COPY_ENTRIES]
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            expected = np.concatenate([np.full(1, end, np.int64), ends[:-1]])
+            if (lengths < 0).any() or (other.offsets(first, first + COPY_ENTRIES) != expected).any():
+                raise DataError(f"{idx_path(prefix)} does not lay its sequences end to end; write it again")
+            self._lengths.extend(lengths)
+            if other.sequence_modes is not None:
+                self._modes.extend(other.sequence_modes[first : first + COPY_ENTRIES])
+            end = int(ends[-1])
+        for start in range(0, end, COPY_BYTES):
+            piece = other.raw(start, min(COPY_BYTES, end - start))
+            self._bin.write(piece)
+            self._checksum.update(piece)
+        self.num_tokens += end // self.dtype.itemsize
+        ends = other.document_indices[1:]
+        if len(ends) and ((np.diff(ends) < 0).any() or ends[0] < 0):
+            raise DataError(f"{idx_path(prefix)} has a document array that falls; write it again")
+        self._extend_documents(ends, len(other))
+
+    def flush(self) -> Marks:
+        """Bring everything to the disk. Returns from where a later builder can go on; called between documents."""
+        self._assert_between_documents()
+        sync(self._bin)
+        for column in (self._lengths, self._modes, self._documents):
+            column.sync()
+        return Marks(self.num_documents, self.num_sequences, self.num_tokens)
+
+    def close(self) -> None:
+        """Close the files and leave them under the names they have."""
+        self._bin.close()
+        for column in (self._lengths, self._modes, self._documents):
+            column.close()
 
     def finish(self) -> None:
-        """Write the index, and put both files under their final names."""
-        assert self._documents[-1] == len(self._lengths), "the last document was not ended"
-        lengths = np.frombuffer(self._lengths, np.int32)
-        offsets = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        offsets = np.concatenate([np.zeros(1, np.int64), offsets])[: len(lengths)]
-        with open(self._names[idx_path(self.prefix)], "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-            for part in (self._lengths, offsets, self._documents):
-                index.write(part)
-            _sync(index)
-        _sync(self._bin)
-        self._bin.close()
-        # Between the two renames the old index must not stand beside the new ids: better no pair than a mixed one.
+        """Write the index and the sidecar, and put the files under their final names, the index last."""
+        self.flush()
+        self.close()
+        checksum = xxhash.xxh3_128()
+        with open(self._working("idx"), "wb") as index:
+            for piece in self._index_pieces():
+                index.write(piece)
+                checksum.update(piece)
+            sync(index)
+        facts = Sidecar(
+            self.num_documents, self.num_sequences, self.num_tokens, str(self.dtype), self._tokenizer, self._level,
+            self._shard, {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"})
+        with open(self._working("json"), "wb") as file:
+            file.write(sidecar.encode(facts))
+            sync(file)
+        # Between the renames the old index must not stand beside the new ids: better no pair than a mixed one.
         Path(idx_path(self.prefix)).unlink(missing_ok=True)
-        for path, temporary in self._names.items():
-            os.replace(temporary, path)
+        for part, path in (("bin", bin_path), ("json", sidecar_path), ("idx", idx_path)):
+            os.replace(self._working(part), path(self.prefix))
+        sync_folder(self.prefix)
+        self.discard()
+
+    def _index_pieces(self) -> Iterator[bytes | np.ndarray]:
+        """The content of the index, from front to back."""
+        yield HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
+        yield from _pieces(self._working("lengths"), np.int32)
+        end = 0
+        for lengths in _pieces(self._working("lengths"), np.int32):
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            yield np.concatenate([np.full(1, end, np.int64), ends[:-1]])
+            end = int(ends[-1])
+        yield bytes(8)
+        yield from _pieces(self._working("documents"), np.int64)
+        yield from _pieces(self._working("modes"), np.int8)
 
     def discard(self) -> None:
-        """Remove what stands under temporary names; after `finish` there is nothing."""
-        self._bin.close()
-        for temporary in self._names.values():
-            Path(temporary).unlink(missing_ok=True)
+        """Remove the unfinished files; after `finish` there is nothing."""
+        self.close()
+        for part in ("bin", "lengths", "modes", "documents", "json", "idx"):
+            Path(self._working(part)).unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -297,6 +458,20 @@ class IndexedDatasetBuilder:
             self.discard()
 
 
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _pieces(path: str, dtype: type) -> Iterator[np.ndarray]:
+    """The numbers in a file, some at a time."""
+    with open(path, "rb") as file:
+        while len(piece := np.fromfile(file, dtype, COPY_ENTRIES)):
+            yield piece
+
+
+def _checksum_of(path: str, size: int) -> xxhash.xxh3_128:
+    """The checksum of the first bytes of a file, to be continued."""
+    checksum = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while size:
+            piece = file.read(min(size, COPY_BYTES))
+            assert piece, "the file was cut to this size"
+            checksum.update(piece)
+            size -= len(piece)
+    return checksum

@@ -3,18 +3,20 @@
 A block is one micro batch for every data-parallel rank: `micro_batch_size * num_ranks` samples. Each sampler yields
 this rank's lists of sample numbers, one list a micro batch, and so does not care how many micro batches make a step
 (the batch may ramp up). `single` takes the samples in the order of the dataset, which is already shuffled, and ends
-with it; `cyclic` shuffles anew in every epoch and never ends. The dataloader type `external` has no sampler: the user's
-own iterable is the loader.
+with it; `cyclic` shuffles anew in every epoch and never ends; `whole` goes through everything once, for an evaluation.
+The dataloader type `external` has no sampler: the user's own iterable says what comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from megatron.core.datasets.indexed import DataError
+
+FILL = -1  # stands where the data is over and a micro batch must be filled
 
 
 def single(
@@ -41,8 +43,9 @@ def cyclic(
 ) -> Iterator[list[int]]:
     """A new random order every epoch, seeded by the epoch's number, for ever.
 
-    sharded: each rank shuffles a contiguous part of the dataset of its own; otherwise one order is dealt to the ranks.
-    An epoch is as many whole blocks as the dataset holds, so it depends on the number of ranks.
+    sharded: each rank shuffles a contiguous part of the dataset of its own; otherwise one order is dealt to the ranks,
+    and a global batch within an epoch holds the same samples for any number of them. An epoch is as many whole blocks as
+    the dataset holds.
     """
     block = micro_batch_size * num_ranks
     epoch_samples = num_samples - num_samples % block
@@ -55,20 +58,44 @@ def cyclic(
                         f"data-parallel size {num_ranks} = {block}: with --dataloader-type cyclic, resume with the "
                         "same micro batch and data-parallel size")
     while True:
-        generator = torch.Generator()
-        generator.manual_seed(epoch)
         if sharded:
             part = epoch_samples // num_ranks
-            order = torch.randperm(part, generator=generator)[offset // num_ranks :] + rank * part
+            order = _shuffled(part, epoch)[offset // num_ranks :] + rank * part
         else:
-            shuffled = torch.randperm(num_samples - num_samples % micro_batch_size, generator=generator)
             # Whole blocks only: all ranks must start the next epoch at the same step.
-            order = shuffled[offset:epoch_samples][rank::num_ranks]
-        for micro_batch in order.view(-1, micro_batch_size):
+            order = _shuffled(num_samples - num_samples % micro_batch_size, epoch)[offset:epoch_samples][rank::num_ranks]
+        for micro_batch in order.reshape(-1, micro_batch_size):
             yield micro_batch.tolist()
         epoch, offset = epoch + 1, 0
+
+
+def _shuffled(size: int, seed: int) -> np.ndarray:
+    """The permutation that torch draws. int64 [size]"""
+    import torch  # late: the other orders, and the tools that show them, do without
+
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return torch.randperm(size, generator=generator).numpy()
+
+
+def whole(num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int, blocks: int) -> Iterator[list[int]]:
+    """Every sample once, in `blocks` micro batches on each rank; where the data is over stands `FILL`."""
+    block = micro_batch_size * num_ranks
+    assert blocks * block >= num_samples, f"{blocks} blocks of {block} hold {num_samples} samples"
+    for start in range(rank * micro_batch_size, blocks * block, block):
+        yield [number if number < num_samples else FILL for number in range(start, start + micro_batch_size)]
 
 
 def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Samples to one micro batch: every key's arrays stacked along a new first dimension. [...] -> [b, ...]"""
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """16 hex digits that tell one micro batch from another: the hash of every key's type, shape and content."""
+    content = hashlib.blake2b(digest_size=8)
+    for key in sorted(arrays):
+        array = np.ascontiguousarray(arrays[key])
+        content.update(f"{key} {array.dtype.str} {array.shape} ".encode())
+        content.update(array.tobytes())
+    return content.hexdigest()

@@ -1,18 +1,26 @@
 """Blends: parsing, the greedy order against the plain rule, sizes, and the datasets of a whole run."""
 
 import json
+import logging
 import time
+from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets import blend as blend_module
-from megatron.core.datasets.blend import BlendedDataset, build_datasets, pad_id
+from megatron.core.datasets.blend import BlendedDataset, build_datasets, build_splits, usage
 from megatron.core.datasets.blend_index import blend_order
-from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder
+from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.kinds import pad_id
 from megatron.core.datasets.paths import parse_blend, parse_split, plan_splits
+from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 
 
@@ -206,13 +214,14 @@ def test_a_weighted_blend_needs_a_number_of_samples(prefixes):
         build(DataConfig(data_path=("1", prefixes[0], "1", prefixes[1]), split="1"), None)
 
 
-def test_an_overdrawn_dataset_names_the_surplus_that_helps(prefixes, tmp_path):
+def test_many_tiny_weights_do_not_overdraw_a_large_one(prefixes):
     words = ["0.99", prefixes[2]] + [word for _ in range(40) for word in ("0.00025", prefixes[0])]
-    with pytest.raises(DataError, match=r"blend draws (\d+) samples of .*c, .*--mid-level-dataset-surplus") as error:
-        build(DataConfig(data_path=tuple(words), split="1"), 20)
-    surplus = float(str(error.value).split("surplus ")[1].split()[0])
-    train, _, _ = build(DataConfig(data_path=tuple(words), split="1", mid_level_dataset_surplus=surplus), 20)
-    assert drawn_ids(train).count(3) == train.drawn[0] <= len(train.datasets[0])
+    train, _, _ = build(DataConfig(data_path=tuple(words), split="1"), 20)
+    # Every share is rounded up: 20 + 40 x 1. The order is the rule's, and the large one has all that it takes.
+    weights = [float(weight) for weight in words[::2]]
+    assert drawn_ids(train, 20) == [(3 if dataset == 0 else 1) for dataset, _ in greedy(weights, 20)]
+    assert len(train) == 60 and len(train.datasets[0]) >= train.drawn[0] > 21
+    assert abs(train.counts(20) - 20 * np.array(weights)).max() <= 1
 
 
 def test_each_split_may_have_its_own_paths(prefixes, tmp_path):
@@ -268,7 +277,8 @@ def test_caches_stand_beside_the_data_or_where_the_user_says(prefixes, tmp_path)
     assert [name for name in names if name.startswith("Blended")] == [
         f"BlendedDataset-train-{part}" for part in ("dataset_index.npy", "dataset_sample_index.npy", "description.txt")]
     again, _, _ = build(config, 50)
-    assert isinstance(again.dataset_index.base, np.memmap) and drawn_ids(again) == drawn_ids(first)
+    assert not again.dataset_index.flags.writeable, "read from the file, not built"
+    assert drawn_ids(again) == drawn_ids(first)
 
 
 def test_threads_build_the_same_datasets(prefixes):
@@ -316,3 +326,190 @@ def test_the_default_split_of_a_small_corpus_leaves_out_what_it_has_no_data_for(
     made = build_datasets(config, sequence_length=8, seed=1, train_samples=10, valid_samples=4, test_samples=4,
                           tokenizer=NullTokenizer(20))
     assert [dataset is None for dataset in made] == [False, False, True]
+
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# From 1e-9 to 1e9, and many equal small ones beside a few large ones: the worst for the rule of the largest lag.
+ANY_WEIGHT = st.one_of(st.floats(1e-9, 1.0), st.floats(1.0, 1e9), st.sampled_from([1e-9, 1e-4, 0.5, 1.0]))
+ANY_WEIGHTS = st.one_of(st.lists(ANY_WEIGHT, min_size=1, max_size=25), st.builds(
+    lambda large, small, count: large + [small] * count, st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
+    st.floats(1e-9, 0.1), st.integers(1, 30)))
+
+
+def furthest(weights, datasets):
+    """How far the counts after any number of draws are from the shares; weights and result are fractions."""
+    counts, worst = [0] * len(weights), Fraction(0)
+    for step, chosen in enumerate(datasets, 1):
+        counts[chosen] += 1
+        worst = max(worst, *(abs(weight * step - count) for weight, count in zip(weights, counts)))
+    return worst
+
+
+def as_fractions(weights):
+    """Exact shares of the weights as they were written."""
+    exact = [Fraction(weight) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+@QUICK
+@given(weights=ANY_WEIGHTS, size=st.integers(1, 700))
+def test_the_exact_order_is_never_one_sample_from_the_shares(weights, size):
+    shares = np.array(weights) / sum(weights)
+    datasets, samples = blend_order(shares, size, exact=True)
+    assert furthest(as_fractions(weights), datasets.tolist()) < 1
+    for dataset in set(datasets.tolist()):
+        assert samples[datasets == dataset].tolist() == list(range(int((datasets == dataset).sum())))
+
+
+@QUICK
+@given(weights=ANY_WEIGHTS, size=st.integers(1, 700))
+def test_the_common_order_is_the_rule_for_any_weights(weights, size):
+    shares = np.array(weights) / sum(weights)
+    assert as_pairs(blend_order(shares, size)) == greedy(shares.tolist(), size)
+
+
+def test_lanes_of_the_exact_order_join_into_one_walk():
+    weights = np.array([0.6, 0.4] + [1e-4] * 20)
+    weights /= weights.sum()
+    whole, _ = blend_order(weights, 40_000, exact=True)
+    for size in (1, 255, 511, 513, 5000, 20_000):
+        assert (blend_order(weights, size, exact=True)[0] == whole[:size]).all()
+
+    def distances(datasets):
+        counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
+        return abs(np.arange(1, 40_001)[:, None] * weights - counts)
+
+    assert distances(whole).max() < 1 < distances(blend_order(weights, 40_000)[0]).max(), "the common order is not so exact"
+
+
+@QUICK
+@given(weights=st.lists(ANY_WEIGHT, min_size=3, max_size=3), samples=st.integers(1, 300))
+def test_a_run_draws_within_one_sample_of_any_shares_and_never_fails(prefixes, weights, samples):
+    words = tuple(word for weight, prefix in zip(weights, prefixes) for word in (repr(weight), prefix))
+    for order in ("exact", "megatron"):
+        train, _, _ = build(DataConfig(data_path=words, split="1", blend_order=order), samples)
+        drawn = train.counts(samples).tolist()
+        assert sum(drawn) == samples and np.bincount(drawn_ids(train, samples), minlength=4)[1:].tolist() == drawn
+        if order == "exact":
+            assert all(abs(count - share * samples) <= 1 for count, share in zip(drawn, as_fractions(weights)))
+
+
+def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
+    a, b, c = prefixes
+    caplog.set_level(logging.INFO)
+    config = DataConfig(data_path=("0.5", a, "0.25", b, "0.25", c), split="1", warn_epochs=2.0)
+    train, _, _ = build(config, 200)
+    ids = drawn_ids(train, 200)
+    uses = usage(train, 200)
+    for number, (use, documents) in enumerate(zip(uses, (40, 80, 20)), 1):
+        assert use.samples == ids.count(number) and use.tokens == 10 * use.samples
+        assert use.epochs == pytest.approx(10 * use.samples / (11 * documents))
+    lines = [record.getMessage() for record in caplog.records]
+    [row] = [line.split() for line in lines if line.split()[:1] == [a]]
+    assert row == [a, "0.5", "100", "50.0000%", "1000", "2.273"]
+    [first, second] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"train: {a} is gone through 2.3 times, more than --warn-epochs 2" in first and f"{c} is gone through 2.3" in second
+
+
+def test_what_goes_round_in_cycles_is_counted_as_often_as_it_comes(prefixes):
+    train, _, _ = build(DataConfig(data_path=tuple(prefixes), split="1", dataloader_type="cyclic"), 1000)
+    assert sum(use.samples for use in usage(train, 1000)) == 1000
+    assert [use.samples for use in usage(train, 302)] == [2 * count for count in train.drawn.tolist()]
+
+
+@dataclass(frozen=True)
+class PerDocument:
+    """A kind whose samples are documents, so that --split counts them."""
+
+    name: str = "Documents"
+
+    def open(self, prefix):
+        return IndexedDataset(prefix)
+
+    def count(self, source):
+        return len(source.document_indices) - 1
+
+    def fits(self, source, part):
+        return len(part) > 0
+
+    def build(self, source, part, *, num_samples, split, cache):
+        return Documents(source, part, num_samples, cache)
+
+
+class Documents:
+    """Each sample is the first token of a document."""
+
+    def __init__(self, source, part, num_samples, cache):
+        self.source, self.part, self.num_samples, self.cache, self.prefix = source, part, num_samples, cache, source.prefix
+        self.description = {"part": [part.start, part.stop]}
+        self.tokens_per_epoch, self.samples_per_epoch = len(part), len(part)
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return {"tokens": self.source.get(self.part[index % len(self.part)], 0, 1)}
+
+
+def test_a_kind_says_what_split_counts_and_how_samples_are_cut(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        for document in range(10):  # of 1, 2, 3 ... sequences
+            for sequence in range(document + 1):
+                builder.add_sequence([document])
+            builder.end_document()
+    config = DataConfig(data_path=(str(tmp_path / "d"),), split="70,20,10")
+    train, valid, test = build_splits(config, PerDocument(), (20, 3, 3))
+    assert [dataset.part for dataset in (train, valid, test)] == [range(0, 7), range(7, 9), range(9, 10)]
+    assert str(train.cache.folder).endswith("d/cache/Documents_indices")
+    mixed, _, _ = build_splits(DataConfig(data_path=("1", str(tmp_path / "d"), "3", str(tmp_path / "d"))), PerDocument(), (20, 0, 0))
+    assert mixed.drawn.tolist() == [5, 15] and int(mixed[0]["dataset_id"]) in (0, 1)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "bytes", np.uint16, tokenizer=fingerprint(ByteTokenizer())) as builder:
+        for _ in range(40):
+            builder.add_sequence([1] * 11)
+            builder.end_document()
+    config = DataConfig(data_path=(str(tmp_path / "bytes"),), split="1")
+    assert len(build(config, 10)[0]) >= 10
+    with pytest.raises(DataError, match="was written with ByteTokenizer .*but the tokenizer given is NullTokenizer"):
+        build(config, 10, tokenizer=NullTokenizer(300))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=12), length=st.integers(1, 9),
+       samples=st.one_of(st.none(), st.integers(1, 40)), seed=st.integers(0, 99))
+def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(tmp_path_factory, lengths, length, samples, seed):
+    """Documents of any number of sequences of any length, over any number of epochs; every token id is unique."""
+    tokens = sum(map(sum, lengths))
+    if tokens == 0 or (samples is None and tokens <= length):
+        return
+    prefix = tmp_path_factory.mktemp("spans") / "p"
+    ids = iter(range(tokens))
+    home = {}
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        for document, sequences in enumerate(lengths):
+            for size in sequences:
+                own = [next(ids) for _ in range(size)]
+                home.update(dict.fromkeys(own, document))
+                builder.add_sequence(own)
+            builder.end_document()
+    source = IndexedDataset(prefix)
+    dataset = GPTDataset(source, WindowOptions(sequence_length=length, vocab_size=tokens, eod=-2),
+                         sequences=range(len(source)), num_samples=samples, seed=seed, split="train")
+    seen = {document: set() for document in range(len(lengths))}
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        window = sample["tokens"].tolist() + sample["labels"].tolist()[-1:]
+        rebuilt = []
+        for span in dataset.sources(index):
+            assert span.start == len(rebuilt) and span.length > 0 and span.prefix == str(prefix)
+            part = source.get(span.sequence, span.offset, span.length).tolist()
+            assert {home[token] for token in part} == {span.document}
+            rebuilt += part
+        assert rebuilt == window
+        for token in window:
+            seen[home[token]].add(index)
+    assert {document: dataset.holding(document).tolist() for document in seen} == {
+        document: sorted(indices) for document, indices in seen.items()}
+    assert (dataset.tokens_per_epoch, dataset.samples_per_epoch) == (tokens, tokens / length)

@@ -1,7 +1,11 @@
 """Token windows: which ids a sample holds, and what its masks and positions say, against plain loops."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.datasets.gpt import GPTDataset, WindowOptions
 from megatron.core.datasets.index_map import IndexCache
@@ -74,6 +78,28 @@ def test_options_on_document_ends_equal_a_loop_over_positions(tmp_path):
     assert ends_seen == set(range(8)), "documents end at every place, the first and the last too"
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, EOD), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_options_hold_together_with_padding_for_any_window(window, positions, apart, masked, padded):
+    pad = 7 if padded else -1
+    lengths, starts = np.array([9]), np.array([0, 1])
+    source = SimpleNamespace(prefix="x", sequence_lengths=lengths, document_indices=starts,
+                             get=lambda sequence, offset=0, length=None: np.array(window)[offset : None if length is None else offset + length])
+    sample = dataset(source, pad=pad, reset_position_ids=positions, reset_attention_mask=apart, eod_mask_loss=masked)[0]
+    tokens, labels = window[:-1], window[1:]
+    assert sample["tokens"].tolist() == [0 if token == pad else token for token in tokens]
+    assert sample["labels"].tolist() == [0 if label == pad else label for label in labels]
+    assert sample["loss_mask"].tolist() == [float(label != pad and not (masked and token == EOD)) for token, label in zip(tokens, labels)]
+    since = [next((back for back in range(place) if tokens[place - back - 1] == EOD), place) for place in range(8)]
+    assert sample["position_ids"].tolist() == (since if positions else list(range(8)))
+    if apart:
+        # A query sees a key before it unless an end of document stands at the key, or between the two.
+        seen = sample["document_ids"][:, None] == sample["document_ids"][None, :]
+        assert all(seen[query, key] == (EOD not in tokens[key:query]) for query in range(8) for key in range(query + 1))
+    else:
+        assert "document_ids" not in sample
+
+
 @pytest.mark.parametrize("option, key", [
     ("reset_position_ids", "position_ids"), ("reset_attention_mask", "document_ids"), ("eod_mask_loss", "loss_mask")])
 def test_each_option_changes_only_its_own_array(tmp_path, option, key):
@@ -138,7 +164,7 @@ def test_a_cache_is_not_used_for_data_that_was_written_anew(tmp_path):
     same = dataset(IndexedDataset(tmp_path / "data"), samples=5, cache=cache)
     assert len(list(cache.folder.glob("*-GPTDataset-train-*.npy"))) == 3
     assert [array.tolist() for array in same[3].values()] == [array.tolist() for array in first[3].values()]
-    assert isinstance(same.shuffle_index.base, np.memmap)
+    assert not same.shuffle_index.flags.writeable, "a built array is its own; one that is found is mapped"
     changed = random_documents(20, seed=1)
     anew = dataset(write(tmp_path / "data", changed), samples=5, cache=cache)
     stream = [token for number in anew.document_index.tolist() for token in changed[number]]

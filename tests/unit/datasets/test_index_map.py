@@ -3,11 +3,15 @@
 import logging
 import math
 import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.core.datasets import index_map
 from megatron.core.datasets.index_map import (
     EpochPlan, IndexCache, build_indices, index_shapes, load_or_build, plan_epochs)
 from megatron.core.datasets.indexed import DataError
@@ -63,7 +67,9 @@ def reference(lengths, first, wanted, sequence_length, seed, keep_partial=False)
     return separate, order, rows, shuffled
 
 
-def test_indices_equal_a_slow_walk_in_many_random_cases():
+@pytest.mark.parametrize("at_once", [index_map.WALKED_AT_ONCE, 3])
+def test_indices_equal_a_slow_walk_in_many_random_cases(monkeypatch, at_once):
+    monkeypatch.setattr(index_map, "WALKED_AT_ONCE", at_once)
     random = np.random.default_rng(11)
     seen = {"separate": 0, "epochs": 0, "empty": 0}
     for _ in range(400):
@@ -90,7 +96,9 @@ def test_indices_equal_a_slow_walk_in_many_random_cases():
     assert min(seen.values()) > 20, f"the random cases cover every rule: {seen}"
 
 
-def test_a_kept_partial_sample_equals_the_slow_walk():
+@pytest.mark.parametrize("at_once", [index_map.WALKED_AT_ONCE, 3])
+def test_a_kept_partial_sample_equals_the_slow_walk(monkeypatch, at_once):
+    monkeypatch.setattr(index_map, "WALKED_AT_ONCE", at_once)
     random = np.random.default_rng(5)
     partial = 0
     for _ in range(200):
@@ -143,8 +151,9 @@ def test_a_cache_is_built_once_and_then_mapped(tmp_path):
         load_or_build(cache, "Numbers-train", {"n": 2}, SHAPES, never)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "header", "empty", "missing", "shape", "dtype", "description"])
-def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["truncate", "header", "huge header", "content", "empty", "missing", "shape", "dtype",
+                                    "description", "checksums"])
+def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, damage):
     cache = IndexCache(tmp_path)
     load_or_build(cache, "Numbers", {}, SHAPES, numbers)
     (path,) = tmp_path.glob("*.npy")
@@ -155,6 +164,12 @@ def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
         path.write_bytes(content[:-1])
     elif damage == "header":
         path.write_bytes(b"x" * 64 + content[64:])
+    elif damage == "huge header":
+        path.write_bytes(content.replace(b"(1000,)", b"(10**9)"))
+    elif damage == "content":
+        path.write_bytes(content[:-500] + b"\xff" + content[-499:])
+    elif damage == "checksums":
+        description.write_bytes(told[:-4])
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "missing":
@@ -167,6 +182,7 @@ def test_a_damaged_cache_file_is_built_again(tmp_path, damage):
         description.write_text("{")
     assert load_or_build(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
     assert (path.read_bytes(), description.read_bytes()) == (content, told), "the cache is whole again"
+    assert "is damaged and is built again" in caplog.text
 
 
 def test_a_cache_folder_that_cannot_be_written_stops_the_run_only_when_it_was_chosen(tmp_path, caplog):
@@ -204,3 +220,96 @@ def test_processes_may_race_for_one_cache(tmp_path):
         racer.join(60)
     assert [racer.exitcode for racer in racers] == [0, 0, 0, 0]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_size_that_only_building_tells_is_cached_too(tmp_path):
+    shapes = {"ids": ((None,), np.int64)}
+    load_or_build(IndexCache(tmp_path), "Numbers", {}, shapes, numbers)
+    assert len(load_or_build(IndexCache(tmp_path), "Numbers", {}, shapes, never)["ids"]) == 1000
+
+
+def build_slowly(folder: str, seconds: float) -> None:
+    """Build the numbers in so many seconds; a file a build tells how often that happened."""
+    def build() -> dict[str, np.ndarray]:
+        Path(folder, f"built-by-{os.getpid()}").write_text("")
+        time.sleep(seconds)
+        return numbers()
+
+    found = load_or_build(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
+    assert found["ids"].tolist() == list(range(1000))
+
+
+def start(*arguments: object) -> multiprocessing.Process:
+    """`build_slowly` in a process of its own."""
+    process = multiprocessing.get_context("fork").Process(target=build_slowly, args=arguments)
+    process.start()
+    return process
+
+
+def test_of_many_processes_of_a_machine_one_builds(tmp_path):
+    racers = [start(str(tmp_path), 0.3) for _ in range(6)]
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0] * 6
+    assert len(list(tmp_path.glob("built-by-*"))) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 2, "no lock and no temporary file stays"
+
+
+def test_when_the_process_that_builds_is_killed_the_next_one_builds(tmp_path):
+    first = start(str(tmp_path), 60)
+    while not list(tmp_path.glob("built-by-*")):
+        time.sleep(0.01)
+    second = start(str(tmp_path), 0)
+    time.sleep(0.2)
+    assert second.is_alive() and len(list(tmp_path.glob("built-by-*"))) == 1, "the second waits for the first"
+    os.kill(first.pid, signal.SIGKILL)
+    second.join(30)
+    first.join(30)
+    assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
+    assert len(list(tmp_path.glob("built-by-*"))) == 2 and len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_process_killed_while_it_writes_leaves_a_cache_that_works(tmp_path, monkeypatch):
+    def die(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for moment in ("save", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*{"save": (index_map.np, "save"), "replace": (index_map.os, "replace")}[moment], die)
+            writer = start(str(tmp_path), 0)
+            writer.join(30)
+            assert writer.exitcode == -signal.SIGKILL
+    left = list((tmp_path / "cache").glob("*.tmp"))
+    assert len(left) == 2, "the test kills between beginning and end"
+    os.utime(left[0], (0, 0))
+    build_slowly(str(tmp_path), 0)
+    assert [path.exists() for path in left] == [False, True], "what is a day old is swept up"
+
+
+def test_waiting_for_another_process_ends_at_last(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(index_map, "LONGEST_WAIT", 0.2)
+    first = start(str(tmp_path), 60)
+    while not list(tmp_path.glob("built-by-*")):
+        time.sleep(0.01)
+    build_slowly(str(tmp_path), 0)
+    assert "this one builds for itself" in caplog.text
+    first.kill()
+    first.join(30)
+
+
+def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
+    def unsupported(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(index_map.fcntl, "flock", unsupported)
+    build_slowly(str(tmp_path), 0)
+    assert load_or_build(IndexCache(tmp_path / "cache"), "Numbers", {}, SHAPES, never)["ids"][-1] == 999
+
+
+def test_an_error_of_the_build_itself_is_not_taken_for_one_of_the_cache(tmp_path):
+    def fail() -> dict[str, np.ndarray]:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        load_or_build(IndexCache(tmp_path), "Numbers", {}, SHAPES, fail)
+    assert not list(tmp_path.iterdir())

@@ -1,14 +1,27 @@
 """The .bin/.idx pair against bytes written by hand from the table of the format."""
 
+import os
 import pickle
+import random
+import signal
 import struct
+import subprocess
+import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron.core.datasets import indexed
-from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron.core.datasets import indexed, sidecar, storage
+from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, Marks, best_dtype
+from megatron.core.datasets.pair_check import problems_of
+from megatron.core.datasets.sidecar import Sidecar
 
 # Three documents: [5, 6, 7], nothing, and two sequences [8] and [9, 10].
 SEQUENCES = ([5, 6, 7], [8], [9, 10])
@@ -65,7 +78,7 @@ def test_a_written_pair_has_the_bytes_of_the_table(tmp_path, code, letter, dtype
         builder.end_document()
     assert (tmp_path / "data.idx").read_bytes() == idx_bytes(code, struct.calcsize(letter))
     assert (tmp_path / "data.bin").read_bytes() == struct.pack(f"<6{letter}", 5, 6, 7, 8, 9, 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx", "data.json"]
 
 
 def test_a_pair_without_sequences_is_written_and_read(tmp_path):
@@ -131,7 +144,7 @@ def test_a_failure_while_finishing_leaves_the_old_pair_and_no_temporary_files(tm
     def full_disk(file: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed, "_sync", full_disk)
+    monkeypatch.setattr(indexed, "sync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         with IndexedDatasetBuilder(by_hand, np.int32) as builder:
             builder.end_document()
@@ -154,11 +167,16 @@ def test_a_truncated_bin_file_is_named_with_both_sizes(by_hand):
 
 
 @pytest.mark.parametrize("at, value, message", [
-    (0, b"TNTIDX", "begins with b'TNTIDX"),
+    (0, b"TNTIDX\x00\x00", "begins with b'TNTIDX.*'lazy' or 'cached'.*tools/preprocess_data.py"),
+    (0, b"GARBAGE", "begins with b'GARBAGE"),
     (9, struct.pack("<Q", 2), "has format version 2"),
     (17, b"\x09", "has dtype code 9"),
     (17, b"\x00", "has dtype code 0"),
     (18, struct.pack("<Q", 2**40), "need"),
+    (18, struct.pack("<Q", 2**64 - 1), "need"),
+    (34, struct.pack("<i", -3), "a sequence of -3 tokens"),
+    (34, struct.pack("<i", 4), "from byte 0 to 24, but their lengths take bytes 0 to 28"),
+    (34 + 12, struct.pack("<q", 4), "from byte 4 to 24"),
     (34 + 12 * 3, struct.pack("<q", 1), r"document array from \(1, 3\), expected \(0, 3\)"),
     (34 + 12 * 3 + 8 * 3, struct.pack("<q", 4), r"document array from \(0, 4\), expected \(0, 3\)"),
 ])
@@ -197,7 +215,7 @@ def test_an_open_pair_can_be_sent_to_another_process(by_hand, mmap):
 
 def test_a_read_that_fails_for_a_moment_is_tried_again(by_hand, monkeypatch):
     answers = [OSError(5, "Input/output error"), OSError(5, "Input/output error"), None]
-    pread = indexed.os.pread
+    pread = storage.os.pread
 
     def flaky(*arguments: int) -> bytes:
         answer = answers.pop(0)
@@ -206,9 +224,9 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(by_hand, monkeypatch):
         return pread(*arguments)
 
     pauses: list[float] = []
-    monkeypatch.setattr(indexed.time, "sleep", pauses.append)
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
     data = IndexedDataset(by_hand, mmap=False)
-    monkeypatch.setattr(indexed.os, "pread", flaky)
+    monkeypatch.setattr(storage.os, "pread", flaky)
     assert data[0].tolist() == [5, 6, 7]
     assert len(pauses) == 2 and pauses[1] > pauses[0] > 0
 
@@ -218,3 +236,286 @@ def test_a_bin_file_that_shrinks_while_open_is_an_error(by_hand):
     Path(f"{by_hand}.bin").write_bytes(b"")
     with pytest.raises(DataError, match="has become shorter"):
         data[0]
+
+
+def pair_by_hand(documents: list[list[list[int]]], code: int, letter: str) -> tuple[bytes, bytes]:
+    """(.bin, .idx) of documents of sequences, field by field."""
+    sequences = [ids for document in documents for ids in document]
+    size = struct.calcsize(f"<{letter}")
+    places, ends = [0], [0]
+    for ids in sequences:
+        places.append(places[-1] + len(ids) * size)
+    for document in documents:
+        ends.append(ends[-1] + len(document))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
+    index += b"".join(struct.pack("<i", len(ids)) for ids in sequences)
+    index += b"".join(struct.pack("<q", place) for place in places[:-1])
+    index += b"".join(struct.pack("<q", end) for end in ends)
+    return b"".join(struct.pack(f"<{len(ids)}{letter}", *ids) for ids in sequences), index
+
+
+SOME_DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(documents=SOME_DOCUMENTS, form=st.sampled_from(FORMATS))
+def test_any_documents_are_written_to_the_bytes_of_the_table_and_read_back(tmp_path_factory, documents, form):
+    code, letter, dtype = form
+    folder = tmp_path_factory.mktemp("any")
+    ids, index = pair_by_hand(documents, code, letter)
+    with IndexedDatasetBuilder(folder / "one", dtype) as builder:
+        for document in documents:
+            for sequence in document:
+                builder.add_sequence(sequence)
+            builder.end_document()
+    with IndexedDatasetBuilder(folder / "flat", dtype) as flat:
+        for some in (documents[: len(documents) // 2], documents[len(documents) // 2 :]):
+            sequences = [sequence for document in some for sequence in document]
+            flat.add_documents(np.array([token for sequence in sequences for token in sequence], np.int64),
+                               np.array([len(sequence) for sequence in sequences], np.int64),
+                               np.array([len(document) for document in some], np.int64))
+    for name in ("one", "flat"):
+        assert ((folder / f"{name}.bin").read_bytes(), (folder / f"{name}.idx").read_bytes()) == (ids, index)
+        assert problems_of(str(folder / name)) == []
+    data = IndexedDataset(folder / "one", mmap=bool(len(documents) % 2))
+    bounds = data.document_indices.tolist()
+    assert [[data[i].tolist() for i in range(*pair)] for pair in zip(bounds, bounds[1:])] == documents
+
+
+def test_documents_added_at_once_have_one_sequence_each_and_empty_ones_none(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_documents(np.array([5, 6, 7, 8], np.uint16), np.array([3, 0, 1]))
+    assert ((tmp_path / "data.bin").read_bytes(), (tmp_path / "data.idx").read_bytes()) == pair_by_hand(
+        [[[5, 6, 7]], [], [[8]]], 8, "H")
+
+
+def test_modes_of_images_and_text_follow_the_document_array(tmp_path):
+    ids, index = pair_by_hand([[[1, 2], [3]], [[4]]], 4, "i")
+    with IndexedDatasetBuilder(tmp_path / "images", np.int32, multimodal=True) as builder:
+        builder.add_sequence([1, 2])
+        builder.add_sequence([3], mode=1)
+        builder.end_document()
+        builder.add_sequence([4])
+        builder.end_document()
+    assert (tmp_path / "images.idx").read_bytes() == index + struct.pack("<3b", 0, 1, 0)
+    data = IndexedDataset(tmp_path / "images", multimodal=True)
+    assert data.sequence_modes.tolist() == [0, 1, 0] and data[1].tolist() == [3]
+    assert pickle.loads(pickle.dumps(data)).sequence_modes.tolist() == [0, 1, 0]
+    assert IndexedDataset(tmp_path / "images").sequence_modes is None
+    with IndexedDatasetBuilder(tmp_path / "twice", np.int32, multimodal=True) as builder:
+        builder.add_index(tmp_path / "images")
+        builder.add_index(tmp_path / "images")
+    assert IndexedDataset(tmp_path / "twice", multimodal=True).sequence_modes.tolist() == [0, 1, 0, 0, 1, 0]
+    Path(tmp_path / "images.idx").write_bytes(index)
+    with pytest.raises(DataError, match="3 sequences and 3 document entries need 97"):
+        IndexedDataset(tmp_path / "images", multimodal=True)
+
+
+def test_joining_refuses_a_pair_that_is_not_laid_end_to_end(tmp_path, by_hand):
+    path = Path(f"{by_hand}.idx")
+    content = bytearray(path.read_bytes())
+    content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 8)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="does not lay its sequences end to end"):
+        with IndexedDatasetBuilder(tmp_path / "joined", np.int32) as joined:
+            joined.add_index(by_hand)
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_sequence_that_does_not_end_where_the_next_begins_is_not_read(by_hand, sequence, mmap):
+    path = Path(f"{by_hand}.idx")
+    content = bytearray(path.read_bytes())
+    content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 8)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"gives sequence {sequence} .*the index is damaged"):
+        IndexedDataset(by_hand, mmap)[sequence]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=3),
+       cut=st.integers(0, 40), extra=st.binary(max_size=3))
+def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it(tmp_path_factory, changes, cut, extra):
+    documents = [[[5, 6, 7]], [], [[8], [9, 10, 11, 12]], [[13]]]
+    ids, index = pair_by_hand(documents, 4, "i")
+    sequences = [sequence for document in documents for sequence in document]
+    folder = tmp_path_factory.mktemp("fuzz")
+    sums = {name: f"xxh3_128:{xxhash.xxh3_128_hexdigest(part)}" for name, part in (("bin", ids), ("idx", index))}
+    (folder / "told.json").write_bytes(sidecar.encode(Sidecar(4, 4, 9, "int32", checksums=sums)))
+    content = bytearray(index)
+    for at, value in changes:
+        content[at % len(content)] = value
+    content = bytes(content[: len(content) - cut] if cut < 20 else content) + extra
+    for name in ("told", "bare"):
+        (folder / f"{name}.bin").write_bytes(ids)
+        (folder / f"{name}.idx").write_bytes(content)
+    assert bool(problems_of(str(folder / "told"))) == (content != index), "checksums tell every change"
+    good = not problems_of(str(folder / "bare"), vocab_size=100)
+    try:
+        data = IndexedDataset(folder / "bare")
+        found = [data[number].tolist() for number in range(len(data))]
+    except DataError:
+        assert not good, "what the check passes can be read"
+        return
+    # Opened unchecked, only the type of the ids and the ends of documents can still be wrong.
+    if data.dtype.kind in "iu":
+        assert found == sequences
+    assert found == sequences or not good
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(at=st.integers(34, 34 + 12 * 40 - 1), value=st.integers(0, 255))
+def test_samples_of_a_fuzzed_index_are_right_or_refused(tmp_path_factory, at, value):
+    documents = [[[k % 50] * (k % 9 + 1)] for k in range(40)]
+    ids, index = pair_by_hand(documents, 8, "H")
+    folder = tmp_path_factory.mktemp("samples")
+    (folder / "data.bin").write_bytes(ids)
+    (folder / "data.idx").write_bytes(index)
+    options = WindowOptions(8, 50, 0)
+    right = GPTDataset(IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train")
+    expected = [right[number]["tokens"].tolist() for number in range(30)]
+    (folder / "data.idx").unlink()
+    (folder / "data.idx").write_bytes(index[:at] + bytes([value]) + index[at + 1 :])
+    try:
+        data = GPTDataset(IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train")
+    except DataError:
+        return
+    for number in range(30):
+        try:
+            assert data[number]["tokens"].tolist() == expected[number]
+        except DataError:
+            pass
+
+
+def documents_of(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Some batches of documents: ids end to end and lengths."""
+    generator = np.random.default_rng(seed)
+    batches = []
+    for _ in range(20):
+        lengths = generator.integers(0, 50, 30)
+        batches.append((generator.integers(0, 60000, lengths.sum()).astype(np.uint16), lengths))
+    return batches
+
+
+def test_a_builder_goes_on_from_its_marks_to_the_same_bytes(tmp_path):
+    batches = documents_of(3)
+    with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as builder:
+        for batch in batches:
+            builder.add_documents(*batch)
+    first = IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial")
+    for batch in batches[:7]:
+        first.add_documents(*batch)
+    marks = first.flush()
+    first.add_documents(*batches[7])
+    first.flush()
+    first.close()
+    assert not (tmp_path / "data.bin").exists() and not (tmp_path / "data.idx").exists()
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks) as second:
+        for batch in batches[7:]:
+            second.add_documents(*batch)
+    for ending in ("bin", "idx", "json"):
+        assert (tmp_path / f"data.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes(), ending
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_what_was_written_after_the_marks_is_dropped(tmp_path):
+    batches = documents_of(3)
+    first = IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial")
+    first.add_documents(*batches[0])
+    marks = first.flush()
+    first.add_documents(*batches[1])
+    first.flush()
+    first.close()
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks):
+        pass
+    with IndexedDatasetBuilder(tmp_path / "one", np.uint16) as one:
+        one.add_documents(*batches[0])
+    for ending in ("bin", "idx", "json"):
+        assert (tmp_path / f"data.{ending}").read_bytes() == (tmp_path / f"one.{ending}").read_bytes(), ending
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_new_ids_never_stand_beside_an_old_or_missing_index_as_a_pair(by_hand, monkeypatch, renames):
+    left = [None] * renames
+    replace = os.replace
+
+    def fail_later(*arguments: str) -> None:
+        if not left:
+            raise OSError(5, "Input/output error")
+        left.pop()
+        replace(*arguments)
+
+    monkeypatch.setattr(indexed.os, "replace", fail_later)
+    with pytest.raises(OSError, match="Input/output"):
+        with IndexedDatasetBuilder(by_hand, np.int32) as builder:
+            builder.add_documents(np.arange(9), np.array([9]))
+    assert not Path(f"{by_hand}.idx").exists()
+
+
+def test_marks_beyond_what_is_on_disk_are_refused(tmp_path):
+    IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial").close()
+    with pytest.raises(DataError, match=r"data\.bin\.partial has fewer than the 6 bytes"):
+        IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=Marks(1, 1, 3))
+
+
+WRITER = """
+import json, os, sys
+import numpy as np
+from megatron.core.datasets.indexed import IndexedDatasetBuilder, Marks
+prefix, journal = sys.argv[1:]
+done, marks = json.load(open(journal)) if os.path.exists(journal) else (0, None)
+builder = IndexedDatasetBuilder(prefix, np.uint16, partial="partial", marks=marks and Marks(**marks))
+with np.load(prefix + ".npz") as batches:
+    batches = [(batches[f"ids{number}"], batches[f"lengths{number}"]) for number in range(20)]
+for number, batch in enumerate(batches):
+    if number >= done:
+        builder.add_documents(*batch)
+        now = builder.flush()
+        text = json.dumps([number + 1, {"documents": now.documents, "sequences": now.sequences, "tokens": now.tokens}])
+        open(journal + ".new", "w").write(text)
+        os.replace(journal + ".new", journal)
+        print(number, flush=True)
+builder.finish()
+"""
+
+
+def test_a_writer_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_one(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as builder:
+        for batch in documents_of(3):
+            builder.add_documents(*batch)
+    np.savez(tmp_path / "data.npz", **{f"{name}{number}": part for number, batch in enumerate(documents_of(3))
+                                       for name, part in zip(("ids", "lengths"), batch)})
+    generator, kills = random.Random(5), 0
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "data"), str(tmp_path / "journal")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    for attempt in range(4):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+            if attempt < 3:
+                for _ in range(generator.randint(1, 5)):
+                    writer.stdout.readline()
+                time.sleep(generator.random() / 500)
+                os.kill(writer.pid, signal.SIGKILL)
+                kills += 1
+                assert not (tmp_path / "data.idx").exists(), "no pair before the last document"
+            writer.stdout.read()
+        assert writer.returncode == (0 if attempt == 3 else -signal.SIGKILL)
+    for ending in ("bin", "idx", "json"):
+        assert (tmp_path / f"data.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes(), ending
+    assert kills == 3 and not list(tmp_path.glob("*partial*"))
+
+
+def test_the_builders_memory_does_not_grow_with_the_number_of_documents(tmp_path, monkeypatch):
+    peaks = []
+    monkeypatch.setattr(indexed, "COPY_ENTRIES", 2**14)
+    for count in (20_000, 200_000):
+        tracemalloc.start()
+        with IndexedDatasetBuilder(tmp_path / f"{count}", np.uint16) as builder:
+            for _ in range(count // 1000):
+                builder.add_documents(np.zeros(1800, np.uint16), np.full(900, 2))
+            for _ in range(count // 10):
+                builder.add_sequence(np.zeros(2, np.uint16))
+                builder.end_document()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000, peaks
+    assert IndexedDataset(tmp_path / "200000").num_documents == 200_000

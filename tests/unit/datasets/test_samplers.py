@@ -5,9 +5,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samplers import collate, cyclic, single
+from megatron.core.datasets.samplers import FILL, collate, cyclic, digest, single, whole
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def global_batches(sampler, num_samples, *, batch, micro, ranks, steps, consumed=0, **options):
@@ -86,3 +90,47 @@ def test_collate_stacks_every_key():
     samples = [{"tokens": np.arange(3) + i, "dataset_id": np.array(i)} for i in range(2)]
     batch = collate(samples)
     assert batch["tokens"].tolist() == [[0, 1, 2], [1, 2, 3]] and batch["dataset_id"].tolist() == [0, 1]
+
+
+@QUICK
+@given(st.data())
+def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(data):
+    """A growing batch: each step's size is drawn, and each step is read by another number of ranks, as after resumes."""
+    kind = data.draw(st.sampled_from(["single", "dealt"]))
+    sizes = data.draw(st.lists(st.integers(1, 4).map(lambda k: 12 * k), min_size=1, max_size=6))
+    num_samples = -(-sum(sizes) // 12) * 12 + data.draw(st.integers(0, 2)) * 12
+    sampler, options = (single, {}) if kind == "single" else (cyclic, {"sharded": False})
+    expected = None
+    for trial in range(3):
+        consumed, steps = 0, []
+        for size in sizes:
+            micro, ranks = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 4), (6, 2), (1, 12), (12, 1)]))
+            steps += global_batches(sampler, num_samples, batch=size, micro=micro, ranks=ranks, steps=1, consumed=consumed, **options)
+            consumed += size
+        found = [sorted(sum(rows, [])) for rows in steps]
+        assert [len(step) for step in found] == sizes
+        expected = expected or found
+        assert found == expected
+    drawn = sum(expected, [])
+    assert len(set(drawn)) == len(drawn), "within an epoch no sample comes twice"
+    if kind == "single":
+        assert drawn == list(range(sum(sizes)))
+
+
+@QUICK
+@given(num_samples=st.integers(1, 100), micro=st.integers(1, 5), ranks=st.integers(1, 5), spare=st.integers(0, 3))
+def test_a_whole_pass_has_every_sample_once_and_ends_at_the_same_step_on_all_ranks(num_samples, micro, ranks, spare):
+    blocks = -(-num_samples // (micro * ranks)) + spare
+    rows = [list(whole(num_samples, micro_batch_size=micro, rank=rank, num_ranks=ranks, blocks=blocks)) for rank in range(ranks)]
+    assert all(len(row) == blocks and all(len(part) == micro for part in row) for row in rows)
+    numbers = sorted(number for row in rows for part in row for number in part)
+    assert numbers == [FILL] * (blocks * micro * ranks - num_samples) + list(range(num_samples))
+
+
+def test_a_digest_tells_key_type_shape_and_content_apart():
+    one = {"tokens": np.arange(6).reshape(2, 3), "loss_mask": np.ones((2, 3), np.float32)}
+    others = [{**one, "tokens": one["tokens"] + 1}, {**one, "tokens": one["tokens"].reshape(3, 2)},
+              {**one, "tokens": one["tokens"].astype(np.uint64)}, {"tokens": one["tokens"]},
+              {"labels": one["tokens"], "loss_mask": one["loss_mask"]}, {**one, "loss_mask": 1 - one["loss_mask"]}]
+    again = {"loss_mask": one["loss_mask"].copy(), "tokens": np.asfortranarray(one["tokens"])}
+    assert digest(again) == digest(one) and len({digest(other) for other in [one, *others]}) == 7

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules import stages_of
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.samplers import collate, digest
 from megatron.core.parallel.mesh import Axis
 from megatron.training.batch import Batch
-from megatron.training.data import microbatches, needs_text, samples_needed, take
+from megatron.training.data import all_once, build_data, microbatches, pinned, take
 from megatron.training.microbatches import BatchSchedule
+from megatron.training.reading import needs_text, samples_needed
 from megatron.training.run import Run
 from tests.helpers import tiny
+from tests.helpers.world import Worlds
 
 LENGTH = 4
 
@@ -162,6 +172,21 @@ def test_counts_are_megatrons_for_samples_and_a_growing_batch() -> None:
     assert samples_needed(config, schedule) == (100, (iterations // 2 + 1) * 3 * 8, 3 * 8)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=4),
+       begin=st.integers(0, 150), steps=st.integers(0, 40))
+def test_steps_and_samples_of_a_growing_batch_are_counted_as_by_walking(
+        sizes: list[tuple[int, int]], begin: int, steps: int) -> None:
+    starts = [0, *accumulate(length for length, _ in sizes)]
+    schedule = BatchSchedule(tuple(zip(starts, [4, *(4 * size for _, size in sizes)])), unit=4)
+    consumed = begin
+    for done in range(steps):
+        assert schedule.samples_of(done, begin) == consumed - begin
+        for sample in (consumed, consumed + schedule.at(consumed).global_batch_size - 1):
+            assert schedule.iterations(sample, begin) == done, "the step that takes in this sample"
+        consumed += schedule.at(consumed).global_batch_size
+
+
 def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:
     config = tiny.config(train_iters=None, skip_train=True, eval_iters=2, global_batch_size=8, eval_interval=10)
     schedule = BatchSchedule.build(config.train, data_parallel_size=1, seq_length=16)
@@ -171,3 +196,167 @@ def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:
 def test_taking_from_data_that_is_over_names_the_matter() -> None:
     with pytest.raises(DataError, match="the data ended before the run did"):
         take(iter(()))
+
+
+class Broken(Numbers):
+    """A programme error at one sample."""
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {}["no such key"] if index == 5 else super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_a_reading_thread_comes_with_the_sample_and_its_traceback(workers: int) -> None:
+    batches = microbatches(run_of(num_workers=workers), Broken(40), consumed_samples=0, reads=True)
+    assert rows(batches, 2) == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="sample 5 cannot be read: KeyError: 'no such key'") as error:
+        next(batches)
+    cause = error.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert traceback.extract_tb(cause.__traceback__)[-1].line.startswith('return {}["no such key"]')
+
+
+def data_threads() -> int:
+    return sum(thread.name.startswith("data") for thread in threading.enumerate())
+
+
+def test_threads_end_when_the_data_is_closed_or_breaks() -> None:
+    before = data_threads()
+    batches = microbatches(run_of(num_workers=3), Numbers(1000), consumed_samples=0, reads=True)
+    next(batches)
+    assert data_threads() > before
+    batches.close()
+    assert data_threads() == before
+    broken = microbatches(run_of(num_workers=3), Broken(1000), consumed_samples=0, reads=True)
+    with pytest.raises(RuntimeError):
+        list(broken)
+    assert data_threads() == before
+
+
+def provide(*datasets: Any) -> Any:
+    return lambda run, counts: datasets
+
+
+def test_evaluations_that_see_everything_begin_anew_and_leave_no_threads() -> None:
+    run = tiny.run_of(tiny.config(full_validation=True, num_workers=2, micro_batch_size=2, global_batch_size=8, eval_iters=0))
+    before = data_threads()
+    data = build_data(tiny.trainer_of(run), provide(Numbers(64), Numbers(13), None))
+    for _ in range(3):
+        with data.valid.next() as (batches, iterations):
+            found = [batch for batch in islice(batches, iterations * 4)]
+        assert iterations == 2
+        counted = [number for batch in found for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask) if mask.any()]
+        assert counted == list(range(13)), "every sample has its loss counted once"
+        assert data_threads() == before
+    next(data.train)
+    data.close()
+    assert data_threads() == before and data.test is None
+
+
+def test_evaluations_by_iterations_go_on_where_the_last_ended() -> None:
+    run = tiny.run_of(tiny.config(num_workers=2, micro_batch_size=2, global_batch_size=4, eval_iters=2))
+    run.progress.consumed_valid_samples = 8
+    data = build_data(tiny.trainer_of(run), provide(Numbers(64), Numbers(40), Numbers(8)))
+    seen = []
+    for _ in range(2):
+        with data.valid.next() as (batches, iterations):
+            seen += [number for row in rows(batches, 2 * iterations) for number in row]
+    assert seen == list(range(8, 24))
+    data.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_all_ranks_together_see_everything_once(ranks: int) -> None:
+    seen, lengths = [], set()
+    for rank in range(ranks):
+        batches = list(all_once(run_of(rank=rank, ranks=ranks, global_batch_size=2 * ranks), Numbers(37), full_batch=4 * ranks,
+                                reads=True, split="valid"))
+        lengths.add(len(batches))
+        seen += [number for batch in batches for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask) if mask.any()]
+    assert sorted(seen) == list(range(37)) and len(lengths) == 1
+
+
+class Stream:
+    """Samples from outside: 100, 101, 102, ... without numbers."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.first, self.stop = first, stop
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (Numbers(10**6)[number] for number in range(self.first, self.stop))
+
+
+def test_samples_from_outside_are_taken_as_they_come() -> None:
+    run = run_of(dataloader_type="external")
+    batches = microbatches(run, Stream(100, 105), consumed_samples=4, reads=True)
+    assert rows(batches) == [[100, 101], [102, 103]]
+    endless = microbatches(run, (Numbers(10**6)[k] for k in count()), consumed_samples=0, reads=True)
+    assert rows(endless, 2) == [[0, 1], [2, 3]]
+
+
+def test_numbered_samples_are_refused_where_an_iterable_is_announced() -> None:
+    run = tiny.run_of(tiny.config(dataloader_type="external"))
+    with pytest.raises(ConfigError, match="takes iterables .* gives a Numbers, which is read by number"):
+        build_data(tiny.trainer_of(run), provide(Numbers(64), None, None))
+    data = build_data(tiny.trainer_of(run), provide(Stream(0, 9), None, None))
+    assert rows(data.train, 2) == [[0], [1]]
+    data.close()
+
+
+def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) -> None:
+    run = run_of(rank=1, ranks=2, log_samples=str(tmp_path / "log"), num_workers=2)
+    data = Numbers(100)
+    batches = microbatches(run, data, consumed_samples=12, reads=True)
+    for iteration, taken in ((3, 2), (4, 1)):
+        run.progress.iteration = iteration - 1
+        rows(batches, taken)
+    batches.close()
+    lines = [json.loads(line) for line in (tmp_path / "log" / "rank00000.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"split": "train", "data_rank": 1, "iteration": iteration, "microbatch": place, "samples": samples,
+         "hash": digest(collate([data[number] for number in samples]))}
+        for iteration, place, samples in ((3, 0, [14, 15]), (3, 1, [18, 19]), (4, 0, [22, 23]))]
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    batches = microbatches(run_of(log_samples=str(tmp_path / "file")), Numbers(9), consumed_samples=0, reads=True)
+    with pytest.raises(ConfigError, match="--log-samples .* cannot be written"):
+        next(batches)
+
+
+def build_once(folder: str, machines: int) -> int:
+    """Build the data of a run whose ranks stand on some machines, each with a cache of its own (or one for all)."""
+    rank, per_machine = torch.distributed.get_rank(), torch.distributed.get_world_size() // 2
+    os.environ["LOCAL_RANK"] = str(rank % per_machine)
+    cache = Path(folder) / (str(rank // per_machine) if machines == 2 else "shared")
+    built = []
+
+    def provider(run: Run, counts: Any) -> Any:
+        if not cache.exists():
+            time.sleep(0.2)  # so that a rank that does not wait would find nothing
+            cache.mkdir()
+            built.append(rank)
+        return Numbers(64), None, None
+
+    try:
+        build_data(tiny.trainer_of(tiny.run_of(tiny.config(4))), provider).close()
+    finally:
+        os.environ["LOCAL_RANK"] = str(rank)
+    return len(built)
+
+
+@pytest.mark.parametrize("machines, expected", [(1, [1, 0, 0, 0]), (2, [1, 0, 1, 0])])
+def test_caches_are_built_once_where_the_folder_is_shared_and_once_a_machine_elsewhere(
+        world: Worlds, tmp_path: Path, machines: int, expected: list[int]) -> None:
+    assert world(4).run(build_once, str(tmp_path), machines) == expected
+
+
+@pytest.mark.gpu
+def test_pinned_microbatches_reach_the_device_unchanged() -> None:
+    arrays = collate([Numbers(9)[number] for number in range(8)])
+    held = pinned(arrays)
+    for name, array in arrays.items():
+        assert torch.from_numpy(held[name]).is_pinned() and (held[name] == array).all()
+    batch = Batch.from_arrays(held, torch.device("cuda"), positions=True)
+    assert batch.tokens.cpu().tolist() == arrays["tokens"].tolist()

@@ -1,0 +1,164 @@
+"""Pairs of texts with hidden words, for a masked language model with a head over the pair (Devlin et al., 2018).
+
+    sentences of a row   s0 s1 s2 s3          cut at a random place, here after s0; half of the pairs swap
+    text                 [CLS] s1 s2 [MASK] s3 [SEP] s0 [SEP] [PAD] ...
+    types                0     0  0  0      0  0     1  1     0
+    labels, loss_mask    only where a token is hidden
+    is_random            1: the pair is in the wrong order (or, for next-sentence, does not belong together)
+
+Sample k is drawn from a generator of its own, RandomState(seed + k), so it depends on nothing but the settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.masking import MaskOptions, candidates, mask
+from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
+
+PairTask = Literal["sentence-order", "next-sentence"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """How sentences become a sample of `sequence_length` positions. pairs: None for one text without a binary label.
+
+    continues: which ids continue a word, bool [v]; its length is the vocabulary's size.
+    """
+
+    sequence_length: int
+    short_seq_prob: float
+    masking: MaskOptions
+    pairs: PairTask | None
+    continues: np.ndarray
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+
+
+class BERTDataset:
+    """One split of one token source, as shuffled samples.
+
+    documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text, types, labels,
+    loss_mask, padding_mask (1 where there is a token; all int64 [L]), is_random and truncated (int64 scalars).
+    """
+
+    def __init__(self, source: TokenSource, options: PairOptions, *, documents: range, num_samples: int | None, seed: int,
+                 split: str, cache: IndexCache = IndexCache(None)) -> None:
+        # [CLS] and two [SEP] are not the sentences'.
+        rows = MapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
+        self.map = SentenceMap(source, rows, name=type(self).__name__, documents=documents, num_samples=num_samples,
+                               split=split, extra={}, cache=cache)
+        self.options, self.seed, self.prefix = options, seed, source.prefix
+        self.description = {**self.map.description, "mask_prob": options.masking.probability, "pairs": options.pairs}
+        self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
+
+    def __len__(self) -> int:
+        """The number of samples; at least as many as were asked for."""
+        return len(self.map)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample."""
+        options, (random, texts, is_random, target) = self.options, self._texts(index)
+        parts = [self._ids(text) for text in texts]
+        truncated = any(text.high - text.low < text.length for text in texts)
+        ids = [options.cls, *parts[0], options.sep]
+        first_length = len(ids)
+        if len(parts) > 1 and parts[1]:
+            ids += [*parts[1], options.sep]
+
+        def replace(token: int) -> int:
+            if random.random_sample() < 0.8:
+                return options.mask
+            return token if random.random_sample() >= 0.5 else int(random.randint(0, len(options.continues)))
+
+        hidden = mask(ids, candidates(ids, options.continues, (options.cls, options.sep)), options.masking,
+                      target_length=target, replace=replace, random=random)
+        size, used = options.sequence_length, len(ids)
+        text, types, labels, loss_mask, padding_mask = (np.zeros(size, np.int64) for _ in range(5))
+        text[:used], text[used:] = hidden.ids, options.pad
+        types[first_length:used], padding_mask[:used] = 1, 1
+        positions = list(hidden.labels)
+        labels[positions], loss_mask[positions] = list(hidden.labels.values()), 1
+        return {"text": text, "types": types, "labels": labels, "is_random": np.array(is_random, np.int64),
+                "loss_mask": loss_mask, "padding_mask": padding_mask, "truncated": np.array(truncated, np.int64)}
+
+    def sources(self, index: int) -> list[Span]:
+        """Where the tokens of the index-th sample came from, before words were hidden."""
+        _, texts, _, _ = self._texts(index)
+        found, start = [], 1
+        for text in texts:
+            found += self.map.spans(text.first, text.last, text.low, text.high, start)
+            start += text.high - text.low + 1
+        return found
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples whose row is of this document, in rising order. int64 [samples]"""
+        return self.map.holding(document)
+
+    def _texts(self, index: int) -> tuple[np.random.RandomState, list[_Text], bool, int]:
+        """The sample's generator, its one or two texts as cut to the target length, whether they are a wrong pair, and that
+        length.
+        """
+        first, last, target = self.map.row(index)
+        random = np.random.RandomState((self.seed + index) % 2**32)
+        if self.options.pairs is None:
+            texts, is_random = [self._text(first, last)], False
+        else:
+            pivot = first + (int(random.randint(1, last - first)) if last - first >= 3 else 1)
+            texts = [self._text(first, pivot), self._text(pivot, last)]
+            is_random = bool(random.random_sample() < 0.5)
+            if is_random and self.options.pairs == "sentence-order":
+                texts.reverse()
+            elif is_random:
+                other, end, _ = self.map.row(int(random.randint(0, len(self.map))))
+                texts[1] = self._text(int(random.randint(other, end)), end)
+        _shorten(texts, target, random)
+        return random, texts, is_random, target
+
+    def _text(self, first: int, last: int) -> _Text:
+        length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
+        return _Text(first, last, length, 0, length)
+
+    def _ids(self, text: _Text) -> list[int]:
+        ids = self.map.ids(text.first, text.last)[text.low:text.high]
+        check_ids(ids, len(self.options.continues), self.prefix)
+        return ids
+
+
+@dataclass(slots=True)
+class _Text:
+    """Tokens [low, high) of the `length` tokens of sentences [first, last)."""
+
+    first: int
+    last: int
+    length: int
+    low: int
+    high: int
+
+
+def _shorten(texts: list[_Text], target: int, random: np.random.RandomState) -> None:
+    """Take tokens away one by one, from the longer text (the last of equals), at its front or its back, until all fit."""
+    excess = sum(text.length for text in texts) - target
+    for draw in random.random_sample(max(0, excess)):
+        longer = texts[0] if len(texts) == 1 or texts[0].high - texts[0].low > texts[1].high - texts[1].low else texts[1]
+        if draw < 0.5:
+            longer.low += 1
+        else:
+            longer.high -= 1
+
+
+def check_ids(ids: list[int], vocab_size: int, prefix: str) -> None:
+    """Refuse ids that the vocabulary does not have."""
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        token = min(ids) if min(ids) < 0 else max(ids)
+        raise DataError(f"{prefix} holds the id {token}, but the vocabulary has {vocab_size} ids; train with the tokenizer the "
+                        "data was written with")

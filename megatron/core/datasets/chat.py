@@ -1,0 +1,186 @@
+"""Conversations as samples: only the answers are learnt, and several short conversations share a sample.
+
+    ids         <user> How ? <end> <bot> So . <end>      8 ids
+    tokens      <user> How ? <end> <bot> So .            take 7 places
+    labels      How ? <end> <bot> So . <end>
+    loss mask   0   0 0     0     1  1 1
+
+    a sample    conversation 4 | conversation 0 | conversation 9 | padding
+    documents   0 0 0 0 0 0    | 1 1 1          | 2 2 2 2        | 3 3 3
+    positions   0 1 2 3 4 5    | 0 1 2          | 0 1 2 3        | 0 1 2
+
+A conversation that is longer than a sample is cut at its end. Which conversations share a sample is planned once, from the
+seed and their lengths (`packing.py`); each epoch goes through the samples in an order of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.config.data import DataConfig
+from megatron.core.datasets.conversations import Encoder, open_conversations
+from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.index_map import IndexCache, load_or_build
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.mock import MockConversations
+from megatron.core.datasets.packing import plan_packs
+from megatron.core.datasets.samples import Sample, Span
+from megatron.core.tokenizers.base import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class ChatDataset:
+    """The conversations of some documents of a source, as shuffled samples of `sequence_length` tokens.
+
+    source: a sequence a conversation, ids that are not learnt as ~id. num_samples: at least so many, in whole epochs;
+    None: one epoch. A sample holds tokens, labels, position_ids, document_ids (int64 [L]) and loss_mask (float32 [L]).
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        documents: range,
+        *,
+        sequence_length: int,
+        num_samples: int | None,
+        seed: int,
+        split: str,
+        cache: IndexCache = IndexCache(None),
+    ) -> None:
+        self.source, self.prefix, self.sequence_length = source, source.prefix, sequence_length
+        first, stop = (int(source.document_indices[document]) for document in (documents.start, documents.stop))
+        lengths = np.array(source.sequence_lengths[first:stop], np.int64)
+        long = np.flatnonzero(lengths > sequence_length + 1)
+        unanswered = [place for place in long.tolist() if not (source.get(first + place, 1, sequence_length) >= 0).any()]
+        kept = np.delete(np.arange(len(lengths)), unanswered)
+        if len(kept) == 0:
+            raise DataError(f"the {split} split of {self.prefix} holds {len(lengths)} conversations, and none with an answer "
+                            f"within {sequence_length + 1} tokens; give it more, or a larger --seq-length")
+        sizes = np.minimum(lengths[kept] - 1, sequence_length)
+        self.description = {
+            "class": type(self).__name__,
+            "prefix": self.prefix,
+            "documents": [documents.start, documents.stop, len(source.document_indices) - 1],
+            "sizes": hashlib.sha256(sizes.tobytes()).hexdigest(),
+            "seed": seed,
+            "split": split,
+            "sequence_length": sequence_length,
+        }  # not the number of samples: the plan is the same for any
+        arrays = load_or_build(
+            cache, f"{type(self).__name__}-{split}", self.description,
+            {"order": ((len(kept),), np.int64), "last_of_pack": ((len(kept),), bool)},
+            lambda: dict(zip(("order", "last_of_pack"), plan_packs(sizes, sequence_length, seed))))
+        self._conversations = first + kept[arrays["order"]]
+        ends = np.flatnonzero(arrays["last_of_pack"]) + 1
+        self._packs = np.concatenate([[0], ends])
+        epochs = max(1, -(-(num_samples or 0) // len(ends)))
+        self._order = np.concatenate([np.random.default_rng((seed, epoch, len(ends))).permutation(len(ends))
+                                      for epoch in range(epochs)])
+        self._places = np.arange(sequence_length)
+        self.tokens_per_epoch, self.samples_per_epoch = int(sizes.sum()), float(len(ends))
+        logger.info("%s: %d conversations of %s in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
+                    "left out since no answer is within the cut", split, len(kept), self.prefix, len(ends), sequence_length,
+                    100 * self.fill, len(long) - len(unanswered), len(unanswered))
+
+    @property
+    def fill(self) -> float:
+        """The share of the samples' places that is not padding."""
+        return self.tokens_per_epoch / (self.samples_per_epoch * self.sequence_length)
+
+    def __len__(self) -> int:
+        """The number of samples; at least as many as were asked for."""
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample in shuffled order."""
+        size = self.sequence_length
+        tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        starts: list[int] = []
+        at = 0
+        for conversation in self._pack(index):
+            ids = self.source.get(conversation, 0, size + 1)
+            starts.append(at)
+            end = at + len(ids) - 1
+            tokens[at:end], labels[at:end] = ids[:-1], ids[1:]
+            at = end
+        loss_mask = (labels >= 0).astype(np.float32)
+        loss_mask[at:] = 0
+        sizes = np.diff([*starts, at, size])
+        positions = self._places - np.repeat([*starts, at], sizes)
+        documents = np.repeat(np.arange(len(sizes)), sizes)
+        # An id that is not learnt is kept as ~id, which is what is below zero.
+        return {"tokens": tokens ^ (tokens >> 63), "labels": labels ^ (labels >> 63), "loss_mask": loss_mask,
+                "position_ids": positions, "document_ids": documents}
+
+    def sources(self, index: int) -> list[Span]:
+        """Which conversations stand in the index-th sample; the last token of each is a label only, and not counted."""
+        spans: list[Span] = []
+        at = 0
+        for conversation in self._pack(index):
+            document = int(np.searchsorted(self.source.document_indices, conversation, side="right")) - 1
+            size = min(int(self.source.sequence_lengths[conversation]) - 1, self.sequence_length)
+            spans.append(Span(self.prefix, document, conversation, 0, size, at))
+            at += size
+        return spans
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples with a conversation of this document, in rising order. int64 [samples]"""
+        first, stop = self.source.document_indices[document:document + 2].tolist()
+        own = np.flatnonzero((self._conversations >= first) & (self._conversations < stop))
+        packs = np.searchsorted(self._packs, own, side="right") - 1
+        return np.flatnonzero(np.isin(self._order, packs))
+
+    def _pack(self, index: int) -> Sequence[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        pack = self._order[index]
+        return self._conversations[self._packs[pack]:self._packs[pack + 1]].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatKind:
+    """Conversations; --split counts the lines of a file."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    encoder: Encoder | None  # of made-up conversations none
+    sequence_length: int
+    seed: int
+    name: str = ChatDataset.__name__
+
+    def open(self, prefix: str) -> TokenSource:
+        """The ids of a file's conversations, or made-up ones."""
+        if self.encoder is None:
+            return MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
+        return open_conversations(prefix, self.encoder, self._cache(prefix))
+
+    def count(self, source: TokenSource) -> int:
+        """The number of lines."""
+        return len(source.document_indices) - 1
+
+    def fits(self, source: TokenSource, part: range) -> bool:
+        """Whether these lines hold a conversation."""
+        return bool(source.document_indices[part.stop] > source.document_indices[part.start])
+
+    def build(self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> ChatDataset:
+        """Samples of these lines' conversations."""
+        return ChatDataset(source, part, sequence_length=self.sequence_length, num_samples=num_samples, seed=self.seed,
+                           split=split, cache=cache if self.encoder is None else self._cache(source.prefix))
+
+    def _cache(self, path: str) -> IndexCache:
+        """Where the ids and the plan are kept: beside the file, whose name a folder cannot have."""
+        chosen = self.config.data_cache_path
+        return IndexCache(Path(chosen)) if chosen else IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+
+
+def chat_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatKind:
+    """What --sft trains on, as the settings say; `ConfigError` when the tokenizer does not do."""
+    encoder = None if config.mock_data else Encoder(tokenizer, config.chat.sft_tokenizer_prompt_format)
+    return ChatKind(config, tokenizer, encoder, sequence_length, seed)

@@ -1,0 +1,188 @@
+"""Conversations in JSONL files: read, written down by a template, and kept as ids.
+
+    chat.jsonl --template--> text --tokenizer--> ids, in chat.jsonl.cache/ChatDataset_indices
+
+A line is {"messages": [{"role": "user", "content": "..."}, ...]}, with "tools" where the template knows them. A system
+message that is not the first begins a new conversation. A document is a line, a sequence a conversation. Ids are int32, and
+those that are not learnt are kept as ~id, so that an id and whether it is an answer are one number. They are made once, by
+whoever comes first, and made again when the file, the tokenizer or the template has changed.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import frame, named_tokens
+from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, Message, Piece, Template
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+
+AT_ONCE = 256  # lines that are tokenized together
+MOST_TOLD = 20  # bad lines that an error names
+SHAPES = {"ids": ((None,), np.int32), "starts": ((None,), np.int64), "lines": ((None,), np.int64)}
+
+logger = logging.getLogger(__name__)
+
+
+class Encoder:
+    """Conversations to ids. template: the name of a format, or "tokenizer" for the tokenizer's own template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        text = tokenizer.chat_template if template == "tokenizer" else FORMATS[template]
+        if text is None:
+            raise ConfigError("--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
+                              f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}")
+        self.tokenizer, self._frame = tokenizer, frame(tokenizer)
+        end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
+        bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
+        eos = tokenizer.id_to_token(end) or EOS
+        words = set(MARK_LIKE.findall(text))
+        special = {name: token for token in tokenizer.special_ids if len(name := tokenizer.id_to_token(token)) > 1}
+        self.marks = {**named_tokens(tokenizer, words), **special, eos: end}
+        if tokenizer.bos is not None:
+            self.marks[bos] = tokenizer.bos
+        missing = sorted(word for word in words - self.marks.keys() if word.startswith("<|"))
+        if missing:
+            logger.info("the vocabulary has no token %s; what the template writes so is spelled with several", ", ".join(missing))
+        self.template = Template(text, bos=bos, eos=eos, marks=list(self.marks))
+        self.identity = {"tokenizer": fingerprint(tokenizer)["hash"], "template": text}
+
+    def encode(self, conversations: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
+        """The ids of each conversation, ~id where it is not learnt. Raises `ValueError` for text that has none. int32 [t]
+
+        Each piece is tokenized by itself, as a prompt is when the model is asked. Where the tokenizer gives the same ids
+        to a piece and the text before it when they are one text, as it does to the piece, they are taken from there:
+        some tokenizers begin every text with a space.
+        """
+        texts = [(piece.text, previous.text + piece.text if previous is not None and not previous.mark else None)
+                 for conversation in conversations for previous, piece in zip((None, *conversation), conversation) if not piece.mark]
+        together = [text for pair in texts for text in pair if text is not None]
+        flat, lengths = self.tokenizer.encode_flat(together)
+        before, after = self._frame
+        ends = np.cumsum(lengths)
+        spans = zip((ends - lengths + before).tolist(), (ends - after).tolist())
+        ids = np.asarray(flat).astype(np.int32)
+        encoded = (ids[first:last] for first, last in spans)
+        return [self._joined(conversation, encoded) for conversation in conversations]
+
+    def _joined(self, conversation: Sequence[Piece], encoded: Iterator[np.ndarray]) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        before: np.ndarray | None = None  # ids of the text just before, by itself
+        for piece in conversation:
+            if piece.mark:
+                ids, before = np.array([self.marks[piece.text]], np.int32), None
+            else:
+                alone = ids = next(encoded)
+                if before is not None:
+                    joint = next(encoded)
+                    if np.array_equal(joint[:len(before)], before):
+                        ids = joint[len(before):]
+                before = alone
+            parts.append(ids if piece.answer else ~ids)
+        return np.concatenate([np.empty(0, np.int32), *parts])
+
+
+def conversations_of(line: bytes) -> list[tuple[list[Message], Any]]:
+    """The conversations of a line, each with its tools; `DataError` says what is wrong with it. A blank line has none."""
+    if not line.strip():
+        return []
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
+        raise DataError(f"not JSON: {error}") from error
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError('no list of "messages"')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f'message {number} has no "role"')
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise DataError(f'message {number} has no text as "content"')
+    starts = [place for place, message in enumerate(messages) if place == 0 or message["role"] == "system"]
+    found = [messages[first:last] for first, last in zip(starts, [*starts[1:], len(messages)])]
+    for conversation in found:
+        if all(message["role"] != "assistant" for message in conversation):
+            raise DataError("a conversation without an answer: none of its messages has the role assistant")
+    return [(conversation, row.get("tools")) for conversation in found]
+
+
+class Conversations:
+    """A token source of a JSONL file; see the top of this file for what the ids are."""
+
+    def __init__(self, path: str, arrays: Arrays) -> None:
+        self.prefix, self._ids, self._starts = path, arrays["ids"], arrays["starts"]
+        self.sequence_lengths, self.document_indices = np.diff(self._starts), arrays["lines"]
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int32"""
+        first, last = self._starts[sequence:sequence + 2].tolist()
+        return self._ids[first + offset:last if length is None else min(last, first + offset + length)]
+
+
+def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conversations:
+    """The conversations of a JSONL file, as ids; `DataError` names the first bad lines, with what is wrong."""
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened: {error.strerror}; --sft reads JSONL files, so give whole names") from error
+    if path.endswith((".gz", ".zst")):
+        raise DataError(f"{path} is compressed; --sft reads plain JSONL")
+    description = {**encoder.identity, "file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
+    return Conversations(path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize(path, encoder)))
+
+
+def _tokenize(path: str, encoder: Encoder) -> Arrays:
+    """ids: all conversations end to end; starts: of each and, last, the end; lines: the first of each line and, last, the end."""
+    # Machine integers, not Python's.
+    ids, starts, lines = array.array("i"), array.array("q", [0]), array.array("q", [0])
+    bad: list[tuple[int, str]] = []
+    with open(path, "rb") as file:
+        numbered = enumerate(file, 1)
+        while rows := list(islice(numbered, AT_ONCE)):
+            found: list[list[list[Piece]]] = []
+            for number, line in rows:
+                try:
+                    found.append([encoder.template.pieces(*conversation) for conversation in conversations_of(line)])
+                except DataError as error:
+                    bad.append((number, str(error)))
+                    found.append([])
+            for (number, _), sequences in zip(rows, _encoded(encoder, found)):
+                if isinstance(sequences, str):
+                    bad.append((number, sequences))
+                    continue
+                for sequence in sequences:
+                    ids.frombytes(sequence.tobytes())
+                    starts.append(len(ids))
+                lines.append(len(starts) - 1)
+    if bad:
+        bad.sort()
+        told = "\n".join(f"  {path}, line {number}: {problem}" for number, problem in bad[:MOST_TOLD])
+        more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
+        raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{told}{more}")
+    return {"ids": np.frombuffer(ids, np.int32), "starts": np.frombuffer(starts, np.int64), "lines": np.frombuffer(lines, np.int64)}
+
+
+def _encoded(encoder: Encoder, lines: Sequence[Sequence[Sequence[Piece]]]) -> list[list[np.ndarray] | str]:
+    """The sequences of each line, or what is wrong with its text."""
+    try:
+        ids = iter(encoder.encode(list(chain.from_iterable(lines))))
+    except ValueError as error:
+        if len(lines) == 1:  # half of a surrogate pair, say
+            return [f"text that the tokenizer does not take: {error}"]
+        return [result for line in lines for result in _encoded(encoder, [line])]
+    result: list[list[np.ndarray] | str] = []
+    for line in lines:
+        sequences = list(islice(ids, len(line)))
+        silent = any(not (sequence[1:] >= 0).any() for sequence in sequences)
+        result.append("a conversation whose answers have no tokens" if silent else sequences)
+    return result

@@ -1,0 +1,128 @@
+"""Fill in the middle: documents rearranged, so that a model learns to write what stands between two texts.
+
+A document (or the part of it that a sample holds) is cut at two random characters into prefix P, middle M and suffix S,
+which are tokenized anew, each behind a token of its own:
+
+    PSM   <prefix> P <suffix> S <middle> M
+    SPM   <prefix> <suffix> S <middle> P M
+
+With a token that splits documents, the fragments between are rearranged instead of the whole. What is drawn for a sample
+depends on the seed and the number of the sample alone: not on the process that reads it, nor on what was read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.data import FillConfig
+from megatron.core.config.flags import refuse, spelling
+from megatron.core.datasets.marks import frame, named_tokens
+from megatron.core.tokenizers.base import Tokenizer
+
+BROKEN = "\ufffd"  # what bytes that are no whole character look like
+MOST_BROKEN = 3  # bytes of a character that a window can cut off, at either end
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Ids with a meaning for fill-in-the-middle. split: cuts a document into fragments, or None. pad: fills short samples."""
+
+    prefix: int
+    middle: int
+    suffix: int
+    eod: int
+    pad: int
+    split: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FillInTheMiddle:
+    """A `Rearrange` of windows of tokens; see `GPTDataset`.
+
+    rate: share of documents that are rearranged, and fragment_rate: of the fragments of those; spm_rate: share of
+    rearranged texts whose suffix comes first. spared: text that begins so stays as it is. frame: how many ids the tokenizer
+    puts before and after every text.
+    """
+
+    tokenizer: Tokenizer
+    marks: Marks
+    seed: int
+    rate: float
+    spm_rate: float
+    fragment_rate: float = 1.0
+    spared: str | None = None
+    frame: tuple[int, int] = (0, 0)
+
+    def __call__(self, ids: np.ndarray, index: int) -> np.ndarray:
+        """The ids of sample `index` with some of its documents rearranged. [t] -> [any length]"""
+        random = np.random.default_rng((self.seed, index))
+        return _each_part(ids, self.marks.eod, lambda part: self._document(part, random))
+
+    def _document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        if random.random() >= self.rate:
+            return ids
+        split = self.marks.split
+        if split is None or not (ids == split).any():
+            return self._rearranged(ids, random)
+        return _each_part(ids, split, lambda part: self._rearranged(part, random) if random.random() < self.fragment_rate else part)
+
+    def _rearranged(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        text = self._whole_characters(ids)
+        if self.spared is not None and text.startswith(self.spared):
+            return ids
+        first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
+        prefix, middle, suffix = self._ids([text[:first], text[first:last], text[last:]])
+        marks = self.marks
+        if random.random() < self.spm_rate:
+            parts = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
+        else:
+            parts = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
+        return np.array(parts, np.int64)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        before, after = self.frame
+        ids, lengths = self.tokenizer.encode_flat(texts)
+        return [part[before:len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+
+    def _whole_characters(self, ids: np.ndarray) -> str:
+        """The text without the pieces of a character that the edges of the window cut through."""
+        text = self.tokenizer.detokenize(ids.tolist())
+        for _ in range(MOST_BROKEN):
+            if text.startswith(BROKEN):
+                ids = ids[1:]
+                text = self.tokenizer.detokenize(ids.tolist())
+            if text.endswith(BROKEN):
+                ids = ids[:-1]
+                text = self.tokenizer.detokenize(ids.tolist())
+        return text
+
+
+def _each_part(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """The ids with every part between two `end`s changed; the ends, and parts without ids, stay as they are."""
+    parts: list[np.ndarray] = []
+    start = 0
+    for stop in [*np.flatnonzero(ids == end).tolist(), len(ids)]:
+        parts += [change(ids[start:stop]) if stop > start else ids[start:stop], ids[stop:stop + 1]]
+        start = stop + 1
+    return np.concatenate(parts)
+
+
+def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad: int) -> FillInTheMiddle:
+    """What the settings describe; `ConfigError` when the vocabulary lacks a token. pad: where --fim-pad-token is not given."""
+    flags = {spelling(name): getattr(fill, name) for name in (
+        "fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_eod_token", "fim_pad_token", "fim_split_sample")}
+    ids = named_tokens(tokenizer, [name for name in flags.values() if name is not None])
+    refuse(f"{flag} {name!r} is not one token of the vocabulary; add it to the tokenizer, or name one that is there"
+           for flag, name in flags.items() if name is not None and name not in ids)
+    order = [name for name in (fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token) if name is not None]
+    refuse(["--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
+            + ", ".join(order)] if len({*order}) < 3 else [])
+    prefix, middle, suffix = (ids[name] for name in order)
+    marks = Marks(prefix, middle, suffix, eod=ids.get(fill.fim_eod_token, tokenizer.eod),
+                  pad=ids.get(fill.fim_pad_token, pad), split=ids.get(fill.fim_split_sample))
+    return FillInTheMiddle(tokenizer, marks, seed, rate=fill.fim_rate, spm_rate=fill.fim_spm_rate,
+                           fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
+                           spared=fill.fim_no_prefix, frame=frame(tokenizer))

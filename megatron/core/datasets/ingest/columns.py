@@ -1,0 +1,125 @@
+"""Parquet files and Hugging Face's arrow files as chunks of rows, read batch by batch through pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, Place, Source, Span, Texts
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ARROW_FILE_MAGIC = b"ARROW1"  # Feather and IPC files; those of Hugging Face are IPC streams, without it
+READ_BYTES = 2**16
+
+
+@contextmanager
+def _reading(source: Source) -> Iterator[pyarrow.NativeFile]:
+    """The open file; what pyarrow says of damage becomes `DataError`."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(f"{source.path} needs the package pyarrow: pip install megatron[files]") from error
+    # pyarrow's own pool keeps freed memory; the system's gives it back.
+    memory = pyarrow.system_memory_pool()
+    pyarrow.set_memory_pool(memory)
+    try:
+        with pyarrow.OSFile(source.path, "rb") as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{source.path} is damaged, or not a {source.kind} file: {error}") from error
+
+
+def count_rows(source: Source) -> int:
+    """The number of rows of a table."""
+    with _reading(source) as file:
+        if source.kind == "parquet":
+            from pyarrow import parquet
+
+            return parquet.ParquetFile(file).metadata.num_rows
+        return sum(batch.num_rows for batch, _, _ in _arrow_batches(source, file, (), 0))
+
+
+def read_rows(number: int, span: Span, place: Place, keys: Sequence[str]) -> Iterator[Chunk]:
+    """The text columns of a span's rows, from a place on. number: which span of the run it is."""
+    source = span.source
+    first = max(place.unit, span.start)
+    with _reading(source) as file:
+        find = _parquet_batches if source.kind == "parquet" else _arrow_batches
+        for batch, at, consumed in find(source, file, keys, first):
+            skipped = max(0, first - at)
+            stop = batch.num_rows if span.stop is None else min(batch.num_rows, span.stop - at)
+            rows = max(1, CHUNK_BYTES * max(1, batch.num_rows) // max(1, batch.nbytes))
+            for low in range(skipped, stop, rows):
+                piece = batch.slice(low, min(rows, stop - low))
+                texts = [_bytes_of(piece.column(key)) for key in keys]
+                start, end = (Place(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows))
+                size = sum(len(text) for column in texts for text in column if text is not None)
+                yield Chunk(source.kind, texts, start, end, size, consumed)
+            if span.stop is not None and at + batch.num_rows >= span.stop:
+                return
+
+
+def _parquet_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[str],
+                     first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """(batch, its first row, bytes of the file behind it), from the row group on in which row `first` lies."""
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
+    _check_columns(source, table.schema_arrow, keys)
+    row = 0
+    for group in range(table.num_row_groups):
+        facts = table.metadata.row_group(group)
+        if row + facts.num_rows <= first:
+            row += facts.num_rows
+            continue
+        rows = max(1, CHUNK_BYTES * facts.num_rows // max(1, facts.total_byte_size))
+        for batch in table.iter_batches(rows, [group], list(keys), use_threads=False):
+            after = row + batch.num_rows
+            yield batch, row, source.size * after // max(1, table.metadata.num_rows)
+            row = after
+
+
+def _arrow_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[str],
+                   first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """The same of an IPC stream or file, whose batches must all be read to find the row `first`."""
+    from pyarrow import ipc
+
+    is_file = file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _check_columns(source, reader.schema, keys)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    row = 0
+    for batch in batches:
+        if row + batch.num_rows > first:
+            yield batch.select(list(keys)), row, file.tell()
+        row += batch.num_rows
+
+
+def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
+    """A column that is missing or not text is the fault of the file, not of its rows."""
+    from pyarrow import types
+
+    for key in keys:
+        found = schema.get_all_field_indices(key)
+        if len(found) != 1:
+            raise DataError(f"{source.path} has {len(found) or 'no'} columns {key!r}; it has {', '.join(schema.names)}: "
+                            "name one of them with --json-keys")
+        kind = schema.field(found[0]).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise DataError(f"{source.path}: column {key!r} holds {kind}, not text; name another with --json-keys")
+
+
+def _bytes_of(column: pyarrow.Array) -> list[bytes | None]:
+    """The texts as bytes, as they stand in the file: whether they are UTF-8 is for the reader of records to say."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pyarrow.large_binary()).to_pylist()

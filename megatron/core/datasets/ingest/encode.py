@@ -1,0 +1,138 @@
+"""Chunks to ids: what is done with every record, in this process or in a worker."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.datasets.ingest.records import UNREADABLE, Drops, Records, read_records
+from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
+from megatron.core.datasets.ingest.source import Chunk
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+
+MOST_GROWTH = 64 * 2**20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is done with every record. language: sentences are split by its rules, and become sequences; None: not."""
+
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    language: str | None = None
+    keep_newlines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The documents of one key.
+
+    ids: [t], all end to end. lengths: int64 [s], tokens of each sequence. sequences: int64 [d], how many of them each
+    document has.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chunk's documents, for each key, and what was left out."""
+
+    columns: list[Column]
+    drops: Drops
+
+
+class Encoder:
+    """A tokenizer and a splitter of sentences, of which each process has its own."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._tokenizer = build_tokenizer(job.tokenizer)
+        self._memory: int | None = None
+        self._split: Split | None = sentence_splitter(job.language, job.keep_newlines) if job.language else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What it says of itself; keep no reference, or memory grows."""
+        return self._tokenizer
+
+    def read(self, chunk: Chunk) -> tuple[Records, list[list[list[str]]]]:
+        """The records of a chunk, and for each key the sentences of every document, when those are wanted."""
+        records = read_records(chunk, self.job.keys)
+        if self._split is None:
+            return records, []
+        return records, [[self._split(text) for text in texts] for texts in records.texts]
+
+    def encode(self, records: Records, sentences: list[list[list[str]]]) -> Encoded:
+        """The ids of what `read` found. A document that the tokenizer cannot read is left out under every key."""
+        documents = sentences or [[[text] for text in texts] for texts in records.texts]
+        try:
+            columns = [self._column(column) for column in documents]
+        except ValueError:
+            bad = [place for place in range(len(records.numbers))
+                   if not all(self._can_read(column[place]) for column in documents)]
+            if not bad:
+                raise
+            kept = sorted(set(range(len(records.numbers))).difference(bad))
+            records = records.without(bad, UNREADABLE)
+            columns = [self._column([column[place] for place in kept]) for column in documents]
+        self._renew()
+        return Encoded(columns, records.drops)
+
+    def _renew(self) -> None:
+        """Build the tokenizer again when memory has grown: engines keep every word that they have met."""
+        memory = _resident_bytes()
+        if self._memory is None:
+            self._memory = memory
+        elif memory > self._memory + MOST_GROWTH:
+            del self._tokenizer
+            self._tokenizer, self._memory = build_tokenizer(self.job.tokenizer), None
+
+    def _can_read(self, texts: Sequence[str]) -> bool:
+        try:
+            self._tokenizer.encode_flat(texts)
+        except ValueError:
+            return False
+        return True
+
+    def _column(self, documents: Sequence[Sequence[str]]) -> Column:
+        """The ids of one key's documents, given as their sentences, or as one text each."""
+        ids, lengths = self._tokenizer.encode_flat([text for document in documents for text in document])
+        counts = np.fromiter(map(len, documents), np.int64, len(documents))
+        owners = np.repeat(np.arange(len(documents)), counts)
+        full = lengths > 0
+        lengths = lengths[full].astype(np.int64)
+        sequences = np.bincount(owners[full], minlength=len(documents)).astype(np.int64)
+        if self.job.append_eod:
+            ids = _append(ids, lengths, sequences, self._tokenizer.eod)
+        return Column(ids, lengths, sequences)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _append(ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, eod: int) -> np.ndarray:
+    """The ids with `eod` after the last sequence of every document that has one; `lengths` is changed in place."""
+    last = np.cumsum(sequences)[sequences > 0] - 1
+    lengths[last] += 1
+    ends = np.cumsum(lengths)[last] - 1
+    with_ends = np.empty(len(ids) + len(ends), ids.dtype)
+    is_text = np.ones(len(with_ends), bool)
+    is_text[ends] = False
+    with_ends[ends] = eod
+    with_ends[is_text] = ids
+    return with_ends

@@ -1,0 +1,126 @@
+"""Names and patterns to sources, sources to spans, spans to chunks; and how a source is known again."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import xxhash
+
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.columns import count_rows, read_rows
+from megatron.core.datasets.ingest.lines import count_bytes, lines_before, read_document, read_lines
+from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, Kind, Place, Source, Span
+
+HEAD_BYTES = 2**16
+
+Format = Literal["auto", "jsonl", "txt", "parquet", "arrow"]
+TextDocuments = Literal["file", "line"]
+
+
+def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[Source]:
+    """The inputs that names and patterns stand for, in order; those of a pattern sorted by name.
+
+    format: of all inputs; "auto" goes by the ending of each name, and takes what has none of ours for JSON lines.
+    text_documents: whether a plain text file is one document, or each of its lines is.
+    """
+    sources: list[Source] = []
+    for word in words:
+        if word == STANDARD_INPUT:
+            sources.append(_source(word, "jsonl" if format == "auto" else format, text_documents))
+            continue
+        found = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+        found = [path for path in found if not (os.path.isdir(path) and path != word)]
+        if not found:
+            raise DataError(f"--input {word}: there is no such file")
+        sources += [_source(path, format, text_documents) for path in found]
+    if sum(source.path == STANDARD_INPUT for source in sources) > 1:
+        raise DataError("--input - names standard input twice")
+    return sources
+
+
+def _source(path: str, format: Format, text_documents: TextDocuments) -> Source:
+    if os.path.isdir(path):
+        raise DataError(f"--input {path} is a folder; name its files, as in '{os.path.join(path, '*')}'")
+    stem, ending = os.path.splitext(path)
+    compression = {".gz": "gz", ".zst": "zst"}.get(ending, "")
+    if format == "auto":
+        ending = os.path.splitext(stem)[1] if compression else ending
+        format = {".txt": "txt", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}.get(ending, "jsonl")
+    if format in ("parquet", "arrow") and (compression or path == STANDARD_INPUT):
+        raise DataError(f"--input {path}: {format} files are read in place; unpack it, and give its name")
+    kind: Kind = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format
+    return Source(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
+
+
+def identity(source: Source) -> list[str | int]:
+    """What is equal when the source is the same as before: path, size, time, and a hash of its two ends."""
+    if source.path == STANDARD_INPUT:
+        return [STANDARD_INPUT]
+    ends = xxhash.xxh3_64()
+    with open(source.path, "rb") as file:
+        ends.update(file.read(HEAD_BYTES))
+        file.seek(max(0, source.size - HEAD_BYTES))
+        ends.update(file.read(HEAD_BYTES))
+    return [os.path.abspath(source.path), source.size, os.stat(source.path).st_mtime_ns, ends.hexdigest()]
+
+
+def spans_of(sources: Sequence[Source], shard: tuple[int, int] | None) -> list[Span]:
+    """What a run reads: everything, or shard (i, n), counted from 0, of n that hold about the same number of bytes.
+
+    The inputs stand end to end and are cut in n, so that the shards in order hold what one run reads, in order. Where a
+    border falls into a file that is not made of plain lines, its rows are counted, or it is decompressed once to find
+    its length, and cut in the same proportion.
+    """
+    if shard is None:
+        return [Span(source, (0, source.size)) for source in sources]
+    if any(source.path == STANDARD_INPUT for source in sources):
+        raise DataError("--shard: standard input cannot be cut into shards; give files")
+    index, count = shard
+    # One more than its size, that an empty text file, a document of its own, lies somewhere.
+    total = sum(source.size + 1 for source in sources)
+    low, high = total * index // count, total * (index + 1) // count
+    spans, before = [], 0
+    for source in sources:
+        weight = source.size + 1
+        start, stop = (min(max(border - before, 0), weight) for border in (low, high))
+        before += weight
+        if start == stop:
+            continue
+        if (start, stop) == (0, weight):
+            spans.append(Span(source, (0, source.size)))
+            continue
+        units = _count_units(source)
+        span = Span(source, (start, stop), units * start // weight, units * stop // weight)
+        if span.start != span.stop:
+            spans.append(span)
+    return spans
+
+
+def _count_units(source: Source) -> int:
+    if source.has_lines:
+        return count_bytes(source)
+    return 1 if source.kind == "document" else count_rows(source)
+
+
+def read_spans(spans: Sequence[Span], keys: Sequence[str], place: Place) -> Iterator[Chunk]:
+    """All chunks of all spans in order, from a place on."""
+    for number in range(place.span, len(spans)):
+        span = spans[number]
+        start = place if number == place.span else Place(number, span.start)
+        if span.source.has_lines:
+            yield from read_lines(number, span, start)
+        elif span.source.kind == "document":
+            yield from read_document(number, span, start)
+        else:
+            yield from read_rows(number, span, start, keys)
+
+
+def name_record(span: Span, record: int) -> str:
+    """FILE:NUMBER of a record of a span, both counted from 1; the number is that of the whole file."""
+    source = span.source
+    before = lines_before(source, span.start) if source.has_lines else span.start
+    path = "standard input" if source.path == STANDARD_INPUT else source.path
+    return path if source.kind == "document" else f"{path}:{before + record}"

@@ -1,0 +1,159 @@
+"""Files of lines, and plain text, as chunks: as they are, compressed with gzip or zstd, or from standard input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import xxhash
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, Place, Source, Span
+
+COMPRESSED_PIECE = 2**11  # zstd can blow this up to 64 MB, if it wants to do harm
+
+
+class _ZstdBytes(io.RawIOBase):
+    """The content of a .zst file of any number of frames. Raises `EOFError` when the last one is cut short."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ConfigError(".zst files need the package zstandard: pip install megatron[files]") from error
+        self._raw = raw
+        self._frames = zstandard.ZstdDecompressor()
+        self._frame = self._frames.decompressobj()
+        self._inside = False
+        self._input = self._ready = b""
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill the start of the buffer; 0 at the end."""
+        while not self._ready:
+            self._input = self._input or self._raw.read(COMPRESSED_PIECE)
+            if not self._input:
+                if self._inside:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._ready = self._frame.decompress(self._input)
+            self._inside, self._input = True, b""
+            if self._frame.eof:
+                self._inside, self._input = False, self._frame.unused_data
+                self._frame = self._frames.decompressobj()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """(the content, the file on disk under it) of a source that is not a table; damage is told as `DataError`."""
+    if source.path == STANDARD_INPUT:
+        yield sys.stdin.buffer, sys.stdin.buffer
+        return
+    with open(source.path, "rb") as raw:
+        try:
+            if source.compression == "gz":
+                yield gzip.GzipFile(fileobj=raw), raw
+            elif source.compression == "zst":
+                yield io.BufferedReader(_ZstdBytes(raw), CHUNK_BYTES), raw
+            else:
+                yield raw, raw
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{source.path} is damaged: {error}") from error
+        except Exception as error:
+            # Without zstandard installed its error cannot be named in an except clause.
+            if type(error).__module__.startswith("zstandard"):
+                raise DataError(f"{source.path} is damaged: {error}") from error
+            raise
+
+
+def read_lines(number: int, span: Span, place: Place) -> Iterator[Chunk]:
+    """The lines of a span, from a place on. number: which span of the run it is."""
+    source = span.source
+    with opened(source) as (file, raw):
+        digest = xxhash.xxh3_128() if source.path == STANDARD_INPUT else None
+        if digest:
+            _skip_again(file, place, digest)
+            position = place.unit
+        else:
+            position = _skip(file, source, max(place.unit, span.start))
+        records = place.records
+        while span.stop is None or position < span.stop:
+            content = file.read(CHUNK_BYTES if span.stop is None else min(CHUNK_BYTES, span.stop - position))
+            if not content:
+                break
+            if not content.endswith(b"\n"):
+                content += file.readline()
+            start = Place(number, position, records)
+            position += len(content)
+            records += content.count(b"\n") + (not content.endswith(b"\n"))
+            if digest:
+                digest.update(content)
+            end = Place(number, position, records, digest.hexdigest() if digest else "")
+            consumed = raw.tell() if source.compression else position
+            yield Chunk(source.kind, content, start, end, len(content), consumed)
+
+
+def read_document(number: int, span: Span, place: Place) -> Iterator[Chunk]:
+    """A plain text file as one document."""
+    if place.unit:
+        return
+    with opened(span.source) as (file, _):
+        content = file.read()
+    yield Chunk("document", [[content]], Place(number), Place(number, 1, 1), len(content), span.source.size)
+
+
+def count_bytes(source: Source) -> int:
+    """The size of a file after decompression."""
+    if not source.compression:
+        return source.size
+    with opened(source) as (file, _):
+        return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
+
+
+def lines_before(source: Source, position: int) -> int:
+    """How many lines of a file begin before a byte of it."""
+    if position == 0:
+        return 0
+    lines, left = 1, position - 1
+    with opened(source) as (file, _):
+        while left and (content := file.read(min(left, CHUNK_BYTES))):
+            lines += content.count(b"\n")
+            left -= len(content)
+    return lines
+
+
+def _skip(file: BinaryIO, source: Source, start: int) -> int:
+    """Go to the first line that begins at `start` or later; returns where that is."""
+    if start == 0:
+        return 0
+    if source.compression:
+        left = start - 1
+        while left and (content := file.read(min(left, CHUNK_BYTES))):
+            left -= len(content)
+    else:
+        file.seek(start - 1)
+    return start - 1 + len(file.readline())
+
+
+def _skip_again(file: BinaryIO, place: Place, digest: xxhash.xxh3_128) -> None:
+    """Read once more what standard input gave to the run that is continued."""
+    left = place.unit
+    while left and (content := file.read(min(left, CHUNK_BYTES))):
+        digest.update(content)
+        left -= len(content)
+    if left or (place.unit and digest.hexdigest() != place.digest):
+        raise DataError(f"standard input does not begin with the {place.unit} bytes that the run to be continued read; "
+                        "give it the same text, or begin anew with --restart")

@@ -1,0 +1,238 @@
+"""From sources to finished pairs: one for each key, that go on where a killed run stopped.
+
+    spans -> chunks -> [ workers ] -> ids in the order of the input -> IndexedDatasetBuilder, one for each key
+                                                                   \\-> journal, every few seconds
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder, Marks, best_dtype, bin_path, idx_path
+from megatron.core.datasets.ingest import journal
+from megatron.core.datasets.ingest.encode import Encoded, Encoder, Job
+from megatron.core.datasets.ingest.inputs import identity, name_record, read_spans, spans_of
+from megatron.core.datasets.ingest.journal import PARTIAL, Dropped, State, Totals
+from megatron.core.datasets.ingest.records import BLANK, PLACES
+from megatron.core.datasets.ingest.sentences import version
+from megatron.core.datasets.ingest.source import Chunk, Place, Source
+from megatron.core.datasets.ingest.workers import encode_all
+from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
+from megatron.core.tokenizers.base import fingerprint
+
+Start = Callable[[Totals, str], None]
+Report = Callable[[Totals], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is wanted. shard: (i, n), counted from 0. journal_seconds: between points from which a killed run goes on."""
+
+    sources: Sequence[Source]
+    job: Job
+    output_prefix: str
+    shard: tuple[int, int] | None = None
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    workers: int = 1
+    journal_seconds: float = 10.0
+    restart: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The output's own prefix: that of a shard carries its number, so that names sort as the shards do."""
+        if self.shard is None:
+            return self.output_prefix
+        width = max(5, len(str(self.shard[1])))
+        return f"{self.output_prefix}-{self.shard[0]:0{width}d}-of-{self.shard[1]:0{width}d}"
+
+    @property
+    def level(self) -> Literal["document", "sentence"]:
+        """What a sequence of the output is."""
+        return "document" if self.job.language is None else "sentence"
+
+    @property
+    def pairs(self) -> list[str]:
+        """The prefix of each pair that is written."""
+        return [f"{self.prefix}_{key}_{self.level}" for key in self.job.keys]
+
+
+def preprocess(order: Order, start: Start, report: Report) -> Totals:
+    """Write the pairs. Returns the totals.
+
+    start: called once with what a run that was stopped had done already, and a sentence on the tokenizer's engine;
+    report: called as more is done. Raises `DataError` for input that cannot be read and for bad lines that are not to be
+    skipped; no file under a final name has changed then, and what the journal names stays for the next run.
+    """
+    prefix = order.prefix
+    with journal.locked(prefix):
+        encoder = Encoder(order.job)
+        mark, dtype = fingerprint(encoder.tokenizer), best_dtype(encoder.tokenizer.vocab_size)
+        engine = encoder.tokenizer.engine
+        command = _command(order, mark)
+        if order.restart:
+            journal.journal_path(prefix).unlink(missing_ok=True)
+        state = journal.load(prefix, command)
+        if state is not None and state.done:
+            start(state.totals, engine)
+            _finish_again(order, mark, dtype, state.marks)
+            totals = state.totals
+        else:
+            with _builders(order, mark, dtype, state.marks if state else None) as builders:
+                writer = _Writer(order, command, builders, state)
+                start(writer.totals, engine)
+                # Worker processes have encoders of their own; another here would only take memory.
+                work, encoder = (encoder if order.workers == 1 else order.job), None
+                writer.write_all(report, work)
+                for builder in builders:
+                    builder.finish()
+            totals = writer.totals
+        journal.journal_path(prefix).unlink()
+        return totals
+
+
+def measure(order: Order, max_documents: int) -> tuple[int, float]:
+    """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
+    documents, began = 0, time.perf_counter()
+    chunks = _first(read_spans(spans_of(order.sources, order.shard), order.job.keys, Place()), max_documents)
+    for _, encoded in encode_all(chunks, order.job, order.workers):
+        documents += len(encoded.columns[0].sequences)
+    return documents, time.perf_counter() - began
+
+
+def _first(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
+    records = 0
+    for chunk in chunks:
+        yield chunk
+        records += chunk.end.records - chunk.start.records
+        if records >= max_records:
+            return
+
+
+def _command(order: Order, mark: Fingerprint) -> dict[str, Any]:
+    """All that the output depends on, by the words of the command line."""
+    job = order.job
+    return {
+        "tokenizer": mark,
+        "json-keys": job.keys,
+        "append-eod": job.append_eod,
+        "split-sentences": job.language and [job.language, job.keep_newlines, f"NLTK {version()}"],
+        "shard": order.shard,
+        "kinds of input": [source.kind for source in order.sources],
+        "input": [identity(source) for source in order.sources],
+    }
+
+
+@contextmanager
+def _builders(order: Order, mark: Fingerprint, dtype: np.dtype,
+              marks: Sequence[Marks] | None) -> Iterator[list[IndexedDatasetBuilder]]:
+    """A builder for each key. When the block raises, what they wrote stays if the journal names it, else it goes."""
+    builders: list[IndexedDatasetBuilder] = []
+    try:
+        for number, pair in enumerate(order.pairs):
+            builders.append(_builder(order, pair, mark, dtype, marks[number] if marks else None))
+        yield builders
+    except BaseException:
+        kept = journal.journal_path(order.prefix).exists()
+        for builder in builders:
+            builder.close() if kept else builder.discard()
+        raise
+
+
+def _builder(order: Order, pair: str, mark: Fingerprint, dtype: np.dtype, marks: Marks | None) -> IndexedDatasetBuilder:
+    try:
+        return IndexedDatasetBuilder(pair, dtype, tokenizer=mark, shard=order.shard, level=order.level, partial=PARTIAL,
+                                     marks=marks)
+    except DataError as error:
+        raise DataError(f"{error}; {journal.RESTART}" if marks else str(error)) from error
+
+
+def _finish_again(order: Order, mark: Fingerprint, dtype: np.dtype, marks: Sequence[Marks]) -> None:
+    """Finish the pairs of a run that died after its last document.
+
+    A builder renames the ids first and the index last, and only when all files of the pair are complete. So a pair
+    whose unfinished ids are gone wants nothing but names.
+    """
+    for pair, mark_of_pair in zip(order.pairs, marks):
+        if os.path.exists(f"{pair}.bin.{PARTIAL}"):
+            _builder(order, pair, mark, dtype, mark_of_pair).finish()
+            continue
+        for ending, path in (("json", sidecar_path(pair)), ("idx", idx_path(pair))):
+            if os.path.exists(f"{pair}.{ending}.{PARTIAL}"):
+                os.replace(f"{pair}.{ending}.{PARTIAL}", path)
+        for ending in ("lengths", "modes", "documents"):
+            Path(f"{pair}.{ending}.{PARTIAL}").unlink(missing_ok=True)
+        if not (os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))):
+            raise DataError(f"{pair}: its unfinished files are gone; {journal.RESTART}")
+
+
+class _Writer:
+    """Puts encoded chunks into the pairs, in order, and keeps the account and the journal."""
+
+    def __init__(self, order: Order, command: Mapping[str, Any], builders: Sequence[IndexedDatasetBuilder],
+                 state: State | None) -> None:
+        self.totals = state.totals if state else Totals(empty=[0] * len(order.job.keys))
+        self._order, self._command, self._builders = order, command, builders
+        self._place = state.place if state else Place()
+        self._spans = spans_of(order.sources, order.shard)
+        self._marked = time.monotonic()
+
+    def write_all(self, report: Report, work: Encoder | Job) -> None:
+        """Read, encode and write everything from the place on."""
+        self._refuse_bad_lines()
+        chunks = read_spans(self._spans, self._order.job.keys, self._place)
+        with closing(encode_all(chunks, work, self._order.workers)) as results:
+            for chunk, encoded in results:
+                self._write(chunk, encoded)
+                if time.monotonic() - self._marked >= self._order.journal_seconds:
+                    self._save(done=False)
+                report(self.totals)
+        # A shard may be empty, when there are more shards than lines; it takes its place among the others.
+        if self.totals.documents == 0 and self._order.shard is None:
+            raise DataError(f"no document was found: {describe_drops(self.totals)}")
+        self._save(done=True)
+
+    def _write(self, chunk: Chunk, encoded: Encoded) -> None:
+        totals, span = self.totals, self._spans[chunk.end.span]
+        for reason, drop in encoded.drops.items():
+            total = totals.dropped.setdefault(reason, Dropped())
+            total.count += drop.count
+            for record in drop.records[: PLACES - len(total.places)]:
+                total.places.append(name_record(span, record))
+        self._refuse_bad_lines()
+        for number, (builder, column) in enumerate(zip(self._builders, encoded.columns)):
+            builder.add_documents(column.ids, column.lengths, column.sequences)
+            totals.empty[number] += int((column.sequences == 0).sum())
+        totals.documents = self._builders[0].num_documents
+        totals.tokens = sum(builder.num_tokens for builder in self._builders)
+        totals.num_bytes += chunk.num_bytes
+        behind = sum(high - low for low, high in (other.disk for other in self._spans[: chunk.end.span]))
+        totals.consumed = behind + min(max(chunk.consumed - span.disk[0], 0), span.disk[1] - span.disk[0])
+        self._place = chunk.end
+
+    def _refuse_bad_lines(self) -> None:
+        bad = {reason: drop for reason, drop in self.totals.dropped.items() if reason != BLANK}
+        if bad and self._order.on_bad_line == "fail":
+            named = [f"{place}: {reason}" for reason, drop in bad.items() for place in drop.places]
+            raise DataError(("; " if len(named) == 1 else "\n").join(
+                [*named, "mend the line, or leave such lines out with --on-bad-line skip"]))
+
+    def _save(self, done: bool) -> None:
+        marks = [builder.flush() for builder in self._builders]
+        journal.save(self._order.prefix, self._command, State(self._place, marks, self.totals, done))
+        self._marked = time.monotonic()
+
+
+def describe_drops(totals: Totals) -> str:
+    """How many lines were left out, and for each reason how many and where the first of them are."""
+    reasons = sorted(totals.dropped.items(), key=lambda item: -item[1].count)
+    told = "; ".join(f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"
+                     for reason, drop in reasons)
+    return f"{sum(drop.count for drop in totals.dropped.values())} lines left out" + f": {told}" * bool(told)

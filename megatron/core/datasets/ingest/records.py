@@ -1,0 +1,126 @@
+"""Chunks to texts. What cannot be read is left out, and said: how often, why, and where it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.datasets.ingest.source import Chunk, Kind
+
+BLANK = "blank"
+UNREADABLE = "text that the tokenizer cannot read"
+PLACES = 5  # bad records of a kind that are named; all are counted
+BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(slots=True)
+class Drop:
+    """Records left out for one reason: how many, and the numbers of the first, counted from 1 in their span."""
+
+    count: int = 0
+    records: list[int] = field(default_factory=list)
+
+    def add(self, record: int) -> None:
+        """Count one more."""
+        self.count += 1
+        if len(self.records) < PLACES:
+            self.records.append(record)
+
+
+Drops = dict[str, Drop]
+
+
+@dataclass(slots=True)
+class Records:
+    """The documents of a chunk.
+
+    texts: for each key the text of every document. numbers: which record of its span each document is, from 1.
+    """
+
+    texts: list[list[str]]
+    numbers: list[int]
+    drops: Drops
+
+    def without(self, bad: Sequence[int], reason: str) -> Records:
+        """The same without the documents at these places."""
+        drops, gone = dict(self.drops), set(bad)
+        drops[reason] = Drop()
+        for place in sorted(gone):
+            drops[reason].add(self.numbers[place])
+        kept = [place for place in range(len(self.numbers)) if place not in gone]
+        return Records([[column[place] for place in kept] for column in self.texts],
+                       [self.numbers[place] for place in kept], drops)
+
+
+def read_records(chunk: Chunk, keys: Sequence[str]) -> Records:
+    """The documents of a chunk, with one text under each key."""
+    records = Records([[] for _ in keys], [], {})
+    if isinstance(chunk.content, bytes):
+        rows = chunk.content.split(b"\n")
+        if not rows[-1]:
+            rows.pop()
+        read = _json_texts if chunk.kind == "jsonl" else _line_texts
+    else:
+        rows = list(zip(*chunk.content))
+        read = _row_texts
+    for number, row in enumerate(rows, chunk.start.records + 1):
+        try:
+            texts = read(row, keys)
+        except ValueError as error:
+            records.drops.setdefault(str(error), Drop()).add(number)
+            continue
+        records.numbers.append(number)
+        for column, text in zip(records.texts, texts):
+            column.append(text)
+    return records
+
+
+def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The text under each key of a JSON object. Raises `ValueError` whose message is what is wrong with the line."""
+    try:
+        content = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not JSON" if line.strip() else BLANK) from error
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    texts = []
+    for key in keys:
+        if key not in content:
+            raise ValueError(f"no key {key!r}")
+        text = content[key]
+        if not isinstance(text, str):
+            raise ValueError(f"the value of {key!r} is not text")
+        if b"\\u" in line and not _is_unicode(text):
+            raise ValueError(f"half of a surrogate pair in {key!r}")
+        texts.append(text)
+    return texts
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has an encoding; an escape such as \\ud800 can make one that has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _line_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+    """A line of plain text, without its end."""
+    if not line.strip():
+        raise ValueError(BLANK)
+    return _row_texts([line.removesuffix(b"\r")], keys)
+
+
+def _row_texts(row: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
+    """The texts of a row."""
+    for key, text in zip(keys, row):
+        if text is None:
+            raise ValueError(f"the value of {key!r} is not text")
+    try:
+        return [text.decode().removeprefix(BYTE_ORDER_MARK) for text in row if text is not None]
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8") from error

@@ -1,0 +1,81 @@
+"""Texts to sentences with NLTK's Punkt, without any network: the tables of English stand beside this file.
+
+Other languages need NLTK's own tables, found where NLTK looks for them (NLTK_DATA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.core.config.flags import ConfigError
+
+if TYPE_CHECKING:
+    from nltk.tokenize.punkt import PunktParameters
+
+TABLES = Path(__file__).parent / "punkt"
+WINDOW = 1_000_000  # characters; longer texts are split window by window, as Megatron does
+
+Split = Callable[[str], list[str]]
+
+
+def sentence_splitter(language: str, keep_newlines: bool) -> Split:
+    """What cuts a text into its sentences.
+
+    keep_newlines: the white space after a sentence stays with it, so that the sentences end to end are the text without
+    the white space at its end. Otherwise white space between sentences is left out.
+    """
+    spans = _spans(language)
+
+    def split(text: str) -> list[str]:
+        sentences: list[str] = []
+        for low in range(0, len(text), WINDOW):
+            window = text[low : low + WINDOW] if len(text) > WINDOW else text
+            found = spans(window)
+            if keep_newlines and found:
+                ends = [start for start, _ in found[1:]] + [len(window if low + WINDOW < len(text) else window.rstrip())]
+                found = [(start, end) for (start, _), end in zip(found, ends)]
+            sentences += [window[start:end] for start, end in found]
+        return sentences
+
+    return split
+
+
+def version() -> str:
+    """The version of NLTK, on which the borders of sentences depend."""
+    try:
+        import nltk
+    except ImportError as error:
+        raise ConfigError("--split-sentences needs the package nltk: pip install megatron[sentences]") from error
+    return nltk.__version__
+
+
+def _spans(language: str) -> Callable[[str], list[tuple[int, int]]]:
+    """What finds (start, end) of every sentence."""
+    version()
+    from nltk.tokenize import punkt
+
+    if (TABLES / language).is_dir() and language.isalpha():
+        splitter = punkt.PunktSentenceTokenizer(_read_tables(TABLES / language, punkt.PunktParameters()))
+    else:
+        try:
+            splitter = punkt.PunktTokenizer(language)
+        except (LookupError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"--lang {language}: NLTK has no Punkt tables of that language. Only English comes along; on a machine "
+                "with a network run python -m nltk.downloader -d FOLDER punkt_tab, copy FOLDER to this machine and set "
+                "NLTK_DATA to it") from error
+    return lambda text: list(splitter.span_tokenize(text))
+
+
+def _read_tables(folder: Path, parameters: PunktParameters) -> PunktParameters:
+    """Fill Punkt's parameters from its four tables."""
+    def lines(name: str) -> list[str]:
+        return (folder / name).read_text(encoding="utf-8").splitlines()
+
+    parameters.abbrev_types.update(lines("abbrev_types.txt"))
+    parameters.sent_starters.update(lines("sent_starters.txt"))
+    parameters.collocations.update(tuple(line.split("\t")) for line in lines("collocations.tab"))
+    parameters.ortho_context.update((word, int(flags)) for word, _, flags in (line.partition("\t") for line in lines("ortho_context.tab")))
+    return parameters

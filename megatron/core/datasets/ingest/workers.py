@@ -1,0 +1,163 @@
+"""Chunks encoded in the order in which they come, by this process and its tokenizer's threads, or by processes.
+
+    one worker     a thread reads and parses ahead:     [ read, parse ] -> queue -> [ encode ]
+    more           a thread reads and sends in turn:    [ read, send ] -> worker k of n -> [ receive in turn ]
+
+Only a few chunks are in memory at once. Each worker has its own pipes and shares no end of them with another: when this
+process dies, however it dies, every worker finds its pipe closed and ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.encode import Encoded, Encoder, Job
+from megatron.core.datasets.ingest.source import Chunk
+
+DEPTH = 2  # chunks that wait for each stage
+LOOK_AGAIN = 0.1  # seconds after which a thread that waits looks whether it is still wanted
+PATIENCE = 5.0  # seconds for a worker to end by itself
+
+Item = TypeVar("Item")
+
+
+def encode_all(chunks: Iterator[Chunk], work: Encoder | Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk, its content left out, with what it became. work: for one worker, an encoder that is there already."""
+    if workers > 1:
+        yield from _encode_by_processes(chunks, work.job if isinstance(work, Encoder) else work, workers)
+        return
+    encoder = work if isinstance(work, Encoder) else Encoder(work)
+    for chunk, (records, sentences) in read_ahead((_emptied(chunk), encoder.read(chunk)) for chunk in chunks):
+        yield chunk, encoder.encode(records, sentences)
+
+
+def _emptied(chunk: Chunk) -> Chunk:
+    return dataclasses.replace(chunk, content=b"")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _End:
+    """The last thing in a queue: nothing more comes, or this error."""
+
+    error: BaseException | None
+
+
+def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
+    """The same items, taken by a thread before they are asked for; what goes wrong there is raised here."""
+    ready: queue.Queue = queue.Queue(depth)
+    unwanted = threading.Event()
+
+    def put(item: Item | _End) -> None:
+        while not unwanted.is_set():
+            try:
+                return ready.put(item, timeout=LOOK_AGAIN)
+            except queue.Full:
+                continue
+
+    def fill() -> None:
+        end = _End(None)
+        try:
+            for item in items:
+                put(item)
+                if unwanted.is_set():
+                    break
+        except BaseException as error:  # the consumer raises it
+            end = _End(error)
+        put(end)
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := ready.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        unwanted.set()
+        thread.join(LOOK_AGAIN)  # a thread that waits for standard input is left behind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Worker:
+    """A process, and our ends of its two pipes."""
+
+    process: BaseProcess
+    work: Connection
+    results: Connection
+
+
+def _encode_by_processes(chunks: Iterator[Chunk], job: Job, count: int) -> Iterator[tuple[Chunk, Encoded]]:
+    room = threading.Semaphore(DEPTH * count)
+    unwanted = threading.Event()
+    with _started(job, count) as workers:
+        def sent() -> Iterator[Chunk]:
+            for number, chunk in enumerate(chunks):
+                while not room.acquire(timeout=LOOK_AGAIN):
+                    if unwanted.is_set():
+                        return
+                workers[number % count].work.send(chunk)
+                yield _emptied(chunk)
+
+        try:
+            for number, chunk in enumerate(read_ahead(sent(), DEPTH * count)):
+                result = workers[number % count].results.recv()
+                room.release()
+                if isinstance(result, Exception):
+                    raise result
+                yield chunk, result
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise DataError("a worker process was killed, perhaps for want of memory; try fewer --workers") from error
+        finally:
+            unwanted.set()
+
+
+@contextmanager
+def _started(job: Job, count: int) -> Iterator[list[_Worker]]:
+    """So many processes at work; they end with the block."""
+    # Not forked: the threads of a tokenizer's engine do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    workers: list[_Worker] = []
+    try:
+        for _ in range(count):
+            (work, ours), (theirs, results) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(job, work, results), daemon=True)
+            workers.append(_Worker(process, ours, theirs))
+            process.start()
+            work.close()
+            results.close()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.work.close()
+            worker.results.close()
+        for worker in workers:
+            worker.process.join(PATIENCE)
+            if worker.process.is_alive():
+                worker.process.kill()
+
+
+def _work(job: Job, work: Connection, results: Connection) -> None:
+    """The life of a worker: it ends when its pipe does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
+    try:
+        encoder = Encoder(job)
+        while True:
+            results.send(encoder.encode(*encoder.read(work.recv())))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except (ConfigError, DataError) as error:
+        results.send(error)
+    except Exception:  # a defect of ours is shown where it is seen
+        results.send(RuntimeError(traceback.format_exc()))

@@ -1,0 +1,33 @@
+"""What a tokenizer puts into text and around it: tokens that have a name, and ids before and after every text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import Tokenizer
+
+
+def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
+    """The id of each of these names that the vocabulary has as one token."""
+    wanted = set(names)
+    found: dict[str, int] = {}
+    for token in range(tokenizer.vocab_size if wanted else 0):
+        try:
+            name = tokenizer.id_to_token(token)
+        except (LookupError, ValueError):  # a number without a token
+            continue
+        if name in wanted:
+            found.setdefault(name, token)
+    return found
+
+
+def frame(tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many ids `tokenize` puts before and after every text; `ConfigError` when that cannot be told."""
+    empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
+    for before in range(len(empty) + 1):
+        after = len(empty) - before
+        if len(letter) > len(empty) and letter[:before] == empty[:before] and letter[len(letter) - after:] == empty[before:]:
+            return before, after
+    raise ConfigError(f"the tokenizer gives {empty} to no text and {letter} to '1', so that it cannot tokenize a text in "
+                      "pieces, as --fim-data and --sft do; choose another")

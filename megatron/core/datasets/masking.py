@@ -1,0 +1,121 @@
+"""Which tokens of a sample are hidden from the network, and what stands in their place.
+
+Candidates are words: a token and the pieces that continue it. Runs of one to `max_ngram` words are chosen in random
+order until enough tokens are covered; short runs are likelier (1/n, or a geometric distribution). The draws, and so the
+samples, are Megatron's, with one difference: the permuted tokens are drawn from the sample's own generator too, not from
+numpy's global one.
+
+    [CLS] the quick ##ly run ##ning dog [SEP]        candidates 1 | 2 3 | 4 5 | 6
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.core.tokenizers.base import Tokenizer
+
+_GEOMETRIC = 0.2  # SpanBERT's (Joshi et al., 2019)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOptions:
+    """How tokens are chosen. probability: share of tokens. longer: long runs are the likelier ones, where not geometric.
+    permute: as many tokens again change places with each other, and are to be predicted too.
+    """
+
+    probability: float
+    max_ngram: int = 3
+    geometric: bool = False
+    longer: bool = False
+    permute: bool = False
+
+    @property
+    def cumulative(self) -> list[float]:
+        """Probability of a run of at most 1, 2, ... max_ngram words."""
+        shares = 1.0 / np.arange(1, self.max_ngram + 1)
+        shares /= shares.sum(keepdims=True)
+        total = (shares[::-1] if self.longer else shares).cumsum()
+        return (total / total[-1]).tolist()
+
+
+@dataclass(slots=True)
+class Masked:
+    """ids: what the network sees. labels: position -> the token that stood there. spans: the runs, as they were chosen."""
+
+    ids: list[int]
+    labels: dict[int, int] = field(default_factory=dict)
+    spans: list[list[int]] = field(default_factory=list)
+
+
+def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
+    """Which ids continue a word: ##pieces, or of a SentencePiece vocabulary those without a space before. bool [v]"""
+    tokens = [tokenizer.id_to_token(token) for token in range(tokenizer.vocab_size)]
+    if any(token.startswith("\u2581") for token in tokens):
+        special = {tokenizer.pad, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids}
+        return np.array([not token.startswith("\u2581") and number not in special for number, token in enumerate(tokens)])
+    return np.array([token.startswith("##") for token in tokens])
+
+
+def candidates(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
+    """The positions of each word. apart: ids that belong to no word, such as [CLS]."""
+    found: list[list[int]] = []
+    for position, (token, joins) in enumerate(zip(ids, continues[np.asarray(ids, np.int64)].tolist())):
+        if token in apart:
+            continue
+        if joins and found:
+            found[-1].append(position)
+        else:
+            found.append([position])
+    return found
+
+
+def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target_length: int,
+         replace: Callable[[int], int], random: np.random.RandomState) -> Masked:
+    """Hide about `options.probability` of the tokens, and no more than that share of `target_length`; none where it is short.
+
+    words: positions that are hidden together. replace: what stands in the place of a hidden token; may draw.
+    """
+    wanted = min(options.probability * target_length, max(1, int(round(len(ids) * options.probability))))
+    result = Masked(list(ids))
+    order = np.arange(len(words))
+    random.shuffle(order)
+    for span in _choose(order, words, options, wanted, set(), random):
+        result.spans.append(span)
+        for position in span:
+            result.labels[position] = ids[position]
+            result.ids[position] = replace(ids[position])
+    if options.permute:
+        random.shuffle(order)
+        moved = sorted(p for span in _choose(order, words, options, wanted, set(result.labels), random) for p in span)
+        sources = list(moved)
+        random.shuffle(sources)
+        result.labels.update((position, ids[position]) for position in moved)
+        for position, source in zip(moved, sources):
+            result.ids[position] = ids[source]
+    return result
+
+
+def _choose(order: np.ndarray, words: list[list[int]], options: MaskOptions, wanted: float, covered: set[int],
+            random: np.random.RandomState) -> Iterator[list[int]]:
+    """Runs of words from these starting places on, until `wanted` positions are found; none meets a covered one."""
+    count, cumulative = 0, options.cumulative
+    for start in order.tolist():
+        if count + 1 > wanted:  # not even one more
+            return
+        if options.geometric:
+            size = min(int(random.geometric(_GEOMETRIC)), options.max_ngram)
+        else:  # what random.choice with these probabilities draws, without its checks
+            size = bisect_right(cumulative, random.random_sample()) + 1
+        span = [position for word in words[start:start + size] for position in word]
+        while count + len(span) > wanted and size > 1:
+            size -= 1
+            span = [position for word in words[start:start + size] for position in word]
+        if count + len(span) > wanted or not covered.isdisjoint(span):
+            continue
+        covered.update(span)
+        count += len(span)
+        yield span

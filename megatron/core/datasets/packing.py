@@ -1,0 +1,44 @@
+"""Which pieces share a sample, so that little of it is padding."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+
+WINDOW = 4096  # pieces that are packed with each other: what is packed together was shuffled together
+
+
+def plan_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces in an order in which packs follow each other, and where packs end.
+
+    sizes: int [n], each from 1 to `capacity`. Returns the numbers of the pieces, int64 [n], and whether each is the last
+    of its pack, bool [n]. Windows of a random order of the pieces are packed for themselves: the longest first, each into
+    the pack where the least room remains. It follows from the arguments alone.
+    """
+    order = np.random.default_rng((seed, len(sizes))).permutation(len(sizes)).astype(np.int64)
+    pieces: list[int] = []
+    last = np.zeros(len(sizes), bool)
+    for start in range(0, len(order), WINDOW):
+        window = order[start:start + WINDOW]
+        longest_first = window[np.argsort(-sizes[window].astype(np.int64), kind="stable")]
+        for pack in _packs(longest_first.tolist(), sizes[longest_first].tolist(), capacity):
+            pieces += pack
+            last[len(pieces) - 1] = True
+    return np.array(pieces, np.int64), last
+
+
+def _packs(pieces: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (what remains, number of the pack), the tightest first
+    for piece, size in zip(pieces, sizes):
+        place = bisect_left(rooms, (size, -1))
+        if place == len(rooms):
+            room, pack = capacity, len(packs)
+            packs.append([])
+        else:
+            room, pack = rooms.pop(place)
+        packs[pack].append(piece)
+        if room > size:
+            insort(rooms, (room - size, pack))
+    return packs

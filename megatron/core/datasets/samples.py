@@ -1,0 +1,78 @@
+"""What every data set offers, whatever its kind: numbered samples, and of each where it came from.
+
+A `DatasetKind` says how a prefix becomes samples; `blend.py` cuts and mixes any kind alike. `kinds.py` has a row a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.core.datasets.index_map import IndexCache
+
+Sample = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of tokens of one sequence, and where it stands in a sample.
+
+    Tokens [offset, offset + length) of sequence `sequence`, which belongs to document `document` of `prefix`, stand
+    from position `start` of the sample on. The last token of a window may be a label only.
+    """
+
+    prefix: str
+    document: int
+    sequence: int
+    offset: int
+    length: int
+    start: int
+
+
+class SampleSet(Protocol):
+    """The samples of one split of one prefix, in shuffled order.
+
+    description: what the samples depend on, for caches. tokens_per_epoch: tokens that the split holds.
+    samples_per_epoch: in how many samples they are gone through once.
+    """
+
+    prefix: str
+    description: Mapping[str, Any]
+    tokens_per_epoch: int
+    samples_per_epoch: float
+
+    def __len__(self) -> int:
+        """The number of samples; at least as many as were asked for."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample."""
+
+    def sources(self, index: int) -> list[Span]:
+        """Where the tokens of the index-th sample came from, in the order of the sample."""
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples that hold a token of this document of the prefix, in rising order. int64 [samples]"""
+
+
+class DatasetKind(Protocol):
+    """How a prefix becomes samples.
+
+    name: what the samples' class is called, also in the names of caches.
+    """
+
+    name: str
+
+    def open(self, prefix: str) -> Any:
+        """The source of a prefix, as the other methods take it."""
+
+    def count(self, source: Any) -> int:
+        """How many things --split shares out: sequences, or documents."""
+
+    def fits(self, source: Any, part: range) -> bool:
+        """Whether these of the source's things are enough for one sample."""
+
+    def build(self, source: Any, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> SampleSet:
+        """At least `num_samples` samples of these of the source's things; one epoch when that is None."""

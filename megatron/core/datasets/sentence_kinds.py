@@ -1,0 +1,102 @@
+"""Which samples of sentences the settings ask for: pairs with hidden words, or texts with spans taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.data import DataConfig
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.run import RunConfig
+from megatron.core.datasets.bert import BERTDataset, PairOptions
+from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.masking import MaskOptions, word_continuations
+from megatron.core.datasets.mock import MockSentences
+from megatron.core.datasets.samples import DatasetKind
+from megatron.core.datasets.sentence_map import usable_documents
+from megatron.core.datasets.sidecar import check_tokenizer
+from megatron.core.datasets.t5 import SpanOptions, T5Dataset
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceKind:
+    """Samples of sentences; --split counts documents. tokenizer: its fingerprint; plain: its ids without a special meaning."""
+
+    config: DataConfig
+    options: PairOptions | SpanOptions
+    least_sentences: int
+    seed: int
+    tokenizer: Mapping[str, str | int]
+    plain: np.ndarray
+    name: str
+
+    def open(self, prefix: str) -> TokenSource:
+        """The sentences behind a prefix, or made-up ones; `DataError` when another tokenizer wrote them."""
+        if self.config.mock_data:
+            return MockSentences(self.plain)
+        check_tokenizer(prefix, self.tokenizer)
+        return IndexedDataset(prefix, self.config.mmap_bin_files, cache=self.config.object_storage_cache_path)
+
+    def count(self, source: TokenSource) -> int:
+        """The number of documents."""
+        return len(source.document_indices) - 1
+
+    def fits(self, source: TokenSource, part: range) -> bool:
+        """Whether one of these documents makes a sample."""
+        bounds = source.document_indices[part.start:part.stop + 1]
+        return len(bounds) > 1 and bool(usable_documents(source.sequence_lengths, bounds, self.least_sentences).any())
+
+    def build(self, source: TokenSource, part: range, *, num_samples: int | None, split: str,
+              cache: IndexCache) -> BERTDataset | T5Dataset:
+        """Samples of these documents."""
+        shared = {"documents": part, "num_samples": num_samples, "seed": self.seed, "split": split, "cache": cache}
+        if isinstance(self.options, PairOptions):
+            return BERTDataset(source, self.options, **shared)
+        return T5Dataset(source, self.options, **shared)
+
+
+def bert_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
+    """What a BERT is trained on, as the settings say."""
+    masking, pairs = run.data.masking, run.model.bert_binary_head
+    cls, sep, mask, pad = _special(tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding")
+    options = PairOptions(
+        sequence_length=run.train.seq_length, short_seq_prob=masking.short_seq_prob, masking=MaskOptions(masking.mask_prob),
+        pairs=masking.bert_pair_task if pairs else None, continues=word_continuations(tokenizer), cls=cls, sep=sep, mask=mask,
+        pad=pad)
+    return SentenceKind(run.data, options, 2 if pairs else 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer),
+                        BERTDataset.__name__)
+
+
+def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
+    """What a T5 is trained on, as the settings say."""
+    masking = run.data.masking
+    bos, eos, pad = _special(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
+    sentinels = tokenizer.additional_special_tokens_ids
+    if not sentinels:
+        raise ConfigError("T5 needs sentinels in the place of the spans that it takes out; give --vocab-extra-ids, 100 is usual, "
+                          "also to tools/preprocess_data.py")
+    options = SpanOptions(
+        encoder_length=run.train.seq_length, decoder_length=run.train.decoder_seq_length or run.train.seq_length,
+        short_seq_prob=masking.short_seq_prob, masking=MaskOptions(masking.mask_prob, max_ngram=10, geometric=True),
+        continues=word_continuations(tokenizer), sentinels=sentinels, bos=bos, eos=eos, pad=pad)
+    return SentenceKind(run.data, options, 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer), T5Dataset.__name__)
+
+
+def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
+    """The ids of these names; `ConfigError` with all that the tokenizer lacks. needed: name -> what it is called."""
+    lacking = [words for name, words in needed.items() if getattr(tokenizer, name) is None]
+    if lacking:
+        raise ConfigError(f"{network} needs {', '.join(lacking)}, which {type(tokenizer).__name__} does not have; choose a "
+                          "--tokenizer-type that has them, such as BertWordPieceLowerCase")
+    return [getattr(tokenizer, name) for name in needed]
+
+
+def _plain(tokenizer: Tokenizer) -> np.ndarray:
+    """Ids that stand for text."""
+    special = [tokenizer.eod, tokenizer.pad, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids]
+    return np.setdiff1d(np.arange(tokenizer.vocab_size), special)

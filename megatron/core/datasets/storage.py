@@ -1,0 +1,291 @@
+"""Where the bytes of data files are: on a file system, or in object storage behind fsspec.
+
+A path with `://` in it (s3://bucket/x, gs://, memory://) names an object; everything else is a file. Small objects that
+are read whole, such as an index, are kept as files in a local cache. Large ones are read by ranges:
+
+    map_file     file -> array of its bytes, read as they are touched
+    FileReader   file -> ranges, each with a system call of its own
+    BlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
+
+fsspec needs one package more for each kind of storage (s3fs for s3://, gcsfs for gs://) and finds the credentials where
+that package looks for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+READ_PAUSES = (1, 5, 25)  # seconds before each further try of a read that failed, as network file systems may
+BLOCK_BYTES = 2**20
+KEPT_BLOCKS = 16
+COPY_BYTES = 16 * 2**20
+
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
+
+
+class DataError(Exception):
+    """A data file that cannot be used. The message names the file, what was found and what was expected."""
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path or prefix names objects of a storage service rather than files."""
+    return "://" in str(path)
+
+
+def temporary_name(path: str | Path) -> str:
+    """A name beside `path` that no other process, on any machine, uses."""
+    return f"{path}.{uuid.uuid4().hex}.tmp"
+
+
+def sync(file: IO[bytes]) -> None:
+    """Return when what was written has reached the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: str | Path) -> None:
+    """Return when the names in the folder of `path` have reached the disk, where the file system can say."""
+    try:
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def replacing(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write that takes the name `path` when the block ends, whole; not at all when it raises.
+
+    durable: it is on disk then. Off, for what the reader can check, a power failure may leave a damaged file.
+    """
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            if durable:
+                sync(file)
+        os.replace(temporary, path)
+        if durable:
+            sync_folder(path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def patiently(read: Callable[[], Answer], name: str) -> Answer:
+    """The result of `read`, tried again after a pause while it fails as storage does that is busy for a moment.
+
+    Raises `DataError` that names what is read when the last try fails, and at once for what no pause will mend.
+    """
+    for pause in (*READ_PAUSES, None):
+        try:
+            return read()
+        except DataError:
+            raise
+        except (ImportError, ValueError) as error:
+            raise DataError(f"{name} cannot be read: {error}; storage other than files needs its fsspec package, such "
+                            "as s3fs for s3:// and gcsfs for gs://") from error
+        except Exception as error:  # each storage service has errors of its own
+            final = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError))
+            if pause is None or final:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise DataError(f"{name} cannot be opened: {reason}" if final
+                                else f"{name} cannot be read: {reason}") from error
+            logger.warning("%s cannot be read (%s); next try in %d s", name, error, pause)
+            time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of fsspec and the path in it.
+
+    fsspec itself keeps one for each process and thread, so asking for every range costs little, and a process that was
+    forked has a connection of its own.
+    """
+    import fsspec  # the local path has no use for it, and tools start without it
+
+    return fsspec.core.url_to_fs(url)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteObject:
+    """One state of an object. version: differs after each change, in the words of the storage service."""
+
+    url: str
+    size: int
+    version: str
+
+
+def inspect_object(url: str) -> RemoteObject:
+    """The present state of an object. Raises `DataError` when there is none, or it cannot be asked for."""
+    def ask() -> RemoteObject:
+        system, path = _file_system(url)
+        return RemoteObject(url, int(system.info(path)["size"]), str(system.ukey(path)))
+
+    return patiently(ask, url)
+
+
+def fetch(url: str, start: int, end: int) -> bytes:
+    """Bytes [start, end) of an object."""
+    def ask() -> bytes:
+        system, path = _file_system(url)
+        content = system.cat_file(path, start=start, end=end)
+        if len(content) != end - start:
+            raise DataError(f"{url} ends before byte {end}; it has become shorter since it was opened")
+        return content
+
+    return patiently(ask, f"{url} at byte {start}")
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file or object. Raises `DataError` when there is none."""
+    if is_remote(path):
+        return inspect_object(path).size
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError) as error:
+        stem, suffix = os.path.splitext(os.path.splitext(path)[0])
+        hint = f"; give the prefix without the ending: {stem}" if suffix in (".bin", ".idx") else ""
+        raise DataError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}{hint}") from error
+
+
+def read_small(path: str, limit: int) -> bytes | None:
+    """All bytes of a file or object, its first `limit` + 1 when it has more; None when there is none."""
+    if not is_remote(path):
+        try:
+            with open(path, "rb") as file:
+                return file.read(limit + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+    def ask() -> bytes | None:
+        system, place = _file_system(path)
+        if not system.exists(place):
+            return None
+        return system.cat_file(place, start=0, end=min(limit + 1, int(system.info(place)["size"])))
+
+    return patiently(ask, path)
+
+
+def map_file(path: str) -> np.ndarray:
+    """The file's bytes, mapped read-only; a plain array, whose slices cost less than those of `np.memmap`."""
+    if os.stat(path).st_size == 0:
+        return np.empty(0, np.uint8)
+    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+
+
+def whole(path: str, cache: str | Path | None) -> np.ndarray:
+    """All bytes of a file or object, uint8. An object is kept as a file in the folder `cache`, else held in memory."""
+    if not is_remote(path):
+        return map_file(path)
+    if cache is not None:
+        return map_file(str(local_copy(path, Path(cache))))
+    size = size_of(path)
+    content = np.empty(size, np.uint8)
+    for start in range(0, size, COPY_BYTES):
+        end = min(start + COPY_BYTES, size)
+        content[start:end] = np.frombuffer(fetch(path, start, end), np.uint8)
+    return content
+
+
+def local_copy(url: str, folder: Path) -> Path:
+    """A file in `folder` with the object's bytes, fetched when no process has done so for its present state.
+
+    Its name depends on the address, size and version, so a changed object is fetched anew, and it appears whole, so any
+    number of processes may ask at once.
+    """
+    state = inspect_object(url)
+    name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+    copy = folder / f"{name}-{url.rsplit('/', 1)[-1]}"
+    if copy.is_file() and copy.stat().st_size == state.size:
+        return copy
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(copy) as file:
+            for start in range(0, state.size, COPY_BYTES):
+                file.write(fetch(url, start, min(start + COPY_BYTES, state.size)))
+            if inspect_object(url) != state:
+                raise DataError(f"{url} changed while it was fetched; start again when it is complete")
+    except OSError as error:
+        raise DataError(f"{url} cannot be kept in {folder}: {error.strerror}; choose a folder with "
+                        "--object-storage-cache-path") from error
+    return copy
+
+
+class FileReader:
+    """Ranges of a file, each read with its own system call; safe for threads."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from `start` on."""
+        def ask() -> bytes:
+            content = bytearray()
+            while len(content) < count:
+                piece = os.pread(self._file.fileno(), count - len(content), start + len(content))
+                if not piece:
+                    raise DataError(f"{self.path} ends before byte {start + count}; "
+                                    "it has become shorter since it was opened")
+                content += piece
+            return bytes(content)
+
+        return patiently(ask, f"{self.path} at byte {start}")
+
+
+class BlockReader:
+    """Ranges of an object, out of blocks of which the last few are kept: 16 MiB; safe for threads."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self.url = url
+        self.size = size
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from `start` on."""
+        end = start + count
+        if end > self.size:
+            raise DataError(f"{self.url} ends before byte {end}; it has {self.size} bytes")
+        blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        if len(blocks) > KEPT_BLOCKS // 2:  # one request, and the kept blocks stay
+            return fetch(self.url, start, end)
+        content = b"".join(self._block(number) for number in blocks)
+        skipped = start - blocks.start * BLOCK_BYTES
+        return content[skipped : skipped + count]
+
+    def _block(self, number: int) -> bytes:
+        with self._lock:
+            if number in self._blocks:
+                self._blocks.move_to_end(number)
+                return self._blocks[number]
+        # Outside the lock, so that threads wait for the network side by side; fetching one twice does no harm.
+        start = number * BLOCK_BYTES
+        content = fetch(self.url, start, min(start + BLOCK_BYTES, self.size))
+        with self._lock:
+            self._blocks[number] = content
+            while len(self._blocks) > KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        return content

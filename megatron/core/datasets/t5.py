@@ -1,0 +1,112 @@
+"""Text with spans taken out, and the spans, for an encoder-decoder (Raffel et al., 2019).
+
+    text      a b c d e f g             spans c d and f are taken out; <k> is the k-th sentinel
+    text_enc  a b <0> e <1> g           what the encoder reads
+    text_dec  BOS <0> c d <1> f         what the decoder reads
+    labels    <0> c d <1> f EOS         what it is to say
+
+Sample k is drawn from a generator of its own, RandomState(seed + k). Spans are one to ten words. A span for which there is
+no sentinel or no room in the decoder stays in the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.datasets.bert import check_ids
+from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.masking import MaskOptions, candidates, mask
+from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
+
+
+@dataclass(frozen=True, slots=True)
+class SpanOptions:
+    """How sentences become a sample. sentinels: in the order of their numbers.
+
+    continues: which ids continue a word, bool [v]; its length is the vocabulary's size.
+    """
+
+    encoder_length: int
+    decoder_length: int
+    short_seq_prob: float
+    masking: MaskOptions
+    continues: np.ndarray
+    sentinels: tuple[int, ...]
+    bos: int
+    eos: int
+    pad: int
+
+
+class T5Dataset:
+    """One split of one token source, as shuffled samples.
+
+    documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text_enc, enc_mask
+    (int64 [encoder length]), text_dec, labels, loss_mask, dec_mask (int64 [decoder length]; masks are 1 where there is a
+    token) and truncated (int64 scalar).
+    """
+
+    def __init__(self, source: TokenSource, options: SpanOptions, *, documents: range, num_samples: int | None, seed: int,
+                 split: str, cache: IndexCache = IndexCache(None)) -> None:
+        # Two places are left free, as Megatron does.
+        rows = MapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
+        self.map = SentenceMap(source, rows, name=type(self).__name__, documents=documents, num_samples=num_samples,
+                               split=split, extra={}, cache=cache)
+        self.options, self.seed, self.prefix = options, seed, source.prefix
+        self.description = {**self.map.description, "mask_prob": options.masking.probability,
+                            "decoder_length": options.decoder_length}
+        self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
+
+    def __len__(self) -> int:
+        """The number of samples; at least as many as were asked for."""
+        return len(self.map)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample."""
+        options, (first, last, target) = self.options, self.map.row(index)
+        random = np.random.RandomState((self.seed + index) % 2**32)
+        whole = self.map.ids(first, last)
+        ids = whole[:target]
+        check_ids(ids, len(options.continues), self.prefix)
+        hidden = mask(ids, candidates(ids, options.continues, ()), options.masking, target_length=target,
+                      replace=lambda token: token, random=random)
+        encoder, decoder, at = [], [], 0
+        for sentinel, span in zip(options.sentinels, self._fitting(hidden.spans)):
+            encoder += [*ids[at:span[0]], sentinel]
+            decoder += [sentinel, *(ids[position] for position in span)]
+            at = span[-1] + 1
+        encoder += ids[at:]
+        # A text without tokens is read as one of padding: a decoder must have something to look at.
+        text_enc, enc_mask = _padded(encoder or [options.pad], options.encoder_length, options.pad)
+        text_dec, dec_mask = _padded([options.bos, *decoder], options.decoder_length, options.pad)
+        labels, loss_mask = _padded([*decoder, options.eos], options.decoder_length, 0)
+        return {"text_enc": text_enc, "text_dec": text_dec, "labels": labels, "loss_mask": loss_mask, "enc_mask": enc_mask,
+                "dec_mask": dec_mask, "truncated": np.array(len(whole) > target, np.int64)}
+
+    def sources(self, index: int) -> list[Span]:
+        """Where the tokens of the index-th sample came from; positions are those of the text before spans are taken out."""
+        first, last, target = self.map.row(index)
+        return self.map.spans(first, last, 0, target, 0)
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples whose row is of this document, in rising order. int64 [samples]"""
+        return self.map.holding(document)
+
+    def _fitting(self, spans: list[list[int]]) -> list[list[int]]:
+        """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""
+        room, found = self.options.decoder_length - 1, []
+        for span in spans:
+            if len(span) + 1 <= room and len(found) < len(self.options.sentinels):
+                room -= len(span) + 1
+                found.append(span)
+        return sorted(found)
+
+
+def _padded(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids filled up to `size`, and 1 where they are; int64 [size] each."""
+    padded, used = np.full(size, pad, np.int64), np.zeros(size, np.int64)
+    padded[:len(ids)], used[:len(ids)] = ids, 1
+    return padded, used

@@ -1,0 +1,203 @@
+"""How a conversation is written down: Jinja templates, run in a sandbox, that also say which text is an answer.
+
+A template is given `messages`, `bos_token`, `eos_token`, `tools` and `add_generation_prompt`, like those that come with
+published tokenizers. The text inside {% generation %} ... {% endgeneration %} is what the assistant says, and what is
+learnt. A template without these marks is rendered up to each answer and through it; what the answer adds is learnt:
+
+    messages[:i] and the invitation to answer     <user>How?<end><assistant>
+    messages[:i + 1]                              <user>How?<end><assistant>So.<end>
+                                                                            ^^^^^^^^
+
+Text of a message cannot forge a mark: where it holds the name of one, the name stays ordinary characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+
+# Characters that Unicode keeps out of text, so that they can say something about it.
+OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+RESERVED = re.compile(f"[{OPENS}-{EOS}]")
+# Words of a template that may be tokens: <|end|>, <s>, </s>, <<SYS>>, [INST], [/INST].
+MARK_LIKE = re.compile(r"<\|[^|<>\s]+\|>|</?\w+>|\[/?[A-Z_]+\]")
+
+Message = Mapping[str, Any]
+
+# One line each where the text is one line; {{ '\n' }} is the only way to end one, so that editors cannot change the text.
+FORMATS: Mapping[str, str] = MappingProxyType({
+    "chatml": (
+        "{% for message in messages %}"
+        "{% if message.tool_calls %}{{ raise_exception('chatml has no words for tool_calls') }}{% endif %}"
+        "{{ '<|im_start|>' + message.role + '\\n' }}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.tool_calls %}{{ raise_exception('llama3 has no words for tool_calls here') }}{% endif %}"
+        "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+        "{% else %}{{ message.content | trim + '<|eot_id|>' }}{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"),
+    "llama2": (
+        "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
+        "{% for message in (messages if system is none else messages[1:]) %}"
+        "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+        "{{ raise_exception('llama2 has words for user and assistant in turn, after a system message, only') }}{% endif %}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endgeneration %}"
+        "{% else %}{{ bos_token + '[INST] ' }}"
+        "{% if loop.first and system is not none %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}"
+        "{{ message.content | trim + ' [/INST]' }}{% endif %}"
+        "{% endfor %}"),
+    "mistral": (
+        "{% set system = messages[0].content if messages[0].role == 'system' else none %}{{ bos_token }}"
+        "{% for message in (messages if system is none else messages[1:]) %}"
+        "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+        "{{ raise_exception('mistral has words for user and assistant in turn, after a system message, only') }}{% endif %}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + eos_token }}{% endgeneration %}"
+        "{% else %}{{ '[INST] ' }}{% if loop.first and system is not none %}{{ system + '\\n\\n' }}{% endif %}"
+        "{{ message.content + ' [/INST]' }}{% endif %}"
+        "{% endfor %}"),
+})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of a conversation. answer: it is learnt. mark: it is the name of a token."""
+
+    text: str
+    answer: bool
+    mark: bool = False
+
+
+class Template:
+    """Writes conversations. marks: names of tokens that the text of a message must not forge."""
+
+    def __init__(self, text: str, *, bos: str, eos: str, marks: Sequence[str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._template = environment.from_string(text)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
+        self._tells_answers = any(isinstance(block.call.node, nodes.ExtensionAttribute)
+                                  for block in environment.parse(text).find_all(nodes.CallBlock))
+        self._names = {"bos_token": bos, "eos_token": eos}
+        self._marks = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
+
+    def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
+        """The conversation as one text; `DataError` when the template does not take it."""
+        return "".join(piece.text for piece in self._pieces(self._run(messages, tools, add_generation_prompt), answers=()))
+
+    def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[Piece]:
+        """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
+        whole = self._run(messages, tools, False)
+        return self._pieces(whole, () if self._tells_answers else self._answers(messages, tools, whole))
+
+    def _answers(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
+        """Where in the text the answers are, for a template that does not say."""
+        found: list[tuple[int, int]] = []
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._run(messages[:place], tools, True)
+                through = self._run(messages[:place + 1], tools, False)
+                if not (through.startswith(before) and whole.startswith(through)):
+                    raise DataError(f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
+                                    "so that what the answer adds cannot be told; put {% generation %} ... {% endgeneration %} "
+                                    "around the answers in it")
+                found.append((len(before), len(through)))
+        return found
+
+    def _run(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+        guarded = [_each_text(message, self._guard) for message in messages]
+        try:
+            return self._template.render(messages=guarded, tools=tools, documents=None,
+                                         add_generation_prompt=add_generation_prompt, **self._names)
+        except (TemplateError, SecurityError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
+                RecursionError) as error:
+            raise DataError(f"the chat template does not take the conversation: {error}") from error
+
+    def _guard(self, text: str) -> str:
+        """The text with its imitations of marks taken apart by a character that `_pieces` removes."""
+        if RESERVED.search(text):
+            raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
+        return self._marks.sub(lambda found: found[0][0] + APART + found[0][1:], text)
+
+    def _pieces(self, text: str, answers: Sequence[tuple[int, int]]) -> list[Piece]:
+        edges = {edge for span in answers for edge in span}
+        pieces: list[Piece] = []
+        opened, begin = False, 0
+
+        def add(part: str, mark: bool) -> None:
+            part = part.replace(APART, "")
+            if part:
+                pieces.append(Piece(part, opened, mark))
+
+        cuts = {place: None for place in edges}
+        cuts.update({found.start(): found for found in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)})
+        for place in sorted(cuts):
+            found = cuts[place]
+            add(text[begin:place], False)
+            begin = place
+            if place in edges:
+                opened = any(first <= place < last for first, last in answers)
+            if found is not None:
+                begin = found.end()
+                if found[0] in (OPENS, CLOSES):
+                    opened = found[0] == OPENS
+                else:
+                    add(found[0], True)
+        add(text[begin:], False)
+        return pieces
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed; keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each_text(part, change) for key, part in value.items()}
+    return [_each_text(part, change) for part in value] if isinstance(value, list) else value
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+             sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _Generation(Extension):
+    """{% generation %}: what is written inside stands between OPENS and CLOSES."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Called by Jinja at the tag."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return OPENS + caller() + CLOSES

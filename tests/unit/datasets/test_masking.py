@@ -1,0 +1,120 @@
+"""Which tokens are hidden: against a slow version that draws as the description says, and by statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.masking import Masked, MaskOptions, candidates, mask, word_continuations
+from tests.helpers.sentences import CLS, MASK, SEP, LetterTokenizer
+
+TOKENIZER = LetterTokenizer()
+CONTINUES = word_continuations(TOKENIZER)
+
+
+def slow(ids: list[int], words: list[list[int]], options: MaskOptions, target: int, random: np.random.RandomState) -> tuple[dict, list]:
+    """Positions and their labels, and the spans in the order of choice; replaced tokens are not looked at."""
+    wanted = min(options.probability * target, max(1, int(round(len(ids) * options.probability))))
+    sizes = np.arange(1, options.max_ngram + 1)
+    shares = 1.0 / sizes
+    shares /= shares.sum(keepdims=True)
+    if options.longer:
+        shares = shares[::-1]
+    grams = [[words[start:start + size] for size in sizes] for start in range(len(words))]
+    random.shuffle(grams)
+    labels, spans = {}, []
+    for gram in grams:
+        if len(labels) >= wanted:
+            break
+        size = min(random.geometric(0.2), options.max_ngram) if options.geometric else random.choice(sizes, p=shares)
+        while size > 1 and len(labels) + len(sum(gram[size - 1], [])) > wanted:
+            size -= 1
+        span = sum(gram[size - 1], [])
+        if len(labels) + len(span) > wanted or any(position in labels for position in span):
+            continue
+        labels.update((position, ids[position]) for position in span)
+        spans.append(span)
+    return labels, spans
+
+
+def text(length: int, random: np.random.RandomState) -> list[int]:
+    return [CLS, *random.randint(6, 100, length).tolist(), SEP]
+
+
+def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 60) -> tuple[list[int], Masked]:
+    ids = text(length, np.random.RandomState(seed))
+    return ids, mask(ids, candidates(ids, CONTINUES, (CLS, SEP)), options, target_length=target, replace=lambda token: MASK,
+                     random=np.random.RandomState(seed + 1))
+
+
+@pytest.mark.parametrize("options", [MaskOptions(0.15), MaskOptions(0.3, 1), MaskOptions(0.15, 10, geometric=True),
+                                     MaskOptions(0.2, 4, longer=True)])
+def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
+    for seed in range(60):
+        ids, found = hidden(options, length=3 + seed, seed=seed)
+        words = candidates(ids, CONTINUES, (CLS, SEP))
+        labels, spans = slow(ids, words, options, 60, np.random.RandomState(seed + 1))
+        assert (found.labels, found.spans) == (labels, spans)
+
+
+def test_words_are_hidden_whole_and_special_tokens_never() -> None:
+    for seed in range(200):
+        ids, found = hidden(MaskOptions(0.3), seed=seed)
+        for position, token in enumerate(ids[:-1]):
+            if CONTINUES[ids[position + 1]] and token not in (CLS, SEP):
+                assert (position in found.labels) == (position + 1 in found.labels), "a word was torn apart"
+        assert not {0, len(ids) - 1} & set(found.labels)
+        assert all(found.ids[p] == (MASK if p in found.labels else token) for p, token in enumerate(ids))
+
+
+def test_as_many_tokens_are_hidden_as_was_said() -> None:
+    for length, target, wanted in ((60, 60, 9), (60, 30, 4), (4, 60, 1), (200, 190, 28)):
+        counts = [len(hidden(MaskOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels) for seed in range(100)]
+        assert max(counts) == wanted and sum(count == wanted for count in counts) > 90, (length, target, set(counts))
+
+
+def test_every_place_is_as_likely_as_any_other() -> None:
+    ids = list(range(9, 9 + 4 * 20, 4))  # no id continues a word
+    words, runs = candidates(ids, CONTINUES, ()), 4000
+    random = np.random.RandomState(3)
+    count = np.zeros(len(ids))
+    for _ in range(runs):
+        count[list(mask(ids, words, MaskOptions(0.15, 1), target_length=20, replace=int, random=random).labels)] += 1
+    share = 3 / 20
+    assert np.abs(count / runs - share).max() < 4 * (share * (1 - share) / runs) ** 0.5  # 20 places at once: 4 sigma
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_lengths_of_runs_have_the_stated_probabilities(longer: bool) -> None:
+    ids = [9] * 400
+    words, random, options = candidates(ids, CONTINUES, ()), np.random.RandomState(1), MaskOptions(0.5, 3, longer=longer)
+    firsts = [len(mask(ids, words, options, target_length=400, replace=int, random=random).spans[0]) for _ in range(3000)]
+    shares = np.array([6, 3, 2]) / 11
+    for size, share in zip((1, 2, 3), shares[::-1] if longer else shares):
+        # A run that begins at the last place or the last but one is cut short.
+        assert abs(firsts.count(size) / 3000 - share) < 3 * (share * (1 - share) / 3000) ** 0.5 + 2 / 400
+
+
+def test_permuted_tokens_change_places_and_draw_nothing_from_the_global_generator() -> None:
+    np.random.seed(5)
+    before = np.random.get_state()[1].tolist()
+    moved = 0
+    for seed in range(50):
+        ids, found = hidden(MaskOptions(0.15, permute=True), seed=seed)
+        again = hidden(MaskOptions(0.15, permute=True), seed=seed)[1]
+        assert (found.ids, found.labels) == (again.ids, again.labels)
+        covered = {position for span in found.spans for position in span}
+        rest = sorted(set(found.labels) - covered)
+        assert sorted(ids[p] for p in rest) == sorted(found.ids[p] for p in rest)
+        assert all(found.labels[p] == ids[p] for p in found.labels)
+        moved += sum(found.ids[p] != ids[p] for p in rest)
+    assert moved > 100
+    assert np.random.get_state()[1].tolist() == before
+
+
+def test_words_of_a_sentencepiece_vocabulary_begin_after_a_space() -> None:
+    tokenizer = LetterTokenizer(12, extra=2)
+    names = {6: "\u2581a", 7: "b", 8: "\u2581c", 9: "d"}
+    tokenizer.id_to_token = lambda token: names.get(token, f"<{token}>")
+    assert np.flatnonzero(word_continuations(tokenizer)).tolist() == [7, 9]
+    assert candidates([6, 7, 9, 8, 10, 7], word_continuations(tokenizer), (10,)) == [[0, 1, 2], [3, 5]]
