@@ -2,110 +2,159 @@
 
     model.<name>               weights                          run.progress           counters
     optimizer.<slot>.<name>    moments, fp32 master weights     run.schedule           the learning rate's curve
-    run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config
+    run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config, run.tokenizer
 
 Names are global, so a checkpoint does not know the layout that wrote it, except for the dropout streams: in another
-layout they start afresh. Rank 0 decides what is loaded, and tells the others; so no rank goes another way.
+layout they start afresh. What is loaded is chosen in resuming.py; how it is saved beside training, in
+core/dist_checkpointing/saver.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from megatron.core.config.flags import spelling, to_values
-from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing import dcp, store
+from megatron.core.config.flags import to_values
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver
+from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
+from megatron.core.families import hf
 from megatron.core.optimizer.schedule import Schedule, choose
 from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import spec_of
+from megatron.core.tokenizers.base import fingerprint
+from megatron.training.resuming import Opened, decided, demand_same_tokenizer, find_wanted, open_wanted, same_folder
 from megatron.training.stages import Trainer
 
-Result = TypeVar("Result")
-Formats = Mapping[str, dcp.Format]
-
-# Settings that give parameters another shape or meaning: a checkpoint of other ones is another network.
-_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-          "true_vocab_size", "position_embedding_type", "normalization", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear",
-          "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu", "untie_embeddings_and_output_weights",
-          "apply_residual_connection_post_layernorm")
-# Settings that a network can be adapted to by training on (--finetune), but that a run does not change midway.
-_NUMBERS = ("norm_epsilon",)
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-           "rope_scaling_factor")
-_LABELS = {"true_vocab_size": "size of the tokenizer's vocabulary"}
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What to load. folder: of the one iteration. weights_only: `--finetune`, or a `--pretrained-checkpoint`."""
-
-    folder: Path
-    iteration: int
-    weights_only: bool
-    description: Description
+Formats = Mapping[str, Format]
 
 
 class Checkpoint:
-    """Saves and loads a trainer. last_saved: iteration whose checkpoint `--save` is known to hold."""
+    """Saves and loads a trainer. Every method is called by all ranks together.
+
+    last_saved: iteration whose checkpoint `--save` is known to hold. on_its_way: iteration that is being saved.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.config, self.mesh = trainer, trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
+        self.on_its_way: int | None = None
+        self._saver: Saver | None = None
+        self._fingerprint: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        """Before the first step: take what saves beside training need, so that the first one is as short as the others."""
+        if self.config.checkpoint.save and self.config.checkpoint.async_save:
+            self._writer().prepare(self.state())
 
     def save(self) -> None:
-        """Write the state of the run into `--save`. All ranks call this together."""
-        folder, iteration, started = self.config.checkpoint.save, self.trainer.progress.iteration, time.perf_counter()
-        assert folder is not None, "save() is called when --save is given"
+        """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
+        ended = [outcome for outcome in (*self.begin_save(), self.finish()) if outcome is not None]
+        if ended[-1].problems:
+            raise CheckpointError(f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems)
+
+    def begin_save(self) -> list[Outcome]:
+        """Begin to save the state of the run; afterwards it may change. Waits for a save that is still on its way.
+
+        Returns how saves ended that did so meanwhile. A failure is told, and is no error: the next save may succeed.
+        """
+        ended = []
+        if self.on_its_way is not None:
+            earlier, since = self.on_its_way, time.perf_counter()
+            ended.append(self.finish())
+            waited = time.perf_counter() - since
+            if waited > 0.1:
+                self._warn(f"the save of iteration {self.trainer.progress.iteration} waited {waited:.1f} s for that of iteration {earlier}; "
+                           "a longer --save-interval avoids this")
         for parallel in self.trainer.parallels:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
-        made = _decided(self.mesh, lambda: store.begin(folder, iteration))
-        dcp.save(self.state(), made, self.mesh.world)
-        target, size = _decided(self.mesh, lambda: self._finish(folder, iteration))
-        self.last_saved = iteration
-        self._say(f"saved checkpoint {target}: {_speed(size, time.perf_counter() - started)}")
+        iteration = self.trainer.progress.iteration
+        self.on_its_way = iteration
+        self._writer().start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size))
+        if not self.config.checkpoint.async_save:
+            ended.append(self.finish())
+        return ended
+
+    def poll(self) -> Outcome | None:
+        """Bring a save on its way forward, without waiting for it. Returns how it ended, once."""
+        return None if self.on_its_way is None else self._ended(self._writer().poll())
+
+    def finish(self) -> Outcome | None:
+        """Wait for a save on its way. Returns how it ended."""
+        return None if self.on_its_way is None else self._ended(self._writer().finish())
 
     def resume(self) -> bool:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
-        source = _decided(self.mesh, lambda: find_source(self.config))
-        if source is None:
+        started = time.perf_counter()
+        wanted = decided(self.mesh.world, lambda: find_wanted(self.config))
+        if wanted is None:
             if self.config.checkpoint.load:
                 self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
             return False
-        self.load(source)
+        for note in wanted.notes:
+            self._warn(note)
+        opened = open_wanted(wanted, self.config, self.mesh.world)
+        if opened.refused and opened.step is not None:
+            self._warn("\n".join([f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
+                                  *opened.refused]))
+        self.load(opened, started)
         return True
 
-    def load(self, source: Source) -> None:
-        """Load a checkpoint that `find_source` found. What does not fit is refused before any tensor is changed."""
-        started, asked, axis = time.perf_counter(), self.config.checkpoint, self.mesh.world
-        formats = dcp.formats(dcp.read_metadata(source.folder, axis))
-        continues = asked.load_optim and not source.weights_only
-        _check_contents(source, formats, optimizer=continues, streams=asked.load_rng and not source.weights_only)
-        values: dict[str, Any] = {}
-        if not source.weights_only:
+    def load(self, opened: Opened, started: float) -> None:
+        """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
+
+        started: `time.perf_counter()` when the work on it began.
+        """
+        source, formats, asked, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
+        note = decided(axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=asked.allow_other_tokenizer))
+        if note:
+            self._warn(note)
+        continues = asked.load_optim and not opened.weights_only
+        if opened.step is not None:
+            _check_contents(opened, optimizer=continues, streams=asked.load_rng and not opened.weights_only)
+        elif continues and not any(name.startswith("optimizer.") for name in formats):
+            continues = False
+            self._say(f"{source.where} has no optimizer state: the optimizer starts afresh")
+        names: tuple[str, ...] = ()
+        if not opened.weights_only:
             names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))
-            values = dcp.load(dict.fromkeys(names), source.folder, axis)
+        if opened.step is None:  # others save what they know
+            names = tuple(name for name in names if name in source.values)
+        values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"))
-        state, streams = self._tensors(formats, optimizer=continues), self._fitting_streams(source, formats)
-        dcp.load(state | streams, source.folder, axis, complete=("model.",), instead=self._instead(formats))
+        state, streams = self._tensors(formats, optimizer=continues), self._fitting_streams(opened)
+        load(state | streams, source, axis, complete=("model.",), instead=self._instead(formats))
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
         self.trainer.schedule = schedule
-        if values and asked.save and _same_folder(asked.save, source.folder.parent):
-            self.last_saved = source.iteration
-        size = store.bytes_in(source.folder) if axis.is_first else 0
-        what = "weights of checkpoint" if source.weights_only else "checkpoint"
-        self._say(f"loaded {what} {source.folder}: {_speed(size, time.perf_counter() - started)}")
+        if values and asked.save and opened.step is not None and same_folder(asked.save, opened.step.folder.parent):
+            self.last_saved = opened.step.iteration
+        what = "weights of checkpoint" if opened.weights_only else "checkpoint"
+        self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
+
+    def adopt_weights(self, source: Source, *, own: tuple[str, ...], unused: tuple[str, ...]) -> None:
+        """Take over the weights of a network that this one continues, with heads of its own.
+
+        own: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
+        """
+        started, formats = time.perf_counter(), source.formats
+        note = decided(self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer(),
+                                                                      allowed=self.config.checkpoint.allow_other_tokenizer))
+        if note:
+            self._warn(note)
+        state = {name: value for name, value in self._tensors(formats, optimizer=False).items() if not name.startswith(own)}
+        kept = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
+        load(state, source, self.mesh.world, complete=kept, instead=self._instead(formats))
+        self._say(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
@@ -113,6 +162,7 @@ class Checkpoint:
         state: Tree = self._weights()
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
+        state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
         if asked.save_optim:
             for slot, segment, tensor in trainer.optimizer.slots():
                 put(state, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, self.mesh))
@@ -157,12 +207,13 @@ class Checkpoint:
                     found[name] = master
         return found
 
-    def _fitting_streams(self, source: Source, formats: Formats) -> Tree:
+    def _fitting_streams(self, opened: Opened) -> Tree:
         """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
-        if source.weights_only or not self.config.checkpoint.load_rng:
+        formats = opened.source.formats
+        if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
         now = _layout(to_values(self.config), self.mesh.world.size)
-        then = _layout(source.description.values, source.description.world_size)
+        then = _layout(opened.source.settings, opened.world_size)
         mine = self._streams()
         if now == then and all(name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()):
             return {name: torch.empty_like(value) for name, value in mine.items()}
@@ -186,75 +237,71 @@ class Checkpoint:
                 setattr(self.trainer.progress, field.name, values["run.progress"][field.name])
         if continues:
             self.trainer.optimizer.load_num_steps(values["run.optimizer_steps"])
-            self.trainer.optimizer.scaler.load(values["run.loss_scale"])
+            if "run.loss_scale" in values:
+                self.trainer.optimizer.scaler.load(values["run.loss_scale"])
 
-    def _finish(self, folder: str, iteration: int) -> tuple[Path, int]:
-        """On rank 0, when all ranks have written."""
-        target = store.finish(folder, iteration, Description(to_values(self.config), self.mesh.world.size))
-        interval = self.config.checkpoint.save_retain_interval
-        if interval:
-            store.retain(folder, interval, saved=iteration)
-        return target, store.bytes_in(target)
+    def _writer(self) -> Saver:
+        """What writes into `--save`; made at the first save."""
+        asked = self.config.checkpoint
+        assert asked.save is not None, "saves are made when --save is given"
+        if self._saver is None:
+            rules = Rules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
+            self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device)
+        return self._saver
+
+    def _ended(self, outcome: Outcome | None) -> Outcome | None:
+        """Tell how a save ended, if it did."""
+        if outcome is None:
+            return None
+        self.on_its_way = None
+        for note in outcome.notes:
+            self._warn(note)
+        if outcome.problems:
+            newest = "none" if self.last_saved is None else f"that of iteration {self.last_saved}"
+            self._warn("\n".join([f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
+                                  *(f"  {problem}" for problem in outcome.problems)]))
+            return outcome
+        self.last_saved = outcome.iteration
+        self._export(outcome)
+        waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
+        self._say(f"saved checkpoint {outcome.folder}: {_speed(outcome.size, outcome.seconds)}{waited}")
+        return outcome
+
+    def _export(self, outcome: Outcome) -> None:
+        """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
+        asked = self.config.checkpoint
+        if asked.export_hf is None or not self.mesh.world.is_first:
+            return
+        target = Path(asked.export_hf) / f"iter_{outcome.iteration:07d}"
+        try:
+            family = hf.export(open_saved(outcome.folder), target, like=asked.export_hf_like)
+            self._say(f"exported checkpoint {target}: {family.name}")
+        except (CheckpointError, OSError) as error:
+            self._warn(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
+
+    def _tokenizer(self) -> dict[str, Any]:
+        """What this run's ids mean."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(self.trainer.run.tokenizer)
+        return self._fingerprint
 
     def _say(self, text: str) -> None:
         self.trainer.run.say(text)
 
-
-def find_source(config: RunConfig) -> Source | None:
-    """What a run loads: `--load`, else `--pretrained-checkpoint`, else nothing. Refuses another network's checkpoint."""
-    asked = config.checkpoint
-    iteration = store.find(asked.load, asked.ckpt_step) if asked.load else None
-    if iteration is not None:
-        return _source(asked.load, iteration, config, weights_only=asked.finetune)
-    if asked.pretrained_checkpoint:
-        iteration = store.find(asked.pretrained_checkpoint)
-        if iteration is None:
-            raise CheckpointError(f"--pretrained-checkpoint {asked.pretrained_checkpoint} holds no complete checkpoint")
-        return _source(asked.pretrained_checkpoint, iteration, config, weights_only=True)
-    if asked.load is None:
-        return None
-    if asked.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {asked.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given")
-    if asked.save is None or not _same_folder(asked.load, asked.save):
-        raise CheckpointError(f"--load {asked.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
-                              "the same folder as --save")
-    return None
+    def _warn(self, text: str) -> None:
+        if self.mesh.world.is_first:
+            self.trainer.run.log.warning(text)
 
 
-def differences(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool) -> list[str]:
-    """How the checkpoint's network differs from this run's, a line each."""
-    mine = to_values(config)
-    names = list(_SHAPE)
-    if mine["position_embedding_type"] == "learned_absolute":
-        names.append("max_position_embeddings")
-    if not weights_only:
-        names += _NUMBERS + (_ROTARY if mine["position_embedding_type"] == "rope" else ())
-    return [f"{_LABELS.get(name) or spelling(name)}: {_word(saved[name])} in the checkpoint, {_word(mine[name])} in this run"
-            for name in names if name in saved and saved[name] != mine[name]]
-
-
-def _source(folder: str, iteration: int, config: RunConfig, *, weights_only: bool) -> Source:
-    path = store.iteration_folder(folder, iteration)
-    description = store.describe(path)
-    found = differences(description.values, config, weights_only=weights_only)
-    if found:
-        raise CheckpointError(f"{path} holds another network; --use-checkpoint-args takes its shape", found)
-    saved, mine = description.values.get("optimizer"), config.optimizer.optimizer
-    if not weights_only and config.checkpoint.load_optim and saved != mine:
-        raise CheckpointError(f"{path} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it "
-                              "afresh")
-    return Source(path, iteration, weights_only, description)
-
-
-def _check_contents(source: Source, formats: Formats, *, optimizer: bool, streams: bool) -> None:
-    """Refuse a checkpoint that was saved without what is asked of it."""
-    found = []
+def _check_contents(opened: Opened, *, optimizer: bool, streams: bool) -> None:
+    """Refuse a checkpoint of ours that was saved without what is asked of it."""
+    found, formats = [], opened.source.formats
     if optimizer and not any(name.startswith("optimizer.") for name in formats):
         found.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
     if streams and not any(name.startswith("run.random.") for name in formats):
         found.append("no dropout streams (--no-save-rng); load it with --no-load-rng, or --finetune")
     if found:
-        raise CheckpointError(f"{source.folder} lacks what this run wants to load", found)
+        raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", found)
 
 
 def _layout(values: Mapping[str, Any], world_size: int) -> str:
@@ -263,27 +310,5 @@ def _layout(values: Mapping[str, Any], world_size: int) -> str:
     return f"tensor {tp} x pipeline {pp} x data {world_size // (tp * pp)}"
 
 
-def _same_folder(a: str | Path, b: str | Path) -> bool:
-    return Path(a).resolve() == Path(b).resolve()
-
-
-def _word(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
 def _speed(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"
-
-
-def _decided(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Let rank 0 act; all ranks get its result, or its error."""
-    result, error = None, None
-    if mesh.world.is_first:
-        try:
-            result = action()
-        except Exception as caught:  # noqa: BLE001 - the others wait for whatever it is
-            error = caught
-    result, error = collectives.broadcast_object((result, error), mesh.world)
-    if error is not None:
-        raise error
-    return result

@@ -1,42 +1,52 @@
-"""Folders of checkpoints: what is complete, what is newest, what may go. Plain files and JSON; needs no torch.
+"""Folders of checkpoints: what is committed, what is newest, what may go. Plain files and JSON; needs no torch.
 
-    SAVE/latest_checkpointed_iteration.txt    the newest iteration, as a number; written last of all
+    SAVE/latest_checkpointed_iteration.txt    the newest iteration, as a number: a hint for people and other programs
     SAVE/iter_0001000/                        one checkpoint; the folder has this name only when it is complete
+        rank_00000.safetensors, ...           tensors, a file for each rank that wrote (see shard.py)
+        manifest.json                         where every piece of every tensor lies, with its hash (see manifest.py)
         config.json                           what the run was told, for people and for --use-checkpoint-args
-        .metadata, __0_0.distcp, ...          tensors (see dcp.py)
-        metadata.json                         the last file of the folder
-    SAVE/iter_0001100.tmp/                    a checkpoint that is being written, or never was finished
-    SAVE/iter_0000900.old/                    one that is being deleted
+        commit.txt                            seals the manifest and the config; the last file of the folder
+    SAVE/iter_0001100.1f0c88ab.tmp/           a checkpoint that is being written, or never was finished
+    SAVE/iter_0001000.old/                    the former checkpoint of an iteration that is saved again; still sound
+    SAVE/iter_0000900.gone/                   one that is being deleted
 
-A save is a folder that is filled under another name and then renamed: whoever finds the name finds everything. Only one
-rank calls the functions that write here.
+A save fills a folder under another name, makes every byte of it durable, and renames it: whoever finds the name finds
+everything. Whatever moment a save dies at, the folder under the right name is the former one or the new one, whole.
+Remains are inert, and the next save collects them. Every byte is sealed: commit.txt by its own last line, manifest and
+config by commit.txt, and the tensors' files, headers included, by the manifest.
+
+The newest checkpoint is the one committed last, not the one with the highest iteration: a run that goes back and trains
+on writes lower iterations than those that it left behind. Only one rank calls the functions that write here.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import flag_fields, refuse
 from megatron.core.config.model import ModelConfig
+from megatron.core.dist_checkpointing.files import DISK, Files, read_file, remove_tree, write_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMPLETE = "metadata.json"
-_CONFIG = "config.json"
+COMMIT, MANIFEST, CONFIG = "commit.txt", "manifest.json", "config.json"
+_FIRST_LINE = "megatron boxes"
+_STEP = re.compile(r"iter_(\d{7,})(\.old)?")
+_REMAINS = re.compile(r"(iter_\d{7,})\.(?:[0-9a-f]{1,8}\.)?(tmp|old|gone)")
 _SHOWN = 100  # problems an error prints; a wrong model misses thousands of names
 
 # What a user may choose anew for a checkpoint's model: kernels, dropout, initial values, and the padding of this layout.
-_FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std",
-         "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size", "fp32_residual_connection"}
+FREE = frozenset({"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std",
+         "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size", "fp32_residual_connection"})
 
 
 class CheckpointError(Exception):
@@ -61,6 +71,58 @@ class Description:
     world_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a file must be: its bytes, and their hash."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """commit.txt. save: the id of this save, which every file of it carries; sequence: grows with every commit in SAVE."""
+
+    save: str
+    iteration: int
+    sequence: int
+    manifest: Sealed
+    config: Sealed
+
+    def text(self) -> str:
+        """The file's content; its last line is the hash of the others."""
+        lines = [f"{_FIRST_LINE} {FORMAT_VERSION}", f"save {self.save}", f"iteration {self.iteration}", f"sequence {self.sequence}",
+                 *(f"{name} {sealed.size} {sealed.hash}" for name, sealed in ((MANIFEST, self.manifest), (CONFIG, self.config)))]
+        body = "".join(line + "\n" for line in lines)
+        return f"{body}seal {hash_of(body.encode())}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed checkpoint."""
+
+    folder: Path
+    commit: Commit
+
+    @property
+    def iteration(self) -> int:
+        """Steps that the run had done."""
+        return self.commit.iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What lies in a folder of checkpoints. steps: newest first. damaged: (iteration, why) of what has lost its commit."""
+
+    steps: tuple[Step, ...]
+    damaged: tuple[tuple[int, str], ...]
+
+
+def hash_of(content: bytes | memoryview) -> str:
+    """The hash by which bytes are known: 32 hexadecimal digits of xxh3."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration lies."""
     return Path(folder) / f"iter_{iteration:07d}"
@@ -69,169 +131,287 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
 def check_writable(folder: str | Path) -> None:
     """Refuse a `--save` folder in which no file can be made, before hours of training are lost for it."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        DISK.make_folder(Path(folder), durable=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         refuse([f"--save {folder} cannot be written: {error.strerror or error}; give a folder that this user may write"])
 
 
+def walk(folder: str | Path, *, files: Files = DISK) -> Walk:
+    """Everything in a folder that is named like a checkpoint; nothing if there is no folder."""
+    steps, damaged = [], []
+    for iteration, path in _named(folder, files):
+        try:
+            commit = read_commit(path, files=files)
+            if commit.iteration != iteration:
+                raise CheckpointError(f"{path} was renamed: its {COMMIT} says iteration {commit.iteration}")
+            steps.append(Step(path, commit))
+        except CheckpointError as error:
+            damaged.append((iteration, str(error)))
+    steps.sort(key=lambda step: (step.commit.sequence, step.iteration), reverse=True)
+    return Walk(tuple(steps), tuple(sorted(damaged, reverse=True)))
+
+
 def complete_iterations(folder: str | Path) -> list[int]:
-    """The iterations with a complete checkpoint, ascending."""
-    return sorted(iteration for iteration, path in _folders(folder) if (path / _COMPLETE).is_file())
+    """The iterations with a committed checkpoint, ascending."""
+    return sorted({step.iteration for step in walk(folder).steps})
 
 
 def newest(folder: str | Path) -> int | None:
-    """The iteration to resume from: what the tracker names, or the highest complete one if that is damaged or gone."""
-    complete = complete_iterations(folder)
+    """The iteration committed last; None in a folder without any."""
+    return next((step.iteration for step in walk(folder).steps), None)
+
+
+def tracked(folder: str | Path, *, files: Files = DISK) -> int | None:
+    """The iteration that the tracker names, if it names one."""
     try:
-        tracked = int((Path(folder) / TRACKER).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return complete[-1] if complete else None
+        return int(read_file(files, Path(folder) / TRACKER))
     except (OSError, ValueError):
-        tracked = None
-    if tracked in complete:
-        return tracked
-    if complete:
-        return complete[-1]
-    raise CheckpointError(f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
-                          f"iter_... folder back, or remove {TRACKER} to start afresh")
+        return None
 
 
-def find(folder: str | Path, step: int | None = None) -> int | None:
-    """The iteration to load: `step` (`--ckpt-step`), which must be there, or the newest; None in an empty folder."""
-    if step is None:
-        return newest(folder)
-    complete = complete_iterations(folder)
-    if step not in complete:
-        there = ", ".join(map(str, complete)) or "none"
-        raise CheckpointError(f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}")
-    return step
+def candidates(folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK) -> list[Step]:
+    """What may be loaded, in the order in which it is tried: newest first. Empty in a folder without checkpoints.
+
+    step: this iteration and no other (`--ckpt-step`). required: the newest, which must be this one
+    (`--require-iteration`). Raises `CheckpointError` when these are not there, and when a folder has lost what it held.
+    """
+    found = walk(folder, files=files)
+    there = ", ".join(str(one.iteration) for one in sorted(found.steps, key=lambda one: one.iteration)) or "none"
+    complaints = [text for iteration, text in found.damaged if iteration in (step, required)]
+    if step is not None:
+        chosen = [one for one in found.steps if one.iteration == step]
+        if not chosen:
+            raise CheckpointError(f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}", complaints)
+        return chosen
+    if required is not None and (not found.steps or found.steps[0].iteration != required):
+        raise CheckpointError(f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration; "
+                              f"it has: {there}", complaints)
+    if not found.steps:
+        texts = [text for _, text in found.damaged]
+        if texts:
+            raise CheckpointError(f"{folder} holds no complete checkpoint", texts)
+        if any(entry.name == TRACKER for entry in _entries(folder, files)):
+            raise CheckpointError(f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
+                                  f"iter_... folder back, or remove {TRACKER} to start afresh")
+    return list(found.steps[:1] if required is not None else found.steps)
 
 
-def begin(folder: str | Path, iteration: int) -> Path:
-    """An empty folder to write the checkpoint of `iteration` into. Remains of earlier saves that failed go away."""
+def find(folder: str | Path, step: int | None = None) -> Step | None:
+    """The checkpoint of an iteration, or the newest; None in an empty folder. It is not verified."""
+    return next(iter(candidates(folder, step)), None)
+
+
+def being_written(folder: str | Path, iteration: int, save: str) -> Path:
+    """Where a save gathers its files. The name is its own, so that nothing of another save can lie there."""
+    return iteration_folder(folder, iteration).with_suffix(f".{save[:8]}.tmp")
+
+
+def begin(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> Path:
+    """The folder to write a checkpoint into; every rank may make it."""
+    made = being_written(folder, iteration, save)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for path in Path(folder).iterdir():
-            if re.fullmatch(r"iter_\d{7,}\.(tmp|old)", path.name):
-                shutil.rmtree(path)
-        made = iteration_folder(folder, iteration).with_suffix(".tmp")
-        made.mkdir()
+        files.make_folder(Path(folder), durable=True)
+        files.make_folder(made, durable=False)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+        raise CheckpointError(f"{made} cannot be made: {error.strerror or error}") from None
     return made
 
 
-def finish(folder: str | Path, iteration: int, description: Description) -> Path:
-    """Declare the checkpoint begun for `iteration` complete: from here on it is the newest. Returns its folder."""
-    target = iteration_folder(folder, iteration)
-    made = target.with_suffix(".tmp")
+def collect(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
+    """Clear away what saves and deletions that died have left; put a former checkpoint back where the new one is missing.
+
+    save: the id of the save that is on its way, whose files stay.
+    """
     try:
-        _write(made / _CONFIG, _as_json({"world_size": description.world_size, "values": dict(description.values)}))
-        _write(made / _COMPLETE, _as_json({"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-                                           "names": "megatron boxes", "format_version": FORMAT_VERSION,
-                                           "iteration": iteration}))
-        _sync(made)
-        doomed = target.with_suffix(".old")
-        if target.exists():  # the same iteration, saved again after going back
-            target.rename(doomed)
-        made.rename(target)
-        shutil.rmtree(doomed, ignore_errors=True)
-        tracker = Path(folder) / TRACKER
-        _write(tracker.with_suffix(".tmp"), f"{iteration}\n")
-        tracker.with_suffix(".tmp").replace(tracker)
-        _sync(Path(folder))
+        entries = files.list(Path(folder))
+    except OSError:
+        return  # whoever writes here next will say why
+    names = {entry.name for entry in entries if entry.is_folder and not entry.is_link}
+    for name in sorted(names):
+        path, match = Path(folder) / name, _REMAINS.fullmatch(name)
+        try:
+            if match and match[2] == "old" and match[1] not in names:
+                files.rename(path, path.with_name(match[1]))
+                files.sync_folder(Path(folder))
+            elif match and not (save and name.endswith(f".{save[:8]}.tmp")):
+                remove_tree(files, path)
+        except OSError:
+            pass  # it is inert
+
+
+def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, description: Description,
+           files: Files = DISK) -> tuple[Step, str]:
+    """Declare the checkpoint begun for `iteration` complete: from here on it is the newest.
+
+    All tensors must be written and durable. Returns it, and what went wrong with the tracker, "" as a rule.
+    """
+    target = iteration_folder(folder, iteration)
+    made, former = being_written(folder, iteration, save), target.with_suffix(".old")
+    config = _as_json({"world_size": description.world_size, "values": dict(description.values)})
+    sequence = 1 + max((step.commit.sequence for step in walk(folder, files=files).steps), default=0)
+    done = Commit(save, iteration, sequence, Sealed(len(manifest), hash_of(manifest)), Sealed(len(config), hash_of(config)))
+    try:
+        for name, content in ((MANIFEST, manifest), (CONFIG, config), (COMMIT, done.text().encode())):
+            write_file(files, made / name, content)
+        files.sync_folder(made)
+        replaces = any(entry.name == target.name for entry in files.list(Path(folder)))
+        if replaces:  # the same iteration, saved again after going back; until the next rename its other name counts
+            files.rename(target, former)
+        files.rename(made, target)
+        files.sync_folder(Path(folder))
     except OSError as error:
         raise CheckpointError(f"the checkpoint of iteration {iteration} cannot be completed in {folder}: {error}") from None
-    return target
+    try:
+        if replaces:
+            _delete(former, files)
+        hint = Path(folder) / TRACKER
+        write_file(files, hint.with_suffix(".tmp"), f"{iteration}\n".encode())
+        files.rename(hint.with_suffix(".tmp"), hint)
+        files.sync_folder(Path(folder))
+    except OSError as error:
+        return Step(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
+    return Step(target, done), ""
 
 
-def retain(folder: str | Path, interval: int, *, saved: int) -> list[int]:
-    """Delete checkpoints before iteration `saved` that are no multiples of `interval`; returns them. Links are kept."""
-    gone = []
-    for iteration, path in sorted(_folders(folder)):
-        if iteration < saved and iteration % interval and not path.is_symlink():
-            try:
-                _remove(path)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be deleted (--save-retain-interval {interval}): {error}") from None
-            gone.append(iteration)
-    return gone
+def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
+    """Give up a save, and the room it takes on the disk, as far as possible."""
+    try:
+        remove_tree(files, being_written(folder, iteration, save))
+    except OSError:
+        pass  # it is inert, and the next save tries again
 
 
-def describe(folder: str | Path) -> Description:
-    """Read what a complete iteration's folder says of itself."""
-    mark, config = _read(Path(folder) / _COMPLETE), _read(Path(folder) / _CONFIG)
-    version = mark.get("format_version")
-    if version is None:
-        raise CheckpointError(f"{folder} was not written by this program: {_COMPLETE} has no format_version")
-    if version > FORMAT_VERSION:
-        raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, "
-                              "use a newer one")
+def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK) -> list[Step]:
+    """What retention deletes when iteration `saved` is committed: older ones that neither rule keeps. Links are kept.
+
+    interval: multiples of it stay (`--save-retain-interval`). keep_last: so many stay, `saved` included
+    (`--save-keep-last`). Nothing goes where neither is given.
+    """
+    if interval is None and keep_last is None:
+        return []
+    links = {entry.name for entry in _entries(folder, files) if entry.is_link}
+    older = sorted((step for step in walk(folder, files=files).steps if step.iteration < saved), key=lambda step: -step.iteration)
+    return [step for step in older[(keep_last or 1) - 1:]
+            if not (interval and step.iteration % interval == 0) and step.folder.name not in links]
+
+
+def retain(folder: str | Path, steps: Sequence[Step], *, files: Files = DISK) -> str:
+    """Delete checkpoints. Returns why some could not be, "" as a rule: that is no reason for a run to end."""
+    complaints = []
+    for step in steps:
+        try:
+            _delete(step.folder, files)
+        except OSError as error:
+            complaints.append(f"{step.folder} cannot be deleted: {error}")
+    return "; ".join(complaints)
+
+
+def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
+    """The commit of a checkpoint's folder. Raises `CheckpointError` when it is missing or not exactly as it was written."""
+    path = folder / COMMIT
+    try:
+        content = read_file(files, path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {COMMIT}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    text = content.decode("ascii", errors="replace")
+    lines = [line.split(" ") for line in text.split("\n")]
+    body = text[:text.rfind("seal ")]
+    version = lines[0][-1]
+    if text.startswith(_FIRST_LINE) and version.isdigit() and int(version) > FORMAT_VERSION and f"{body}seal {hash_of(body.encode())}\n" == text:
+        raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one")
+    try:
+        fields = {line[0]: line[1:] for line in lines[1:-1]}
+        found = Commit(*fields["save"], int(*fields["iteration"]), int(*fields["sequence"]),
+                       *(Sealed(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)))
+    except (KeyError, ValueError, TypeError, IndexError):
+        found = None
+    if found is None or found.text() != text:
+        raise CheckpointError(f"{path} is damaged: it does not say what its seal was put on")
+    return found
+
+
+def read_sealed(folder: Path, name: str, sealed: Sealed, *, files: Files = DISK) -> dict[str, Any]:
+    """The object in a JSON file that commit.txt vouches for."""
+    path = folder / name
+    try:
+        content = read_file(files, path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    if (len(content), hash_of(content)) != (sealed.size, sealed.hash):
+        raise CheckpointError(f"{path} is {'cut short' if len(content) < sealed.size else 'damaged'}, changed, or of another save: "
+                              f"it has not the bytes that {COMMIT} was put on")
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def describe(folder: str | Path, *, files: Files = DISK) -> Description:
+    """Read what a committed folder says of itself."""
+    folder = Path(folder)
+    config = read_sealed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
     if not isinstance(config.get("values"), dict) or not isinstance(config.get("world_size"), int):
-        raise CheckpointError(f"{Path(folder) / _CONFIG} is damaged: it must hold values and world_size")
+        raise CheckpointError(f"{folder / CONFIG} is damaged: it must hold values and world_size")
     return Description(config["values"], config["world_size"])
 
 
 def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name."""
-    iteration = find(folder, step)
-    if iteration is None:
+    """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name.
+
+    A folder whose config.json is damaged is passed over, as its tensors will be when they are loaded.
+    """
+    folders = [Path(folder)] if (Path(folder) / COMMIT).is_file() else [one.folder for one in candidates(folder, step)]
+    if not folders:
         raise CheckpointError(f"--use-checkpoint-args: {folder} holds no complete checkpoint to take the settings from")
-    values = describe(iteration_folder(folder, iteration)).values
+    problems = []
+    for one in folders:
+        try:
+            values = describe(one).values
+            break
+        except CheckpointError as error:
+            problems.append(str(error))
+    else:
+        raise CheckpointError(f"--use-checkpoint-args: {folder} holds no sound checkpoint to take the settings from", problems)
     names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
-    return {name: values[name] for name in names if name in values and name not in _FREE}
+    return {name: values[name] for name in names if name in values and name not in FREE}
 
 
-def bytes_in(folder: str | Path) -> int:
+def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:
     """Size of a checkpoint on disk."""
-    return sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
+    return sum(files.size(Path(folder) / entry.name) for entry in files.list(Path(folder)) if not entry.is_folder)
 
 
-def _folders(folder: str | Path) -> list[tuple[int, Path]]:
-    """(iteration, path) of everything named like a finished checkpoint."""
+def _named(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
+    """(iteration, path) of everything named like a checkpoint."""
+    found = [(_STEP.fullmatch(entry.name), entry) for entry in _entries(folder, files) if entry.is_folder]
+    return [(int(match[1]), Path(folder) / entry.name) for match, entry in found if match]
+
+
+def _entries(folder: str | Path, files: Files) -> list[Any]:
     try:
-        paths = list(Path(folder).iterdir())
+        return files.list(Path(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    return [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"iter_\d{7,}", path.name) and path.is_dir()]
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
-def _remove(path: Path) -> None:
+def _delete(path: Path, files: Files) -> None:
     """Delete a checkpoint. It loses its name first, so that half of it is never taken for the whole."""
-    doomed = path.with_suffix(".old")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    gone = path.with_suffix(".gone")
+    files.rename(path, gone)
+    files.sync_folder(path.parent)
+    remove_tree(files, gone)
 
 
-def _as_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=2, sort_keys=True) + "\n"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
-    return content
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make a folder's list of names durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _as_json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.parallel import ParallelConfig
-from megatron.core.dist_checkpointing import dcp
+from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.saver import save
+from megatron.core.dist_checkpointing.store import Description, candidates
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
@@ -126,7 +128,7 @@ def save_bag(seed: int, layout: Layout, folder: Path) -> None:
     """On every rank: save the bag."""
     mesh = mesh_of(layout)
     tree, _ = hold(seed, layout, mesh)
-    dcp.save(tree | {"run.progress": {"iteration": 3}}, folder, mesh.world)
+    save(tree | {"run.progress": {"iteration": 3}}, folder, 3, Description({}, mesh.world.size), mesh.world)
 
 
 def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
@@ -135,7 +137,8 @@ def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
     tree, memory = hold(seed, layout, mesh)
     for _, tensor, _ in memory:
         tensor.fill_(MARKER)
-    values = dcp.load(tree | {"run.progress": None}, folder, mesh.world, complete=("model.", "optimizer."))
+    source, _ = open_sound(candidates(folder), mesh.world)
+    values = load(tree | {"run.progress": None}, source, mesh.world, complete=("model.", "optimizer."))
     wrong = [what for what, tensor, expected in memory if not torch.equal(tensor, expected)]
     return wrong + ([] if values == {"run.progress": {"iteration": 3}} else [f"progress is {values}"])
 

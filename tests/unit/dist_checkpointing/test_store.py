@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.model import ModelConfig
@@ -18,25 +20,33 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Description
 
 
 def save(folder: Path, iteration: int, **values: object) -> Path:
-    made = store.begin(folder, iteration)
+    store.collect(folder)
+    made = store.begin(folder, iteration, "0" * 32)
     (made / "data").write_text(str(iteration))
-    return store.finish(folder, iteration, Description(values, world_size=2))
+    step, note = store.commit(folder, iteration, save="0" * 32, manifest=b"{}", description=Description(values, world_size=2))
+    assert note == ""
+    return step.folder
+
+
+def retain(folder: Path, saved: int, interval: int | None = None, keep_last: int | None = None) -> list[int]:
+    gone = store.doomed(folder, saved=saved, interval=interval, keep_last=keep_last)
+    assert store.retain(folder, gone) == ""
+    return sorted(step.iteration for step in gone)
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
-    made = store.begin(tmp_path, 100)
+    made = store.begin(tmp_path, 100, "f" * 32)
     assert made.parent == tmp_path and store.complete_iterations(tmp_path) == [] and store.newest(tmp_path) is None
-    target = store.finish(tmp_path, 100, Description({"a": 1}, world_size=4))
-    assert target == tmp_path / "iter_0000100" and not made.exists()
+    target = save(tmp_path, 100, a=1)
+    assert target == tmp_path / "iter_0000100" and not made.exists(), "another save is over, its remains are collected"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
-    assert json.loads((target / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
-    assert store.newest(tmp_path) == 100
-    assert store.describe(target) == Description({"a": 1}, world_size=4)
+    assert store.newest(tmp_path) == 100 and store.tracked(tmp_path) == 100
+    assert store.describe(target) == Description({"a": 1}, world_size=2)
 
 
 def test_a_save_that_died_is_neither_loaded_nor_left_behind(tmp_path: Path) -> None:
     save(tmp_path, 100)
-    remains = store.begin(tmp_path, 200)
+    remains = store.begin(tmp_path, 200, "f" * 32)
     (remains / "data").write_text("half")
     assert store.newest(tmp_path) == 100
     save(tmp_path, 300)
@@ -50,29 +60,56 @@ def test_the_same_iteration_can_be_saved_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
 
 
-def test_the_tracker_chooses_and_a_damaged_one_does_not(tmp_path: Path) -> None:
+def test_the_newest_is_what_was_committed_last_even_after_going_back(tmp_path: Path) -> None:
+    for iteration in (100, 200, 300, 150):
+        save(tmp_path, iteration)
+    assert [step.iteration for step in store.candidates(tmp_path)] == [150, 300, 200, 100]
+    save(tmp_path, 200)
+    assert store.newest(tmp_path) == 200 and store.complete_iterations(tmp_path) == [100, 150, 200, 300]
+
+
+@pytest.mark.parametrize("text", ["100", "", "rubbish", "150", "-1", "\u00e9", None])
+def test_the_tracker_is_a_hint_and_decides_nothing(tmp_path: Path, text: str | None) -> None:
     for iteration in (100, 200, 10_000_000):
         save(tmp_path, iteration)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    for text, expected in (("100", 100), ("", 10_000_000), ("rubbish", 10_000_000), ("150", 10_000_000)):
-        tracker.write_text(text)
-        assert store.newest(tmp_path) == expected, repr(text)
     tracker.unlink()
+    if text is not None:
+        tracker.write_text(text, encoding="utf-8")
     assert store.newest(tmp_path) == 10_000_000
 
 
 def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(CheckpointError, match="holds no complete one"):
-        store.newest(tmp_path)
+        store.find(tmp_path)
+
+
+def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+    (save(tmp_path, 100) / store.COMMIT).unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint\n.*iter_0000100 is no complete checkpoint: it has no commit.txt"):
+        store.find(tmp_path)
 
 
 def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    assert store.find(tmp_path, 100) == 100 and store.find(tmp_path) == 200 and store.find(tmp_path / "none") is None
+    assert store.find(tmp_path, 100).iteration == 100 and store.find(tmp_path).iteration == 200
+    assert store.find(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="--ckpt-step 150: .* it has: 100, 200"):
         store.find(tmp_path, 150)
+
+
+def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+    assert [step.iteration for step in store.candidates(tmp_path, required=200)] == [200], "there is no going back from it"
+    for required in (100, 300):
+        with pytest.raises(CheckpointError, match=f"--require-iteration {required}: the newest .* is not of that iteration; it has: 100, 200"):
+            store.candidates(tmp_path, required=required)
+    with pytest.raises(CheckpointError, match="--require-iteration 5: .* it has: none"):
+        store.candidates(tmp_path / "none", required=5)
 
 
 def test_retention_keeps_multiples_the_newest_later_ones_and_links(tmp_path: Path) -> None:
@@ -81,9 +118,29 @@ def test_retention_keeps_multiples_the_newest_later_ones_and_links(tmp_path: Pat
     elsewhere = tmp_path.parent / f"{tmp_path.name}_kept"
     (tmp_path / "iter_0000050").rename(elsewhere)
     (tmp_path / "iter_0000050").symlink_to(elsewhere)
-    assert store.retain(tmp_path, 100, saved=200) == [150, 175]
+    assert retain(tmp_path, saved=200, interval=100) == [150, 175]
     assert store.complete_iterations(tmp_path) == [50, 100, 200, 250]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith((".old", ".tmp"))) == []
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith((".old", ".tmp", ".gone"))) == []
+
+
+@pytest.mark.parametrize("interval, keep_last, left", [
+    (None, None, [10, 20, 30, 40, 50]), (None, 1, [50]), (None, 2, [40, 50]), (None, 9, [10, 20, 30, 40, 50]), (20, None, [20, 40, 50]),
+    (20, 1, [20, 40, 50]), (20, 3, [20, 30, 40, 50]), (30, 2, [30, 40, 50])])
+def test_both_rules_of_retention_keep_what_they_name(tmp_path: Path, interval: int | None, keep_last: int | None, left: list[int]) -> None:
+    for iteration in (10, 20, 30, 40, 50):
+        save(tmp_path, iteration)
+    retain(tmp_path, saved=50, interval=interval, keep_last=keep_last)
+    assert store.complete_iterations(tmp_path) == left
+
+
+def test_retention_counts_and_deletes_only_what_is_ours(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    foreign = tmp_path / "iter_0000015"
+    foreign.mkdir()
+    (foreign / "metadata.json").write_text("{}")
+    assert retain(tmp_path, saved=30, keep_last=2) == [10]
+    assert foreign.is_dir() and store.complete_iterations(tmp_path) == [20, 30]
 
 
 def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -93,8 +150,8 @@ def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_pat
     for folder in (tmp_path / "file", tmp_path / "file" / "under"):
         with pytest.raises(ConfigError, match=rf"--save {folder} cannot be written: (File exists|Not a directory)"):
             store.check_writable(folder)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        store.begin(tmp_path / "file", 100)
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        store.begin(tmp_path / "file", 100, "0" * 32)
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="Permission denied"):
@@ -119,18 +176,35 @@ def test_the_folders_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(store.__file__).parents[3])
 
 
-@pytest.mark.parametrize("name, content, said", [
-    ("metadata.json", "{}", "not written by this program"),
-    ("metadata.json", '{"format_version": 99}', "format version 99"),
-    ("config.json", "{", "config.json cannot be read"),
-    ("config.json", "[]", "it holds a list"),
-    ("config.json", '{"values": 3}', "must hold values and world_size"),
-])
-def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+@pytest.mark.parametrize("content, said", [
+    ("{", "config.json cannot be read"), ("[]", "it holds a list"), ('{"values": 3}', "must hold values and world_size")])
+def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, content: str, said: str) -> None:
     folder = save(tmp_path, 100)
-    (folder / name).write_text(content)
+    commit = store.read_commit(folder)
+    (folder / "config.json").write_text(content)
+    sealed = store.Sealed(len(content), store.hash_of(content.encode()))
+    (folder / store.COMMIT).write_text(dataclasses.replace(commit, config=sealed).text())
     with pytest.raises(CheckpointError, match=said):
         store.describe(folder)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: ("megatron boxes 2\n" + text).encode()))
+def test_no_content_of_a_commit_ends_in_anything_but_an_error_that_names_it(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp() / "commit"
+    folder.mkdir(exist_ok=True)
+    (folder / store.COMMIT).write_bytes(content)
+    with pytest.raises(CheckpointError, match="commit.txt"):
+        store.read_commit(folder)
+
+
+def test_settings_are_taken_from_the_newest_config_that_is_sound(tmp_path: Path) -> None:
+    save(tmp_path, 100, num_layers=3)
+    with (save(tmp_path, 200, num_layers=4) / "config.json").open("a") as file:
+        file.write(" ")
+    assert store.checkpoint_values(tmp_path) == {"num_layers": 3}
+    with pytest.raises(CheckpointError, match="holds no sound checkpoint to take the settings from\n.*config.json is damaged"):
+        store.checkpoint_values(tmp_path, 200)
 
 
 def test_an_error_shows_its_first_problems_and_counts_the_rest() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,21 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing import dcp, store
+from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saver import Saver
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.hf import open_folder
+from megatron.core.parallel.boxes import whole
+from megatron.core.tokenizers.base import fingerprint
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.run import Progress
 from megatron.training.stages import Trainer
 from tests.helpers import tiny
+from tests.helpers.programme import trained
 from tests.helpers.training import Held, assemble, held_weights, train_alone, train_on
 from tests.helpers.world import Worlds
+from tests.unit.dist_checkpointing.failing_files import FULL, Faulty
 
 SERIAL: dict[str, Any] = {}
 FOUR: list[dict[str, Any]] = [
@@ -168,7 +178,7 @@ def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp
 
 def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path) -> None:
     train_and_save(tmp_path, save_optim=False, save_rng=False)
-    names = dcp.formats(dcp.read_metadata(tmp_path / "iter_0000002"))
+    names = open_saved(tmp_path / "iter_0000002").formats
     assert names and all(name.startswith("model.") for name in names)
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path))[1].resume()
@@ -302,4 +312,185 @@ def test_the_config_lies_beside_the_tensors_as_readable_json(tmp_path: Path) -> 
     content = json.loads((tmp_path / "iter_0000002" / "config.json").read_text())
     assert content["world_size"] == 1 and content["values"]["hidden_size"] == 32 and content["values"]["lr"] == 1e-2
     assert store.checkpoint_values(tmp_path)["num_attention_heads"] == 8
-    assert dcp.load({"run.config": None}, tmp_path / "iter_0000002")["run.config"] == content["values"]
+    assert open_saved(tmp_path / "iter_0000002").values["run.config"] == content["values"]
+
+
+def spoil(folder: Path, iteration: int) -> Path:
+    """Flip a bit in the middle of a checkpoint's data; the file."""
+    path = store.iteration_folder(folder, iteration) / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def saved_at(folder: Path, *iterations: int) -> Trainer:
+    """A run that saved at these iterations."""
+    trainer, checkpoint = start(save=str(folder))
+    for iteration in iterations:
+        train_on(trainer, iteration - trainer.progress.iteration)
+        checkpoint.save()
+    return trainer
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly_and_saved_again(tmp_path: Path, caplog: Any) -> None:
+    saved_at(tmp_path, 1, 2)
+    path = spoil(tmp_path, 2)
+    trainer, checkpoint = start(load=str(tmp_path), save=str(tmp_path))
+    assert checkpoint.resume() and trainer.progress.iteration == checkpoint.last_saved == 1
+    (warning,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING and "GOING BACK" in record.message]
+    assert warning.startswith("GOING BACK TO THE CHECKPOINT OF ITERATION 1, SINCE LATER ONES ARE DAMAGED") and f"{path} is damaged" in warning
+    train_on(trainer, 1)
+    checkpoint.save()
+    again, checkpoint = start(load=str(tmp_path))
+    assert checkpoint.resume() and again.progress.iteration == 2
+
+
+def test_going_back_can_be_forbidden(tmp_path: Path) -> None:
+    saved_at(tmp_path, 1, 2)
+    assert start(load=str(tmp_path), require_iteration=2)[1].resume()
+    path = spoil(tmp_path, 2)
+    for asked in ({"require_iteration": 2}, {"ckpt_step": 2}):
+        with pytest.raises(CheckpointError, match=f"is damaged, and no other is to be loaded\n.*\n.*{path} is damaged"):
+            start(load=str(tmp_path), **asked)[1].resume()
+    with pytest.raises(CheckpointError, match="--require-iteration 1: the newest complete checkpoint .* is not of that iteration"):
+        start(load=str(tmp_path), require_iteration=1)[1].resume()
+    (tmp_path / "iter_0000002" / "commit.txt").unlink()
+    with pytest.raises(CheckpointError, match="--require-iteration 1: .* has a later checkpoint, which is damaged"):
+        start(load=str(tmp_path), require_iteration=1)[1].resume()
+
+
+def test_integrity_is_not_verified_on_demand(tmp_path: Path) -> None:
+    saved_at(tmp_path, 1)
+    spoil(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="holds no sound checkpoint|is damaged, and no other is to be loaded"):
+        start(load=str(tmp_path))[1].resume()
+    assert start(load=str(tmp_path), verify_integrity=False)[1].resume()
+
+
+def test_a_tracker_that_names_another_iteration_is_a_hint_that_is_spoken_of(tmp_path: Path, caplog: Any) -> None:
+    saved_at(tmp_path, 1, 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    trainer, checkpoint = start(load=str(tmp_path))
+    assert checkpoint.resume() and trainer.progress.iteration == 2
+    assert "names iteration 1, but 2 was committed last and is loaded; --ckpt-step goes back" in caplog.text
+
+
+def test_a_run_that_went_back_resumes_from_what_it_wrote_since(tmp_path: Path) -> None:
+    saved_at(tmp_path, 1, 3)
+    trainer, checkpoint = start(load=str(tmp_path), save=str(tmp_path), ckpt_step=1)
+    checkpoint.resume()
+    train_on(trainer, 1)
+    checkpoint.save()
+    again, checkpoint = start(load=str(tmp_path))
+    assert checkpoint.resume() and again.progress.iteration == 2, "not from iteration 3, which it left behind"
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(tmp_path: Path, caplog: Any, finetune: bool) -> None:
+    saved_at(tmp_path, 1)
+    trainer, checkpoint = start(load=str(tmp_path), finetune=finetune)
+    other = dataclasses.replace(trainer.run, tokenizer=Renamed(trainer.run.tokenizer))
+    trainer.run = other
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(trainer).resume()
+    mine, theirs = fingerprint(other.tokenizer), fingerprint(other.tokenizer.inner)
+    assert mine["hash"][:16] in str(caught.value) and theirs["hash"][:16] in str(caught.value) and "--allow-other-tokenizer" in str(caught.value)
+    trainer, checkpoint = start(load=str(tmp_path), finetune=finetune, allow_other_tokenizer=True)
+    trainer.run = dataclasses.replace(trainer.run, tokenizer=other.tokenizer)
+    assert Checkpoint(trainer).resume() and "another tokenizer is accepted" in caplog.text
+
+
+class Renamed:
+    """A tokenizer with as many ids that mean other words."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def unique_identifiers(self) -> dict[str, str | int]:
+        return {**self.inner.unique_identifiers, "merges": "others"}
+
+
+def save_beside_training(folder: Path, changes: dict[str, Any]) -> tuple[Held, Held, int]:
+    """On every rank: begin to save, train on at once, poll to the end; weights at the save, after it, and polls."""
+    trainer, checkpoint = start(save=str(folder), **changes)
+    train_on(trainer, 2)
+    then = held_weights(trainer)
+    assert checkpoint.begin_save() == [] and checkpoint.on_its_way == 2
+    outcome, polls = None, 0
+    while outcome is None:
+        train_on(trainer, 1)
+        outcome, polls = checkpoint.poll(), polls + 1
+    assert not outcome.problems and checkpoint.last_saved == 2 and checkpoint.on_its_way is None
+    return then, held_weights(trainer), polls
+
+
+@pytest.mark.parametrize("before", [SERIAL, *FOUR[:3]], ids=str)
+def test_steps_taken_while_a_save_is_written_are_not_in_it(world: Worlds, tmp_path: Path, before: dict[str, Any]) -> None:
+    results = [save_beside_training(tmp_path, before)] if before is SERIAL else world(4).run(save_beside_training, tmp_path, before)
+    saved, since = assemble([then for then, _, _ in results]), assemble([now for _, now, _ in results])
+    loaded = assemble([resume_here(tmp_path, SERIAL)[0]])
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert any(not torch.equal(saved[name], since[name]) for name in saved)
+    assert len({polls for _, _, polls in results}) == 1, "all ranks hear of the end in the same iteration"
+
+
+def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: Any) -> None:
+    trainer, checkpoint = start(save=str(tmp_path))
+    checkpoint._writer().files = Faulty(delay=0.01)
+    train_on(trainer, 1)
+    assert checkpoint.begin_save() == []
+    train_on(trainer, 1)
+    (first,) = checkpoint.begin_save()
+    assert first.iteration == 1 and not first.problems and "the save of iteration 2 waited" in caplog.text
+    assert checkpoint.finish().iteration == 2 and store.complete_iterations(tmp_path) == [1, 2]
+
+
+def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error_if_the_last_one_did(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    save, log = tmp_path / "save", tmp_path / "log.jsonl"
+    flags = ["--mock-data", "--seq-length", "16", "--train-iters", "6", "--save", str(save), "--save-interval", "2", "--log-jsonl", str(log)]
+    for disk, kept, fails in ((Faulty("iter_0000004", fault=FULL), [2, 6], False), (Faulty("iter_0000006", fault=FULL), [2, 4], True)):
+        monkeypatch.setattr(Checkpoint, "_writer", with_disk(Checkpoint._writer, disk))
+        if fails:
+            with pytest.raises(CheckpointError, match="the last checkpoint of this run, of iteration 6, could not be saved"):
+                trained(flags)
+        else:
+            trained(flags)
+        assert store.complete_iterations(save) == kept
+        records = [record for line in log.read_text().splitlines() if (record := json.loads(line))["kind"] == "checkpoint"]
+        assert [(record["iteration"], record["failures"]) for record in records] == (
+            [(2, 0), (4, 1), (6, 1)] if not fails else [(2, 0), (4, 0), (6, 1), (6, 2)])
+        text = capsys.readouterr().out
+        assert f"THE CHECKPOINT OF ITERATION {6 if fails else 4} WAS NOT SAVED" in text and "No space left on device" in text
+        shutil.rmtree(save)
+        log.unlink()
+
+
+def with_disk(writer: Callable[[Checkpoint], Saver], disk: Faulty) -> Callable[[Checkpoint], Saver]:
+    """The method, with another disk."""
+    def changed(checkpoint: Checkpoint) -> Saver:
+        found = writer(checkpoint)
+        found.files = disk
+        return found
+    return changed
+
+
+def test_a_save_is_exported_where_that_is_asked_for(tmp_path: Path) -> None:
+    trainer, _ = train_and_save(tmp_path / "save", export_hf=str(tmp_path / "hf"), async_save=False)
+    source = open_folder(tmp_path / "hf" / "iter_0000002", {})
+    for name, param in trainer.stages[0].named_parameters():
+        entry = source.formats[f"model.{name}"]
+        assert torch.equal(source.read(f"model.{name}", whole(entry.shape)), param.detach()[:entry.shape[0]]), name
+
+
+def test_a_network_that_cannot_be_exported_is_told_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="tiny"):
+        train_and_save(tmp_path / "save", export_hf=str(tmp_path / "hf"), async_save=False, squared_relu=True)
+    assert "WAS NOT EXPORTED" in caplog.text and "--squared-relu" in caplog.text
+    assert store.newest(tmp_path / "save") == 2 and not (tmp_path / "hf").exists()

@@ -1,0 +1,133 @@
+"""manifest.json: where every piece of every tensor of a checkpoint lies, and what its bytes are. Needs no torch.
+
+    {"save": id, "iteration": 1000,
+     "files": {"rank_00000.safetensors": [size, length of the header, hash of the header], ...},
+     "tensors": {name: {"dtype": "F32", "shape": [512, 128], "pieces": [
+         [file, first byte, offset of the box, shape of the box, hash], ...]}, ...},
+     "values": {"run.progress": {...}, ...}}
+
+The pieces of a file follow its header without a gap, so that headers and pieces together are all of its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.dist_checkpointing.store import MANIFEST, CheckpointError
+from megatron.core.parallel.boxes import Box
+
+WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1,
+          "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # safetensors' words for dtypes -> bytes an element
+_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A data file: its size, and what its header is, whose length counts the 8 bytes before it."""
+
+    size: int
+    header_length: int
+    header_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a tensor: its bytes begin at `start` of a file."""
+
+    file: str
+    start: int
+    box: Box
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor: its pieces cover it, each element once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint. values: what is saved and is no tensor."""
+
+    save: str
+    iteration: int
+    files: Mapping[str, FileFacts]
+    tensors: Mapping[str, Whole]
+    values: Mapping[str, Any]
+
+    def text(self) -> bytes:
+        """The content of manifest.json."""
+        tensors = {name: {"dtype": whole.dtype, "shape": whole.shape,
+                          "pieces": [[piece.file, piece.start, piece.box.offset, piece.box.shape, piece.hash] for piece in whole.pieces]}
+                   for name, whole in self.tensors.items()}
+        files = {name: [facts.size, facts.header_length, facts.header_hash] for name, facts in self.files.items()}
+        return json.dumps({"save": self.save, "iteration": self.iteration, "files": files, "tensors": tensors, "values": self.values},
+                          separators=(",", ":")).encode()
+
+
+def file_name(rank: int) -> str:
+    """The data file of a rank."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file is one of ours that holds tensors."""
+    return bool(_FILE.fullmatch(name))
+
+
+def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """What a piece is called in its file: the tensor's name, and the ranges of the box where it is not the whole tensor."""
+    if box.shape == tuple(shape):
+        return name
+    return name + "[" + ",".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True)) + "]"
+
+
+def parsed(content: Mapping[str, Any]) -> Manifest:
+    """The manifest in the JSON object of its file. Raises `CheckpointError` when it does not make sense."""
+    try:
+        files = {name: _facts(name, *entry) for name, entry in content["files"].items()}
+        tensors = {name: _whole(name, entry, files) for name, entry in content["tensors"].items()}
+        save, iteration, values = content["save"], content["iteration"], content["values"]
+        _demand(isinstance(save, str) and _natural(iteration) and isinstance(values, dict), "save, iteration and values")
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged, or was written by another program: {type(error).__name__}: {error}") from None
+    return Manifest(save, iteration, files, tensors, values)
+
+
+def _facts(name: str, size: int, header_length: int, header_hash: str) -> FileFacts:
+    _demand(is_file_name(name), f"the name of a file in this folder, not {name!r}")
+    _demand(_natural(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str), f"the size of {name}")
+    return FileFacts(size, header_length, header_hash)
+
+
+def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) -> Whole:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    _demand(dtype in WIDTHS and _natural(*shape), f"dtype and shape of {name}")
+    pieces = []
+    for file, start, offset, extent, hash_ in entry["pieces"]:
+        box = Box(tuple(offset), tuple(extent))
+        _demand(_natural(start, *offset, *extent) and len(offset) == len(extent) == len(shape) and isinstance(hash_, str), f"a piece of {name}")
+        _demand(all(low + count <= size for low, count, size in zip(offset, extent, shape, strict=True)), f"a box inside {name}")
+        _demand(start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size, f"a place in {file} for {name}")
+        _demand(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
+        pieces.append(Piece(file, start, box, hash_))
+    _demand(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
+    return Whole(dtype, shape, tuple(pieces))
+
+
+def _natural(*numbers: Any) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+
+
+def _demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"it lacks {what}")

@@ -1,0 +1,125 @@
+"""Who writes what: every box that the ranks hold is given to one of its holders, so that all have about as much to write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.manifest import WIDTHS, FileFacts, Piece, Whole, file_name, key_of
+from megatron.core.dist_checkpointing.saved import WORDS
+from megatron.core.dist_checkpointing.shard import Part, Range, header_of
+from megatron.core.dist_checkpointing.store import hash_of
+from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_tensor
+from megatron.core.parallel.boxes import Box
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Offer:
+    """A box of a tensor that a rank could write. dtype: safetensors' word."""
+
+    name: str
+    box: Box
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return self.box.size * WIDTHS[self.dtype]
+
+    @property
+    def part(self) -> Part:
+        """What it is in a file."""
+        return Part(key_of(self.name, self.box, self.shape), self.dtype, self.box.shape)
+
+
+def placed(state: Tree) -> dict[str, Placed]:
+    """The tensors of a tree."""
+    found = {name: placed_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {name: value for name, value in found.items() if isinstance(value, Placed)}
+
+
+def values_of(state: Tree) -> Tree:
+    """What of a tree is no tensor."""
+    return {name: value for name, value in state.items() if not isinstance(value, (Tensor, Placed))}
+
+
+def offers(tensors: dict[str, Placed]) -> list[Offer]:
+    """The boxes that this rank holds; a box that it holds twice counts once."""
+    for name, one in tensors.items():
+        assert one.dtype in WORDS, f"{name}: {one.dtype} is none of the dtypes of a checkpoint"
+    return [Offer(name, box, WORDS[one.dtype], tuple(one.shape)) for name, one in tensors.items()
+            for box in dict.fromkeys(box for box, _ in one.pieces)]
+
+
+def share_out(ranks: Sequence[Sequence[Offer]]) -> list[list[Offer]]:
+    """Give everything that several ranks hold to one of them, the one with the least to write so far.
+
+    Each rank's boxes come in the order of its file: wide elements first, then by name. Raises where the boxes of a
+    tensor do not make up all of it.
+    """
+    holders: dict[Offer, list[int]] = {}
+    for rank, mine in enumerate(ranks):
+        for offer in mine:
+            holders.setdefault(offer, []).append(rank)
+    _demand_whole(list(holders))
+    loads: list[int] = [0] * len(ranks)
+    shares: list[list[Offer]] = [[] for _ in ranks]
+    # What only one rank holds comes first; then the largest first, which evens out best.
+    for offer in sorted(holders, key=lambda one: (len(holders[one]) > 1, -one.length, one)):
+        writer = min(holders[offer], key=lambda rank: (loads[rank], rank))
+        loads[writer] += offer.length
+        shares[writer].append(offer)
+    return [sorted(share, key=lambda one: (-WIDTHS[one.dtype], one)) for share in shares]
+
+
+def tensor_of(offer: Offer, tensors: dict[str, Placed]) -> Tensor:
+    """This rank's memory behind a box that it offered."""
+    return next(tensor for box, tensor in tensors[offer.name].pieces if box == offer.box)
+
+
+def file_header(rank: int, share: Sequence[Offer], *, save: str, iteration: int) -> bytes:
+    """The header of a rank's data file."""
+    return header_of([offer.part for offer in share], save=save, iteration=iteration, name=file_name(rank))
+
+
+def ranges_of(rank: int, share: Sequence[Offer], header: bytes, hashes: Sequence[str]) -> list[Range]:
+    """Every byte of a rank's data file, as it was written."""
+    found, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
+    for offer, hash_ in zip(share, hashes[1:], strict=True):
+        found.append(Range(file_name(rank), place, offer.length, hash_, offer.part.key))
+        place += offer.length
+    return found
+
+
+def described(shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]], *, save: str,
+              iteration: int) -> tuple[dict[str, FileFacts], dict[str, Whole]]:
+    """Files and tensors of the manifest. hashes: of each rank's header and boxes, as `shard.write_shard` returns them."""
+    files: dict[str, FileFacts] = {}
+    pieces: dict[str, list[Piece]] = {}
+    facts: dict[str, Offer] = {}
+    for rank, (share, found) in enumerate(zip(shares, hashes, strict=True)):
+        if not share:
+            continue
+        header = file_header(rank, share, save=save, iteration=iteration)
+        assert found[0] == hash_of(header), "the ranks agree about the headers"
+        head, *rest = ranges_of(rank, share, header, found)
+        for offer, one in zip(share, rest, strict=True):
+            pieces.setdefault(offer.name, []).append(Piece(one.file, one.start, offer.box, one.hash))
+            facts.setdefault(offer.name, offer)
+        files[head.file] = FileFacts(head.length + sum(one.length for one in rest), head.length, head.hash)
+    tensors = {name: Whole(facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
+               for name in sorted(pieces)}
+    return files, tensors
+
+
+def _demand_whole(found: Sequence[Offer]) -> None:
+    held: dict[str, int] = {}
+    for offer in found:
+        held[offer.name] = held.get(offer.name, 0) + offer.box.size
+    for offer in found:
+        size = math.prod(offer.shape)
+        assert held[offer.name] == size, f"{offer.name}: the ranks' boxes hold {held[offer.name]} elements, the tensor has {size}"

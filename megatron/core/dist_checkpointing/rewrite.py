@@ -1,0 +1,84 @@
+"""Write what any source holds as a checkpoint of our own: on one processor, without ranks, a tensor at a time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import plan, shard, store
+from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.manifest import Manifest, file_name
+from megatron.core.dist_checkpointing.plan import Offer
+from megatron.core.dist_checkpointing.saved import WORDS
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.parallel.boxes import Box, whole
+
+
+class Cast:
+    """A source whose weights (`model.*`) come in another dtype; everything else is as it was."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self.where, self.values, self.settings = source.where, source.values, source.settings
+        self.formats: Mapping[str, Format] = {
+            name: Format(one.shape, dtype) if name.startswith("model.") else one for name, one in source.formats.items()}
+        self._source = source
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`. Raises `CheckpointError` for a finite value that the dtype cannot hold."""
+        values, dtype = self._source.read(name, box), self.formats[name].dtype
+        if values.dtype == dtype:
+            return values
+        made = values.to(dtype)
+        if torch.finfo(dtype).max < torch.finfo(values.dtype).max and bool((made.isinf() & values.isfinite()).any()):
+            raise CheckpointError(f"{self.where}: {name} has values that {str(dtype).removeprefix('torch.')} cannot hold; choose "
+                                  "bfloat16 or float32")
+        return made
+
+
+def rewrite(source: Source, folder: str | Path, *, iteration: int, settings: Mapping[str, Any], num_files: int = 1,
+            world_size: int = 1, files: Files = DISK) -> Path:
+    """Write every tensor and every value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its folder.
+
+    settings: for its config.json, by field name. num_files: how many files share the tensors, about evenly.
+    world_size: ranks of the run that the settings are of, by which its random streams are known again. Raises
+    `CheckpointError` when SAVE has that iteration already, and leaves what is there as it was when anything fails.
+    """
+    target = store.iteration_folder(folder, iteration)
+    if target.exists():
+        raise CheckpointError(f"{target} is there already; move it away, or choose another folder")
+    # A source may also have dtypes that only masks and counters have; all of them have a word.
+    offers = [Offer(name, whole(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()]
+    shares = plan.share_out([offers] * num_files)
+    save = uuid.uuid4().hex
+    made = store.begin(folder, iteration, save, files=files)
+    try:
+        hashes = [_written(made, rank, share, source, save=save, iteration=iteration, files=files) for rank, share in enumerate(shares)]
+        facts, tensors = plan.described(shares, hashes, save=save, iteration=iteration)
+        manifest = Manifest(save, iteration, facts, tensors, source.values).text()
+        step, _ = store.commit(folder, iteration, save=save, manifest=manifest, description=Description(settings, world_size),
+                               files=files)
+    except BaseException as error:
+        store.abandon(folder, iteration, save, files=files)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} cannot be written: {error}") from None
+        raise
+    return step.folder
+
+
+def _written(folder: Path, rank: int, share: Sequence[Offer], source: Source, *, save: str, iteration: int,
+             files: Files) -> list[str]:
+    if not share:
+        return []
+    header = plan.file_header(rank, share, save=save, iteration=iteration)
+    return shard.write_shard(files, folder / file_name(rank), header, _contents(share, source))
+
+
+def _contents(share: Sequence[Offer], source: Source) -> Iterator[memoryview]:
+    for offer in share:
+        yield memoryview(source.read(offer.name, offer.box).contiguous().view(-1).view(torch.uint8).numpy())

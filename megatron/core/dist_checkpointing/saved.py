@@ -1,0 +1,167 @@
+"""A checkpoint of our own, opened: a `Source` that maps the files and reads what is asked for, and verifies all of it.
+
+Opening reads commit.txt, config.json and the manifest, and looks at the sizes of the files. `verify` reads every byte;
+a part of them, where several ranks share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import shard
+from megatron.core.dist_checkpointing.files import DISK, Files, read_file
+from megatron.core.dist_checkpointing.manifest import Manifest, Piece, is_file_name, key_of, parsed
+from megatron.core.dist_checkpointing.shard import Range
+from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.store import (
+    COMMIT, CONFIG, MANIFEST, CheckpointError, Commit, Description, describe, read_commit, read_sealed)
+from megatron.core.parallel.boxes import Box, intersect
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
+          "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_MOST_THREADS = 8
+
+
+class Saved:
+    """A `Source`. commit: what seals it; description: the run that wrote it; manifest: all of its pieces."""
+
+    def __init__(self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files) -> None:
+        self.folder, self.where, self.commit, self.description, self.manifest = folder, str(folder), commit, description, manifest
+        self.settings: Mapping[str, Any] = description.values
+        self.values: Mapping[str, Any] = manifest.values
+        self.formats = {name: Format(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()}
+        self._files = files
+        self._maps: dict[str, memoryview] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return (sum(facts.size for facts in self.manifest.files.values()) + self.commit.manifest.size + self.commit.config.size
+                + len(self.commit.text()))
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`. A view of mapped memory where one saved piece holds the box, as it does in the layout that saved."""
+        whole = self.manifest.tensors[name]
+        result, found = torch.empty(0), 0
+        for piece in whole.pieces if box.size else ():
+            common = intersect(box, piece.box)
+            if common is None:
+                continue
+            saved = self._bytes(piece, DTYPES[whole.dtype])[_inside(common, piece.box)]
+            if common == box:
+                return saved
+            if not found:
+                result = torch.empty(box.shape, dtype=saved.dtype)
+            result[_inside(common, box)] = saved
+            found += common.size
+        if found != box.size:
+            raise CheckpointError(f"{self.where} lacks a part of {name}")
+        return result if found else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
+
+    def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
+        """Read the `part`th of `parts` equal parts of all bytes; everything that is wrong with them, in words."""
+        return shard.check(self._files, self.folder, _share(self._ranges(), part, parts), save=self.commit.save,
+                           threads=threads or min(_MOST_THREADS, os.cpu_count() or 1), maps=self._maps)
+
+    def _ranges(self) -> list[Range]:
+        """Every byte of every data file."""
+        headers = [Range(name, 0, facts.header_length, facts.header_hash, "its header") for name, facts in self.manifest.files.items()]
+        return headers + [Range(piece.file, piece.start, piece.box.size * DTYPES[whole.dtype].itemsize, piece.hash,
+                                key_of(name, piece.box, whole.shape))
+                          for name, whole in self.manifest.tensors.items() for piece in whole.pieces]
+
+    def _bytes(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """A piece, as a view of its file."""
+        if piece.file not in self._maps:
+            path = self.folder / piece.file
+            try:
+                self._maps[piece.file] = self._files.map(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        content = self._maps[piece.file]
+        if len(content) != self.manifest.files[piece.file].size:
+            raise CheckpointError(f"{self.folder / piece.file} is cut short")
+        return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.size).view(piece.box.shape)
+
+
+def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
+    """Open a committed folder. Raises `CheckpointError` with all that is wrong with it, as far as no tensor has to be read."""
+    folder = Path(folder)
+    commit = read_commit(folder, files=files)
+    problems: list[str] = []
+    description = manifest = None
+    try:
+        description = describe(folder, files=files)
+    except CheckpointError as error:
+        problems.append(str(error))
+    try:
+        manifest = parsed(read_sealed(folder, MANIFEST, commit.manifest, files=files))
+        if (manifest.save, manifest.iteration) != (commit.save, commit.iteration):
+            problems.append(f"{folder / MANIFEST} belongs to another save, of iteration {manifest.iteration}")
+    except CheckpointError as error:
+        problems.append(_of_another_save(folder, str(error), commit, files))
+    if manifest is not None:
+        problems += _wrong_files(folder, manifest, files)
+    if problems or description is None or manifest is None:
+        raise CheckpointError(f"{folder} is damaged", problems)
+    return Saved(folder, commit, description, manifest, files)
+
+
+def _of_another_save(folder: Path, said: str, commit: Commit, files: Files) -> str:
+    """The complaint about a manifest that is not the sealed one: a stale one is called so."""
+    try:
+        other = parsed(json.loads(read_file(files, folder / MANIFEST)))
+    except (OSError, ValueError, RecursionError, CheckpointError):
+        return said
+    if other.save == commit.save:
+        return said
+    return f"{folder / MANIFEST} is stale: it belongs to another save, of iteration {other.iteration}"
+
+
+def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
+    """Files of a checkpoint that are missing, too many, or of a wrong size."""
+    try:
+        there = {entry.name for entry in files.list(folder)}
+        sizes = {name: files.size(folder / name) for name in manifest.files if name in there}
+    except OSError as error:
+        return [f"{folder} cannot be read: {error.strerror or error}"]
+    problems = [f"{folder / name} is missing" for name in sorted(manifest.files.keys() - there)]
+    problems += [f"{folder / name} is no part of this checkpoint; another save left it, or it was put here: move it away"
+                 for name in sorted(there - manifest.files.keys()) if is_file_name(name)]
+    for name, size in sorted(sizes.items()):
+        expected = manifest.files[name].size
+        if size != expected:
+            said = shard.stray(files, folder, name, save=manifest.save)
+            problems.append(said or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
+                            f"says {expected}")
+    return problems
+
+
+def unknown_files(saved: Saved, *, files: Files = DISK) -> list[str]:
+    """Names in the folder of a checkpoint that are none of its files. They do no harm."""
+    known = {COMMIT, MANIFEST, CONFIG, *saved.manifest.files}
+    return [entry.name for entry in files.list(saved.folder) if entry.name not in known]
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Index of a box in a tensor that holds another box around it."""
+    return box.shifted(tuple(-start for start in outer.offset)).slices()
+
+
+def _share(ranges: list[Range], part: int, parts: int) -> list[Range]:
+    """Neighbouring ranges that make up the `part`th of `parts` equal parts, up to one range."""
+    total, end, mine = sum(one.length for one in ranges), 0, []
+    for one in sorted(ranges, key=lambda one: (one.file, one.start)):
+        if min(parts - 1, (end + one.length // 2) * parts // max(1, total)) == part:
+            mine.append(one)
+        end += one.length
+    return mine

@@ -1,0 +1,148 @@
+"""One rank's data file: plain safetensors, written in one go while its bytes are hashed, and checked against the hashes.
+
+    8 bytes: length of the header | header: JSON, padded with spaces | the pieces' bytes, end to end
+
+The header carries the id of the save, the iteration and the file's own name, so that a file that strayed here from
+another save can be told by name. Needs no torch: pieces come as memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from megatron.core.dist_checkpointing.files import Files, write_all
+from megatron.core.dist_checkpointing.manifest import WIDTHS
+from megatron.core.dist_checkpointing.store import hash_of
+
+_ALIGNMENT = 64  # the pieces begin at a multiple of it
+_SHOWN = 5  # damaged pieces of a file that are named
+_AT_ONCE = 1 << 22  # bytes that are fetched and hashed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of the file: what it is called there, its dtype in safetensors' word, its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * WIDTHS[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a file, what they are, and the hash that they must have."""
+
+    file: str
+    start: int
+    length: int
+    hash: str
+    what: str
+
+
+def header_of(parts: Sequence[Part], *, save: str, iteration: int, name: str) -> bytes:
+    """The first bytes of the file. The parts stand in it in the order given: wide elements first, so that all are aligned."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}}
+    end = 0
+    for part in parts:
+        entries[part.key] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.length]}
+        end += part.length
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
+    """Write a file and make it durable. Returns the hashes of its header and of every content, taken from memory."""
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher, closing(files.create(path)) as file:
+        hashes = [hasher.submit(hash_of, header)]
+        write_all(file, memoryview(header))
+        for content in contents:
+            hashes.append(hasher.submit(hash_of, content))
+            write_all(file, content)
+        file.sync()
+        return [found.result() for found in hashes]
+
+
+def check(files: Files, folder: Path, ranges: Sequence[Range], *, save: str, threads: int,
+          maps: dict[str, memoryview] | None = None) -> list[str]:
+    """Read ranges of a folder's files, which belong to the save `save`; what is wrong with them, in words.
+
+    maps: name -> content of files that are mapped already; those that are mapped here are added.
+    """
+    maps = {} if maps is None else maps
+    bad: list[tuple[Range, str]] = []
+    by_file: dict[str, list[Range]] = {}
+    for one in sorted(ranges, key=lambda one: (one.file, one.start)):
+        by_file.setdefault(one.file, []).append(one)
+    for name in list(by_file):
+        try:
+            maps[name] = maps[name] if name in maps else files.map(folder / name)
+        except OSError as error:
+            bad.append((by_file.pop(name)[0], "is missing" if isinstance(error, FileNotFoundError) else _unreadable(error)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        good = [one for group in by_file.values() for one in group]
+        bad += [(one, why) for one, why in zip(good, pool.map(lambda one: _wrong(files, maps[one.file], one), good), strict=True) if why]
+    problems = []
+    for name in sorted({one.file for one, _ in bad}):
+        mine = sorted(((one, why) for one, why in bad if one.file == name), key=lambda wrong: wrong[0].start)
+        strayed = stray(files, folder, name, save=save) if mine[0][0].start == 0 else ""
+        if strayed:
+            problems.append(strayed)
+            continue
+        problems += list(dict.fromkeys(f"{folder / name} {why}" for _, why in mine[:_SHOWN]))
+        if len(mine) > _SHOWN:
+            problems.append(f"{folder / name} has {len(mine) - _SHOWN} more damaged pieces")
+    return problems
+
+
+def _wrong(files: Files, content: memoryview, one: Range) -> str:
+    """Why a range of a file is not as it should be, or nothing."""
+    found, stop = xxhash.xxh3_128(), one.start + one.length
+    if stop > len(content):
+        return f"is cut short: it has {len(content)} bytes"
+    try:
+        for place in range(one.start, stop, _AT_ONCE):
+            length = min(_AT_ONCE, stop - place)
+            files.fetch(content, place, length)
+            found.update(content[place:place + length])
+    except OSError as error:
+        return _unreadable(error)
+    if found.hexdigest() != one.hash:
+        return f"is damaged: bytes {one.start} to {stop}, {one.what}, have not the hash that they were saved with"
+    return ""
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read: {error.strerror or error}"
+
+
+def stray(files: Files, folder: Path, name: str, *, save: str) -> str:
+    """What a file whose header is not the expected one says of itself: "" when it can say nothing."""
+    try:
+        with closing(files.open(folder / name)) as file:
+            start = bytearray(8)
+            file.read_into(memoryview(start), 0)
+            text = bytearray(min(int.from_bytes(start, "little"), files.size(folder / name)))
+            file.read_into(memoryview(text), 8)
+        said = json.loads(text)["__metadata__"]
+        if said["save"] != save:
+            return f"{folder / name} belongs to another save, of iteration {said['iteration']}: the folder mixes two checkpoints"
+        if said["file"] != name:
+            return f"{folder / name} is {said['file']} of the same save, under a wrong name"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
+        pass
+    return ""
+

@@ -1,0 +1,93 @@
+"""Which dialect a checkpoint is written in: a table of those that are known, asked in order.
+
+    ours           SAVE, or one of its iter_... folders
+    Hugging Face   a folder with config.json and safetensors
+    Megatron       mp_rank_... folders of any age, or torch_dist; or what the tracker of such a folder names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.flags import flag_fields
+from megatron.core.config.model import ModelConfig
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import COMMIT, FREE, CheckpointError, Step, candidates, read_commit, walk
+from megatron.core.families.hf import is_folder, model_settings, open_folder
+from megatron.core.families.megatron.open import find_megatron, open_megatron
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
+
+    open: read it; the settings given win over the checkpoint's own.
+    """
+
+    name: str
+    find: Callable[[Path, int | None], Path | None]
+    open: Callable[[Path, Mapping[str, Any] | None], Source]
+
+
+def find_own(path: Path, step: int | None) -> Path | None:
+    """A folder with a commit, or the newest such folder in a folder of checkpoints."""
+    if (path / COMMIT).is_file():
+        return path
+    found = candidates(path, step) if walk(path).steps else []
+    return found[0].folder if found else None
+
+
+def _find_published(path: Path, step: int | None) -> Path | None:
+    return path if step is None and is_folder(path) else None
+
+
+OURS = Dialect("this project", find_own, lambda path, given: open_saved(path))
+FOREIGN = (Dialect("Hugging Face", _find_published, open_folder), Dialect("Megatron", find_megatron, open_megatron))
+DIALECTS = (OURS, *FOREIGN)
+
+
+def find_foreign(path: str | Path, step: int | None = None) -> tuple[Dialect, Path] | None:
+    """What a path means in the dialects of others."""
+    found = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
+    return next(((dialect, place) for dialect, place in found if place is not None), None)
+
+
+def foreign_settings(path: str | Path, step: int | None = None) -> dict[str, Any] | None:
+    """The model's shape, and its tokenizer if that is there too, as another dialect's checkpoint has them, by field name.
+
+    None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out.
+    """
+    found = find_foreign(path, step)
+    if found is None:
+        return None
+    dialect, place = found
+    settings = model_settings(place) if dialect.name == "Hugging Face" else dialect.open(place, None).settings
+    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[Step]:
+    """Our checkpoints that a path means, in the order in which they are tried: one folder, or those of `--save`."""
+    path = Path(path)
+    if (path / COMMIT).is_file():
+        return [Step(path, read_commit(path))]
+    return candidates(path, step, required=required)
+
+
+def open_checkpoint(path: str | Path, step: int | None = None, given: Mapping[str, Any] | None = None) -> Source:
+    """The checkpoint of any dialect that a path means. It is opened, and not verified.
+
+    step: an iteration, where the path is a folder of several; else the newest. given: settings that win over the
+    checkpoint's, in a dialect that says less than all. Raises `CheckpointError` when there is none, or it is damaged.
+    """
+    for dialect in DIALECTS:
+        place = dialect.find(Path(path), step)
+        if place is not None:
+            return dialect.open(place, given)
+    raise CheckpointError(f"{path} holds no checkpoint{'' if step is None else f' of iteration {step}'}: neither one of this project's, nor "
+                          "a Hugging Face folder, nor one of Megatron's")

@@ -1,0 +1,131 @@
+"""What a checkpoint holds, without reading a tensor: names, dtypes, shapes, bytes, and which file holds which box.
+
+A checkpoint of our own is described by its manifest alone, which needs no torch; one of another dialect by its `Source`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.manifest import WIDTHS, parsed
+from megatron.core.dist_checkpointing.store import COMMIT, MANIFEST, Step, candidates, describe, read_commit, read_sealed, walk
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A box of a tensor, and the file that holds it."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor. dtype: safetensors' word. size: bytes. places: empty where a dialect does not say."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    places: tuple[Place, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint. iteration, world_size: None where it does not say. files: name -> bytes. size: bytes of all tensors."""
+
+    path: str
+    dialect: str
+    iteration: int | None
+    world_size: int | None
+    files: Mapping[str, int]
+    tensors: tuple[Entry, ...]
+    values: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.size for one in self.tensors)
+
+    def groups(self) -> dict[str, tuple[int, int, int]]:
+        """Group of names -> tensors, elements, bytes."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for one in self.tensors:
+            count, elements, size = found.get(group_of(one.name), (0, 0, 0))
+            found[group_of(one.name)] = count + 1, elements + one.elements, size + one.size
+        return dict(sorted(found.items()))
+
+    def matching(self, patterns: Sequence[str]) -> list[Entry]:
+        """The tensors whose names fit one of the patterns (`model.*.weight`); all where there are none."""
+        return [one for one in self.tensors if fits(one.name, patterns)]
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name fits one of the shell-like patterns; any name does where there are none."""
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def group_of(name: str) -> str:
+    """What a tensor belongs to: `model`, a slot of the optimizer, the random streams."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "model" else ".".join(parts[:2])
+
+
+def own_step(path: str | Path, step: int | None = None) -> Path | None:
+    """The folder of the checkpoint of our own that a path means, as `dialects.find_own` finds it; None for others."""
+    path = Path(path)
+    if (path / COMMIT).is_file():
+        return path
+    found: Sequence[Step] = candidates(path, step) if walk(path).steps else ()
+    return found[0].folder if found else None
+
+
+def own_contents(folder: Path) -> Contents:
+    """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
+    description, commit = describe(folder), read_commit(folder)
+    manifest = parsed(read_sealed(folder, MANIFEST, commit.manifest))
+    tensors = tuple(Entry(name, one.dtype, one.shape, math.prod(one.shape) * WIDTHS[one.dtype],
+                          tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces))
+                    for name, one in manifest.tensors.items())
+    files = {name: facts.size for name, facts in manifest.files.items()}
+    return Contents(str(folder), "this project", commit.iteration, description.world_size, files, tensors, manifest.values,
+                    description.values)
+
+
+def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
+    """All of it for a program to read."""
+    groups = {name: {"tensors": count, "elements": elements, "bytes": size} for name, (count, elements, size) in contents.groups().items()}
+    tensors = {one.name: {"dtype": one.dtype, "shape": list(one.shape), "bytes": one.size,
+                          "boxes": [{"file": place.file, "offset": list(place.offset), "shape": list(place.shape)} for place in one.places]}
+               for one in contents.matching(patterns)}
+    return {"path": contents.path, "dialect": contents.dialect, "iteration": contents.iteration, "world_size": contents.world_size,
+            "bytes": contents.size, "files": dict(contents.files), "groups": groups, "tensors": tensors,
+            "values": {name: value for name, value in contents.values.items() if fits(name, patterns)}, "settings": dict(contents.settings)}
+
+
+def size_words(size: float) -> str:
+    """Bytes as people say them."""
+    for unit in _UNITS[:-1]:
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
+        size /= 1000
+    return f"{size:.3g} {_UNITS[-1]}"
+
+
+def counted(number: int, word: str) -> str:
+    """`1 file`, `2 files`, `no files`."""
+    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"

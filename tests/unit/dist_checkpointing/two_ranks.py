@@ -1,0 +1,74 @@
+"""A checkpoint of two ranks, saved step by step in one process, on any file system; and what it must hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import plan, shard, store
+from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.manifest import Manifest, file_name
+from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.store import Description, Step
+from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.parallel.boxes import Box
+
+SHAPES = {"model.cut": (4, 3), "model.whole": (5,), "optimizer.step": ()}
+
+
+def content(version: int) -> dict[str, Tensor]:
+    """The global tensors of a version."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.rand(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def states(version: int) -> list[Tree]:
+    """What two ranks hold of it: one tensor is cut, the others are there twice."""
+    whole = content(version)
+    cut = whole["model.cut"]
+    return [{**whole, "model.cut": Placed((4, 3), torch.float32, [(Box((row, 0), (2, 3)), cut[row:row + 2])]),
+             "run.version": version} for row in (0, 2)]
+
+
+def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK) -> Step:
+    """What `Saver` does on two ranks, one rank after the other."""
+    ranks = [plan.placed(state) for state in states(version)]
+    shares = plan.share_out([plan.offers(tensors) for tensors in ranks])
+    identity = f"{version:08x}" * 4
+    store.collect(folder, save=identity, files=files)
+    made = store.begin(folder, iteration, identity, files=files)
+    hashes = []
+    for rank, (tensors, share) in enumerate(zip(ranks, shares, strict=True)):
+        header = plan.file_header(rank, share, save=identity, iteration=iteration)
+        memory = [memoryview(plan.tensor_of(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy()) for offer in share]
+        hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
+    facts, tensors = plan.described(shares, hashes, save=identity, iteration=iteration)
+    text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).text()
+    step, note = store.commit(folder, iteration, save=identity, manifest=text, description=Description({"version": version}, 2), files=files)
+    assert note == "", note
+    doomed = store.doomed(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
+    assert store.retain(folder, doomed, files=files) == ""
+    return step
+
+
+def version_in(folder: Path, *, files: Files = DISK, step: int | None = None) -> tuple[int, int] | None:
+    """(iteration, version) of the newest checkpoint that is sound, if every bit of it is right; None in an empty folder."""
+    steps = store.candidates(folder, step, files=files)
+    if not steps:
+        return None
+    saved, _ = open_sound(steps, files=files)
+    return saved.commit.iteration, checked(saved)
+
+
+def checked(saved: Saved) -> int:
+    """The version that a checkpoint holds, if it holds all of it."""
+    found: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    version = load({**found, "run.version": None}, saved, complete=("",))["run.version"]
+    assert saved.settings == {"version": version}, "the config is of the same save"
+    for name, expected in content(version).items():
+        assert torch.equal(found[name], expected), f"{name} is not that of version {version}"
+    return version
