@@ -1,0 +1,15 @@
+"""Floor 4: published weights. Knows settings and names, no modules and no ranks.
+
+rules.py        Op, Row, Family: rows that run both ways, and the check that they lose nothing
+shapes.py       every parameter of a network of ours, without building it
+settings.py     the keys of a config.json
+gpt2.py         GPT-2
+llama.py        Llama 2 and 3, SmolLM2, Mistral
+qwen.py         Qwen 2, 2.5 and 3
+bert.py         BERT, and BERT as Megatron builds it
+t5.py           T5 v1.0, v1.1 and Flan
+registry.py     the families that are known, and which of them can say what a network is
+tensor_file.py  safetensors files, a tensor at a time
+hf.py           Hugging Face folders: a Source of our names, and the way back
+megatron/       Megatron-LM's own checkpoints
+"""

@@ -1,0 +1,123 @@
+"""BERT: an encoder of text with token types, as it was published and as Megatron builds it.
+
+    bert            norms after each residual sum, and one of the embeddings (Devlin et al., 2018)
+    megatron_bert   norms before each sublayer, and one at the end (BERT-345M); all else is the same
+
+A folder holds the heads that its class has: for hidden words, for pairs of texts with the pooler below it, or neither. The
+published files of BERT are older than today's names of a norm's parts, and hold more heads than their class says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.families.rules import Family, Row, Variant, concat, same
+from megatron.core.families.settings import TANH_GELU, Keys, classes_of, kept
+
+_SAYS_NOTHING = ("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+                 "pooler_size_per_head", "pooler_type")
+_AFTER = {"norm_after_residual": True, "embedding_layernorm": True}
+_BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
+_WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
+
+
+def _in(config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str) -> tuple[dict[str, Any], list[str]]:
+    """norms: where they stand; pairs: the class that always has the head for pairs."""
+    keys = Keys(config)
+    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+    if hidden % heads:
+        keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
+    if config.get("is_decoder"):
+        keys.problems.append("is_decoder: True has no counterpart here; False has")
+    activation = keys.one_of("hidden_act", ("gelu", *TANH_GELU), "gelu")
+    keys.one_of("type_vocab_size", (2,), 2)
+    keys.one_of("position_embedding_type", ("absolute",), "absolute")
+    keys.one_of("tie_word_embeddings", (True,), True)
+    for name in _SAYS_NOTHING:
+        keys.pop(name)
+    return {
+        "architecture": "bert", "num_layers": keys.whole("num_hidden_layers"), "hidden_size": hidden,
+        "ffn_hidden_size": keys.whole("intermediate_size"), "num_attention_heads": heads, "kv_channels": hidden // heads,
+        "max_position_embeddings": keys.whole("max_position_embeddings"), "true_vocab_size": keys.whole("vocab_size"),
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm",
+        "norm_epsilon": keys.real("layer_norm_eps", 1e-12), **norms, "add_bias_linear": True, "openai_gelu": activation in TANH_GELU,
+        "untie_embeddings_and_output_weights": False, "bert_binary_head": pairs in classes_of(config),
+        "init_method_std": keys.real("initializer_range", 0.02), "hidden_dropout": keys.real("hidden_dropout_prob", 0.1),
+        "attention_dropout": keys.real("attention_probs_dropout_prob", 0.1)}, keys.finish()
+
+
+def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a network of ours."""
+    activation = like.get("hidden_act", "gelu_new")
+    return {
+        **kept(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING), "vocab_size": model.true_vocab_size,
+        "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.ffn_hidden_size, "max_position_embeddings": model.max_position_embeddings, "type_vocab_size": 2,
+        "hidden_act": (activation if activation in TANH_GELU else "gelu_new") if model.openai_gelu else "gelu",
+        "layer_norm_eps": model.norm_epsilon, "initializer_range": model.init_method_std,
+        "hidden_dropout_prob": model.hidden_dropout, "attention_probs_dropout_prob": model.attention_dropout,
+        "tie_word_embeddings": True}
+
+
+def rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters, in the order in which transformers has them."""
+    ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
+    found = [Row(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
+             for name, there in (("word_embeddings", "word_embeddings"), ("position_embeddings", "position_embeddings"),
+                                 ("tokentype_embeddings", "token_type_embeddings"))]
+    if model.embedding_layernorm:
+        found += _both("embedding.layernorm", "bert.embeddings.LayerNorm")
+    if not after:
+        found += _both(f"{ours}input_layernorm", f"{theirs}attention.ln")
+    heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
+    found += [Row(f"{ours}self_attention.linear_qkv.{kind}", tuple(f"{name}.{kind}" for name in heads), concat(size, size, size))
+              for kind in ("weight", "bias")]
+    found += _both(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
+    found += (_both(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm") if after else
+              _both(f"{ours}pre_mlp_layernorm", f"{theirs}ln"))
+    found += _both(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
+    found += _both(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
+    found += (_both(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm") if after else
+              _both("encoder.final_layernorm", "bert.encoder.ln"))
+    if model.bert_binary_head:
+        found += _both("pooler.dense", "bert.pooler.dense")
+    found.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
+    found += _both("lm_head.dense", "cls.predictions.transform.dense")
+    found += _both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
+    return tuple(found + (_both("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
+
+
+def _both(ours: str, theirs: str) -> list[Row]:
+    return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in ("weight", "bias")]
+
+
+def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    there = any(name.startswith(("bert.pooler.", "cls.seq_relationship.")) for name in names)
+    return {**settings, "bert_binary_head": settings["bert_binary_head"] or there}
+
+
+def _variants(name: str) -> tuple[Variant, ...]:
+    return (Variant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)), Variant(f"{name}ForMaskedLM", _WORDS),
+            Variant(f"{name}Model", bare=True))
+
+
+def _bert_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    return _in(config, _AFTER, "BertForPreTraining")
+
+
+def _megatron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    return _in(config, _BEFORE, "MegatronBertForPreTraining")
+
+
+_SKIPPED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # counts and zeros, kept as buffers once
+_COPIES = (("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+           ("cls.predictions.decoder.bias", "cls.predictions.bias"))
+_RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
+
+BERT = Family("bert", "BertForPreTraining", "bert", _bert_in, config_out, rows, base="bert.", skipped=_SKIPPED, copies=_COPIES,
+              renamed=_RENAMED, variants=_variants("Bert"), seen=_seen)
+MEGATRON_BERT = Family("megatron_bert", "MegatronBertForPreTraining", "megatron-bert", _megatron_in, config_out, rows, base="bert.",
+                       skipped=_SKIPPED, copies=_COPIES, renamed=_RENAMED, variants=_variants("MegatronBert"), seen=_seen)

@@ -1,0 +1,409 @@
+"""Hugging Face folders: config.json and weights in one file or many, read and written a tensor at a time.
+
+    FOLDER/config.json                                the network
+    FOLDER/model.safetensors                          its weights; or, in many files,
+    FOLDER/model-00001-of-00003.safetensors, ...      and
+    FOLDER/model.safetensors.index.json               which of them holds what
+    FOLDER/tokenizer.json, generation_config.json     carried along, never read
+
+`open_folder` gives a `Source` of our names; `export` writes one from any `Source`. Nothing here knows of ranks, and
+memory never holds more than one whole tensor. Folders with pytorch_model.bin instead are read, not written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import flag_fields
+from megatron.core.config.model import ModelConfig
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.pickles import read_torch_file
+from megatron.core.families.registry import family_of, fitting_family, model_of
+from megatron.core.families.rules import Family, Row, Variant, expanded, their_shapes
+from megatron.core.families.settings import classes_of
+from megatron.core.families.shapes import EMBEDDING, VOCABULARY, parameter_shapes
+from megatron.core.families.tensor_file import Stored, create, read_header, write
+from megatron.core.parallel.boxes import Box, whole
+
+SHARD_BYTES = 5_000_000_000
+PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
+
+_CONFIG, _WEIGHTS, _BIN = "config.json", "model.safetensors", "pytorch_model.bin"
+_CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
+            "chat_template.json")
+_HEADS = ("lm_head.", "cls.")  # beginnings of names that stand beside a family's base
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+_CHUNK = 1 << 24  # elements that are looked at together where two large tensors are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A tensor of a pytorch_model.bin, mapped. Has what `Stored` has."""
+
+    tensor: Tensor
+
+    @property
+    def format(self) -> Format:
+        """Shape and dtype."""
+        return Format(tuple(self.tensor.shape), self.tensor.dtype)
+
+    def read(self) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+
+class Folder:
+    """An opened folder: a `Source` of our names. family: what it is in the words of its publishers."""
+
+    def __init__(self, where: Path, family: Family, config: Mapping[str, Any], settings: Mapping[str, Any],
+                 rows: Mapping[str, tuple[Row, list[Stored | Loaded]]]) -> None:
+        self.where, self.family, self.settings = str(where), family, settings
+        self.values: dict[str, Any] = {PUBLISHED: dict(config)}
+        self._rows = rows
+        self._last: tuple[str, Tensor] | None = None
+        shapes = parameter_shapes(model_of(settings))
+        self.formats = {f"model.{name}": Format(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a parameter, in the dtype of the files. The tensor read last is kept, for its other boxes.
+
+        Rows of the embedding that no id of the tokenizer has are in no box.
+        """
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made, so that there is only one
+            row, parts = self._rows[name.removeprefix("model.")]
+            self._last = (name, row.op.ours([part.read() for part in parts]))
+        return self._last[1][box.slices()]
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder holds the config.json of a published model. (A checkpoint of ours has one that says other things.)"""
+    try:
+        config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
+
+
+def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Folder:
+    """The model in a folder.
+
+    given: settings that win over the folder's. With `true_vocab_size`, the size of a tokenizer that knows fewer ids than
+    the embedding has rows, the rows behind are left out. Raises one `CheckpointError` that lists all that is wrong: keys
+    that cannot be expressed here, files that are missing or damaged, tensors that are missing, unknown or of other shapes.
+    """
+    path = Path(path)
+    config = _read_json(path / _CONFIG)
+    family = family_of(config, str(path / _CONFIG))
+    files, damaged = _tensors(path)
+    files = _named_today(files, family)
+    published, problems = _settings(family, config, files)
+    problems += damaged
+    if problems:
+        raise CheckpointError(f"{path} cannot be loaded", problems)
+    settings = {**published, **(given or {})}
+    rows, problems = _matched(family, settings, published["true_vocab_size"], files, family.variant(classes_of(config)))
+    if problems:
+        raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
+    return Folder(path, family, config, settings, rows)
+
+
+def model_settings(path: str | Path) -> dict[str, Any]:
+    """What `--use-checkpoint-args` takes from a folder: the flags of the model, and its tokenizer if it has one."""
+    path = Path(path)
+    config = _read_json(path / _CONFIG)
+    family = family_of(config, str(path / _CONFIG))
+    settings, problems = _settings(family, config, _named_today(_tensors(path)[0], family))
+    if problems:
+        raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
+    flags = {field.name for field, _ in flag_fields(ModelConfig)} - {"hidden_dropout", "attention_dropout", "init_method_std"}
+    found = {name: value for name, value in settings.items() if name in flags}
+    if any((path / name).is_file() for name in _TOKENIZERS):
+        found |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path.resolve())}
+    return found
+
+
+def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
+           shard_bytes: int = SHARD_BYTES) -> Family:
+    """Write the model of a source as a folder. The folder gets its name when it is complete. Returns the family.
+
+    family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
+    network is. like: a folder whose tokenizer files, and whose ids of special tokens, are carried over.
+    shard_bytes: the largest file, if no tensor is larger. `rewrite.Cast` gives the weights another dtype on the way.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
+    earlier = _read_json(Path(like) / _CONFIG) if like and (Path(like) / _CONFIG).is_file() else source.values.get(PUBLISHED, {})
+    embedding = source.formats.get(f"model.{EMBEDDING}", Format((0,), torch.float32))
+    model = model_of({"true_vocab_size": embedding.shape[0], **source.settings})  # a dialect without a tokenizer has its rows
+    if family is None and earlier:
+        family = family_of(earlier, f"{like or source.where}").name
+    chosen = fitting_family(model, family)
+    variant, rows, formats = _planned(chosen, model, source)
+    config = {**_config(chosen, model, earlier if earlier.get("model_type") == chosen.model_type else {}, formats),
+              "architectures": [variant.architecture]}
+    made = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        files = _cut(formats, shard_bytes)
+        places = {name: place for file, names in files.items()
+                  for name, place in create(made / file, {name: formats[name] for name in names}).items()}
+        for row in rows:
+            _write_row(row, source, places)
+        if len(files) > 1:
+            _write_text(made / f"{_WEIGHTS}.index.json", _index(files, formats))
+        _write_text(made / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _carry(like, made)
+        _sync(made)
+        os.rename(made, folder)
+        _sync(folder.parent, only=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return chosen
+
+
+def _settings(family: Family, config: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
+    quantised = config.get("quantization_config")
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    settings, problems = family.config_in(plain)
+    if quantised:
+        method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
+        problems.insert(0, f"quantization_config: the weights are quantised ({method}); save them as float32, bfloat16 or "
+                           "float16 first")
+    return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
+
+
+def _tensors(path: Path) -> tuple[dict[str, Stored | Loaded], list[str]]:
+    """Every tensor of the folder's files by its name there, and what is wrong with the files."""
+    kind = next((kind for kind in (_WEIGHTS, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()), None)
+    if kind is None:
+        return {}, [f"it has neither {_WEIGHTS} nor {_WEIGHTS}.index.json (nor {_BIN})"]
+    problems: list[str] = []
+    promised: dict[str, str] = {}
+    if (path / kind).is_file():
+        names = [kind]
+    else:
+        promised, problems = _weight_map(path / f"{kind}.index.json")
+        names = sorted(set(promised.values()))
+    found: dict[str, Stored | Loaded] = {}
+    for name in names:
+        if not (path / name).is_file():
+            problems.append(f"{path / name} is missing")
+            continue
+        try:
+            inside = read_header(path / name) if kind == _WEIGHTS else _read_bin(path / name)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{one} is in {name} and in another file" for one in inside if one in found]
+        problems += [f"{name} lacks {one}, which the index promises" for one, file in promised.items()
+                     if file == name and one not in inside]
+        found |= inside
+    return found, problems
+
+
+def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Tensor -> file as an index says; files outside the folder are refused."""
+    weights = _read_json(path).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
+        return {}, [f"{path} is damaged: it has no weight_map of names to files"]
+    outside = {file for file in weights.values() if Path(file).name != file}
+    return ({name: file for name, file in weights.items() if file not in outside},
+            [f"{path} names a file outside its folder: {file}" for file in sorted(outside)])
+
+
+def _read_bin(path: Path) -> dict[str, Loaded]:
+    content = read_torch_file(path)
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} holds no state dict of tensors")
+    return {str(name): Loaded(value) for name, value in content.items()}
+
+
+def _named_today(files: Mapping[str, Stored | Loaded], family: Family) -> dict[str, Stored | Loaded]:
+    """The tensors by the names that rows have: with the family's base, and as names end today."""
+    if not any(name.startswith(family.base) for name in files):  # saved without its head
+        files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
+    found = dict(files)
+    for name, stored in files.items():
+        for old, new in family.renamed:
+            now = f"{name.removesuffix(old)}{new}"
+            if name.endswith(old) and now not in found:
+                found[now] = found.pop(name)
+    return found
+
+
+def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files: Mapping[str, Stored | Loaded],
+             required: Variant | None) -> tuple[dict[str, tuple[Row, list[Stored | Loaded]]], list[str]]:
+    """Every parameter of ours with its row and what the files have for it.
+
+    vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
+    """
+    model = model_of(settings)
+    wanted, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
+    if deepest > len(files):
+        return {}, [f"its files hold {len(files)} tensors, too few for {deepest} layers"]
+    rows = expanded(family.rows(model), layers=model.num_layers)
+    lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
+    rows = tuple(row for row in rows if not row.ours.startswith(lacking))
+    shapes = parameter_shapes(model)
+    for name in VOCABULARY & shapes.keys():
+        shapes[name] = (vocabulary, *shapes[name][1:])
+    try:
+        expected = their_shapes(rows, shapes)
+    except RuntimeError:
+        return {}, ["its sizes are beyond any tensor"]
+    problems, copies = [f"{name} is missing" for name in expected if name not in files], dict(family.copies)
+    if wanted > vocabulary:
+        problems.append(f"the tokenizer has {wanted} ids, and the embedding {vocabulary} rows; it is another model's, or "
+                        "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer")
+    for name, stored in files.items():
+        if name in expected:
+            problems += _mismatch(name, stored.format, expected[name])
+        elif name in copies:
+            problems += _untied(name, stored, copies[name], files.get(copies[name]))
+        elif not family.skipped.fullmatch(name):
+            problems.append(f"{name} is unknown to this architecture")
+    if problems:
+        return {}, problems
+    found = {}
+    for row in rows:
+        found[row.ours] = (row, [files[name] for name in row.theirs])
+        if len({files[name].format.dtype for name in row.theirs}) > 1:
+            problems.append(f"{', '.join(row.theirs)} differ in dtype; save them in one")
+    return found, problems
+
+
+def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
+    problems = [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
+    if format.dtype not in _WORDS:
+        problems.append(f"{name} holds {str(format.dtype).removeprefix('torch.')}, quantised or no weight; save it as float32, "
+                        "bfloat16 or float16 first")
+    return problems
+
+
+def _untied(name: str, copy: Stored | Loaded, original_name: str, original: Stored | Loaded | None) -> list[str]:
+    """A copy, as of a tied embedding, is passed over; a tensor of its own contradicts the config."""
+    if original is None:
+        return []  # which is missing, and told so
+    if copy.format == original.format:
+        pairs = zip(*(one.read().view(-1).split(_CHUNK) for one in (copy, original)), strict=True)
+        if all(torch.equal(a, b) for a, b in pairs):
+            return []
+    what = f"the embedding, {original_name}," if original_name.endswith(".weight") else original_name
+    return [f"{name} differs from {what} and config.json says tie_word_embeddings: true; set it to false if that is wrong"]
+
+
+def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Variant, tuple[Row, ...], dict[str, Format]]:
+    """The class, its rows, and what the folder will hold, in their order.
+
+    Refuses a source that lacks parameters or has others; heads it may lack.
+    """
+    there = {name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")}
+    variant, lacking = family.fitting(there), family.without_heads(there)
+    base = family.base if variant.bare else ""
+    rows = tuple(Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
+                 for row in expanded(family.rows(model), layers=model.num_layers) if not row.ours.startswith(lacking))
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
+    problems = [f"{name} is missing" for name in shapes if name not in there]
+    problems += [f"{name} is unknown to the architecture" for name in there if name not in shapes]
+    problems += [f"{name} has shape {list(there[name].shape)}, and the settings say {list(shapes[name])}"
+                 for name in shapes if name in there and there[name].shape != shapes[name]]
+    if problems:
+        raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
+    their = their_shapes(rows, shapes)
+    return variant, rows, {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+
+
+def _config(family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]) -> dict[str, Any]:
+    """The config.json."""
+    word = _WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
+    config = {**family.config_out(model, like), "model_type": family.model_type}
+    config["dtype" if "dtype" in like else "torch_dtype"] = word
+    return config
+
+
+def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
+    """File -> its tensors: in order, a new file when one would grow over the limit, a larger tensor alone."""
+    files: list[list[str]] = []
+    open_file: list[str] = []
+    size = 0
+    for name, one in formats.items():
+        length = whole(one.shape).size * one.dtype.itemsize
+        if length > limit:
+            files.append([name])
+            continue
+        if open_file and size + length > limit:
+            files.append(open_file)
+            open_file, size = [], 0
+        open_file.append(name)
+        size += length
+    files += [open_file] if open_file else []
+    if len(files) == 1:
+        return {_WEIGHTS: files[0]}
+    return {f"model-{place:05d}-of-{len(files):05d}.safetensors": names for place, names in enumerate(files, start=1)}
+
+
+def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
+    """Read a parameter once and put its parts where they belong; on return nothing of it is in memory."""
+    name = f"model.{row.ours}"
+    parts = row.op.theirs(source.read(name, whole(source.formats[name].shape)))
+    for their_name, part in zip(row.theirs, parts, strict=True):
+        write(places[their_name], part)
+
+
+def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> str:
+    elements = {name: whole(one.shape).size for name, one in formats.items()}
+    size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
+    index = {"metadata": {"total_parameters": sum(elements.values()), "total_size": size},
+             "weight_map": {name: file for file, names in files.items() for name in names}}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _carry(like: str | Path | None, folder: Path) -> None:
+    """Copy the files that belong to a model and are not its network."""
+    if like is not None:
+        for name in _CARRIED:
+            if (Path(like) / name).is_file():
+                shutil.copyfile(Path(like) / name, folder / name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync(folder: Path, *, only: bool = False) -> None:
+    """Make a folder, and unless `only` it is meant, its files durable."""
+    for path in [folder] if only else [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

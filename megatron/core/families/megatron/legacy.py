@@ -1,0 +1,181 @@
+"""Megatron's old format, one file a rank, as one set of whole tensors.
+
+    FOLDER/mp_rank_TT/model_optim_rng.pt            tensor rank TT; without a pipeline
+    FOLDER/mp_rank_TT_PPP/model_optim_rng.pt        pipeline rank PPP
+
+Each file holds the parameters of its ranks under `model` (`model0`, `model1`, ... with an interleaved pipeline), with layers
+numbered from zero on every stage. The files are mapped, so that only what is asked for is read; what tensor ranks share
+is joined when it is asked for, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.names import Layout, flattened, is_over_vocabulary, merged, our_names
+from megatron.core.families.megatron.pickles import attributes, read_torch_file
+from megatron.core.families.megatron.settings import completed, settings_of
+from megatron.core.parallel.boxes import Box
+
+_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file: its place, its content, and the state dicts of its pipeline chunks."""
+
+    path: Path
+    tensor: int
+    pipeline: int
+    content: Mapping[str, Any]
+
+    @property
+    def chunks(self) -> list[dict[str, Tensor]]:
+        """The parameters of each chunk by their names."""
+        names = sorted((name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0))
+        return [flattened(self.content[name]) for name in names]
+
+
+class LegacySource:
+    """A folder of rank files. It holds weights only: moments of the optimizer are laid out by rank and are left out."""
+
+    def __init__(self, where: str, shards: Mapping[str, list[Tensor]], layout: Layout, settings: Mapping[str, Any]) -> None:
+        self.where, self.settings, self.values = where, settings, {}
+        self._shards, self._layout = shards, layout
+        self._last: tuple[str, Tensor] | None = None
+        self.formats = {}
+        for name, tensors in shards.items():
+            whole = merged(name, [tensor.to("meta") for tensor in tensors], layout)
+            self.formats[f"model.{name}"] = Format((self._rows(name, whole), *whole.shape[1:]), whole.dtype)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a parameter. Not to be written to: it may be a view of the file."""
+        short = name.removeprefix("model.")
+        if self._last is None or self._last[0] != short:
+            whole = merged(short, self._shards[short], self._layout)
+            self._last = (short, whole[:self._rows(short, whole)])
+        return self._last[1][box.slices()]
+
+    def _rows(self, name: str, whole: Tensor) -> int:
+        """Rows without the padding of the vocabulary."""
+        size = self.settings.get("true_vocab_size")
+        return size if size and is_over_vocabulary(name) else whole.shape[0]
+
+
+def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> LegacySource:
+    """The checkpoint in a folder of `mp_rank_...` folders.
+
+    given: settings that win over those in the files, and `true_vocab_size`, without which the rows that pad the vocabulary
+    count as ids. Raises `CheckpointError` for ranks that are missing, or do not fit together.
+    """
+    folder = Path(folder)
+    files = _read_files(folder)
+    first = files[0, 0].content
+    version = float(first.get("checkpoint_version") or 0)
+    parts, problems = _joined(files)
+    if problems:
+        raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
+    settings = settings_of(attributes(first.get("args")), given or {})
+    word = next((tensors[0] for name, tensors in parts.items() if name == "embedding.word_embeddings.weight"), None)
+    if word is None:
+        raise CheckpointError(f"{folder} holds no word embedding; it has {', '.join(sorted(parts)[:5])}, ...")
+    settings = completed(settings, {name: tensors[0].shape for name, tensors in parts.items()}, where=str(folder))
+    if "output_layer.weight" in parts and not settings.setdefault("untie_embeddings_and_output_weights", True):
+        del parts["output_layer.weight"]  # the last stage's copy of a tied matrix
+    rows = sum(tensor.shape[0] for tensor in parts["embedding.word_embeddings.weight"])
+    if (settings.get("true_vocab_size") or 0) > rows:
+        raise CheckpointError(f"{folder} has {rows} rows of word embeddings, fewer than the tokenizer's "
+                              f"{settings['true_vocab_size']} ids; it is another tokenizer's")
+    if any(tensor.shape[0] != word.shape[0] for tensor in parts["embedding.word_embeddings.weight"]):
+        raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
+    return LegacySource(str(folder), parts, Layout.of(settings, version), settings)
+
+
+def is_legacy(folder: str | Path) -> bool:
+    """Whether a folder holds a checkpoint in this format."""
+    return any(_FOLDER.fullmatch(path.name) for path in Path(folder).glob("mp_rank_*"))
+
+
+def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Every rank's file by (tensor rank, pipeline rank); all of them are there."""
+    files: dict[tuple[int, int], RankFile] = {}
+    problems = []
+    for path in sorted(folder.glob("mp_rank_*")):
+        place = _FOLDER.fullmatch(path.name)
+        if not place:
+            continue
+        if place[3]:
+            problems.append(f"{path.name}: expert ranks are not read; save the model as torch_dist, and read that")
+            continue
+        tensor, pipeline = int(place[1]), int(place[2] or 0)
+        file = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if file is None:
+            problems.append(f"{path.name} holds neither {' nor '.join(_FILES)}")
+            continue
+        content = read_torch_file(file)
+        if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(name)) for name in content):
+            problems.append(f"{file} holds no model")
+        elif attributes(content.get("args")).get("expert_model_parallel_size", 1) not in (None, 1):
+            problems.append(f"{file}: expert ranks are not read; save the model as torch_dist, and read that")
+        else:
+            files[tensor, pipeline] = RankFile(file, tensor, pipeline, content)
+    if files and not problems:
+        tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
+        problems += [f"the file of tensor rank {t}, pipeline rank {p} is missing" for p in range(pipeline)
+                     for t in range(tensor) if (t, p) not in files]
+        problems += _against_arguments(files[min(files)], tensor, pipeline)
+    if problems or not files:
+        raise CheckpointError(f"{folder} is no complete checkpoint of Megatron's", problems)
+    return files
+
+
+def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[str]:
+    """Ranks at the end of an axis that are missing leave no hole; the arguments tell."""
+    arguments = attributes(file.content.get("args"))
+    sizes = {"tensor": (tensor, arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")),
+             "pipeline": (pipeline, arguments.get("pipeline_model_parallel_size"))}
+    for axis, (found, expected) in sizes.items():
+        if expected and int(expected) != found:
+            yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {found} {axis} ranks"
+
+
+def _joined(files: Mapping[tuple[int, int], RankFile]) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit."""
+    tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
+    chunks = {place: file.chunks for place, file in files.items()}
+    found: dict[str, list[Tensor]] = {}
+    problems = []
+    everything = [name for parts in chunks.values() for chunk in parts for name in chunk]
+    renamed = our_names(everything)
+    before: dict[str, int] = {}  # stack -> layers of the stages so far
+    for chunk in range(max(len(parts) for parts in chunks.values())):
+        for p in range(pipeline):
+            here = [chunks[t, p][chunk] if chunk < len(chunks[t, p]) else {} for t in range(tensor)]
+            for t, other in enumerate(here[1:], 1):
+                problems += [f"{name}: not on every tensor rank of pipeline rank {p} (look at {files[t, p].path})"
+                             for name in sorted(here[0].keys() ^ other.keys())]
+            if problems:
+                continue
+            for name in here[0].keys() & renamed.keys():
+                ours = _LAYER.sub(lambda match: f".layers.{int(match[1]) + before.get(_stack(renamed[name]), 0)}.", renamed[name])
+                found.setdefault(ours, [part[name] for part in here])
+            for stack in ("encoder", "decoder"):
+                layers = {int(match[1]) for name in here[0].keys() & renamed.keys() if _stack(renamed[name]) == stack
+                          for match in [_LAYER.search(renamed[name])] if match}
+                before[stack] = before.get(stack, 0) + len(layers)
+    return found, problems
+
+
+def _stack(name: str) -> str:
+    return name.partition(".")[0]

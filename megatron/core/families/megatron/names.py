@@ -1,0 +1,180 @@
+"""The names and row orders of Megatron's versions, and how tensor ranks share a parameter.
+
+Our names are Megatron Core's, with every norm beside its layer (`input_layernorm`, `pre_mlp_layernorm`). Fused matrices
+are another matter: ours are the parts laid end to end, [q | k | v] and [gate | up]. In Megatron the rows of queries, keys
+and values take turns, in an order that changed twice:
+
+    checkpoint_version 0 (or none)   [3, n, d]          three parts, of the heads of one tensor rank
+    checkpoint_version 1             [n, d, 3]          element by element
+    checkpoint_version 2 and later   [g, n/g + 2, d]    for every key head its query heads, itself, its value head
+
+and a tensor rank holds [its gate | its up].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_RENAMED: tuple[tuple[str, str], ...] = (
+    (r"^module\.", ""),
+    (r"^language_model\.embedding\.", "embedding."),
+    (r"^language_model\.(transformer|encoder)\.", "{stack}."),
+    (r"^language_model\.decoder\.", "decoder."),
+    (r"^language_model\.(output_layer|pooler)\.", r"\1."),
+    (r"\.(attention|self_attention)\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.(attention|self_attention)\.dense\.", ".self_attention.linear_proj."),
+    (r"\.inter_attention\.query\.", ".cross_attention.linear_q."),
+    (r"\.inter_attention\.key_value\.", ".cross_attention.linear_kv."),
+    (r"\.inter_attention\.dense\.", ".cross_attention.linear_proj."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_inter_attention_(layernorm|norm)\.", ".pre_mlp_layernorm."),
+    (r"\.post_attention_(layernorm|norm)\.", ".{after_attention}."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."),
+    (r"\.dense_4h_to_h\.", ".linear_fc2."),
+    (r"\.final_norm\.", ".final_layernorm."),
+    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+    (r"\.cross_attention\.linear_q\.layer_norm_(weight|bias)$", r".pre_cross_attn_layernorm.\1"),
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"^lm_head\.(layernorm|norm)\.", "lm_head.layer_norm."),
+    (r"^lm_head\.(output_layer\.)?(weight|bias)$", r"output_layer.\2"),
+)
+# Copies of what stands elsewhere, and states of kernels; nothing of the model is lost with them.
+_DROPPED = re.compile(r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*)?|rotary_pos_emb\.inv_freq|inv_freq)$"
+                      r"|^(module\.)?position_embeddings\.weight$")
+_HEADS = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
+_KEYS_AND_VALUES = re.compile(r"\.cross_attention\.linear_kv\.(weight|bias)$")
+_GATED = re.compile(r"\.mlp\.linear_fc1\.(weight|bias)$")
+_ROWS = re.compile(r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
+                   r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias))$")
+_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
+_VOCABULARY = re.compile(r"^(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the orders of rows depend on. heads, groups: of the whole model; version: of the checkpoint."""
+
+    heads: int
+    groups: int
+    gated: bool
+    version: float
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], version: float) -> Layout:
+        """From the settings of a model."""
+        heads = int(settings["num_attention_heads"])
+        grouped = settings.get("group_query_attention")
+        return Layout(heads, int(settings.get("num_query_groups") or heads) if grouped else heads,
+                      bool(settings.get("swiglu") or settings.get("quick_geglu")), version)
+
+
+def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a state dict, however deep its dicts are nested, by their names joined with dots."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            found |= flattened(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def our_names(names: Sequence[str]) -> dict[str, str]:
+    """Their name -> ours, for the parameters of one model; copies and states of kernels are left out."""
+    bert = any(re.search(r"(^|\.)(tokentype_embeddings|binary_head|lm_head\.dense)\b", name) for name in names)
+    t5 = any("inter_attention" in name or "cross_attention" in name for name in names)
+    found = {}
+    for name in names:
+        if _DROPPED.search(name):
+            continue
+        in_decoder = ".decoder." in name or name.startswith("decoder.")
+        words = {"stack": "encoder" if bert or t5 else "decoder",
+                 "after_attention": "pre_cross_attn_layernorm" if t5 and in_decoder else "pre_mlp_layernorm"}
+        ours = name
+        for pattern, replacement in _RENAMED:
+            ours = re.sub(pattern, replacement.format(**words) if "{" in replacement else replacement, ours)
+        found[name] = ours
+    return found
+
+
+def is_over_vocabulary(name: str) -> bool:
+    """Whether a parameter (ours) has a row for each id, and padding behind them."""
+    return bool(_VOCABULARY.match(name))
+
+
+def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The whole parameter, in our order of rows, of what the tensor ranks hold in theirs. name: ours."""
+    if _HEADS.search(name):
+        return _joined([_heads_in(shard, layout, len(shards)) for shard in shards])
+    if _KEYS_AND_VALUES.search(name):
+        return _joined([_keys_in(shard, layout, len(shards)) for shard in shards])
+    if layout.gated and _GATED.search(name):
+        return _joined([shard.chunk(2) for shard in shards])
+    if len(shards) == 1:
+        return shards[0]
+    if _ROWS.search(name):
+        return torch.cat(list(shards))
+    return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
+
+
+def cut(name: str, whole: Tensor, ranks: int, layout: Layout) -> list[Tensor]:
+    """What each of `ranks` tensor ranks holds of a whole parameter of ours, in Megatron's order (version 3)."""
+    if _HEADS.search(name):
+        return list(_heads_out(whole, layout).chunk(ranks))
+    if layout.gated and _GATED.search(name):
+        gate, up = (part.chunk(ranks) for part in whole.chunk(2))
+        return [torch.cat(pair) for pair in zip(gate, up)]
+    if _ROWS.search(name):
+        return list(whole.chunk(ranks))
+    return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
+
+
+def divided_over(name: str, ranks: int, layout: Layout) -> str:
+    """Why a parameter cannot be shared by so many tensor ranks, or nothing."""
+    return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
+
+
+def _joined(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Each rank's parts -> all ranks' first parts, then all second parts, ..."""
+    return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
+
+
+def _heads_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+    """One rank's rows as [q, k, v]."""
+    rest = shard.shape[1:]
+    heads, groups = layout.heads // ranks, layout.groups // ranks
+    size = shard.shape[0] // (heads + 2 * groups)
+    if layout.version < 1:
+        return [part.reshape(-1, *rest) for part in shard.view(3, heads, size, *rest).unbind(0)]
+    if layout.version < 2:
+        return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
+    turns = shard.view(groups, heads // groups + 2, size, *rest)
+    return [part.reshape(-1, *rest) for part in (turns[:, :-2], turns[:, -2], turns[:, -1])]
+
+
+def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+    """One rank's rows of a cross attention as [k, v]."""
+    rest, heads = shard.shape[1:], layout.heads // ranks
+    size = shard.shape[0] // (2 * heads)
+    if layout.version < 1:
+        parts = shard.view(2, heads, size, *rest).unbind(0)
+    elif layout.version < 2:
+        parts = shard.view(heads, size, 2, *rest).unbind(2)
+    else:
+        parts = shard.view(heads, 2, size, *rest).unbind(1)
+    return [part.reshape(-1, *rest) for part in parts]
+
+
+def _heads_out(whole: Tensor, layout: Layout) -> Tensor:
+    """[q | k | v] to rows in turns of one key head each."""
+    rest = whole.shape[1:]
+    size = whole.shape[0] // (layout.heads + 2 * layout.groups)
+    q, k, v = whole.split([layout.heads * size, layout.groups * size, layout.groups * size])
+    turns = [part.view(layout.groups, -1, size, *rest) for part in (q, k, v)]
+    return torch.cat(turns, dim=1).reshape(-1, *rest)

@@ -1,0 +1,193 @@
+"""Rows: how a parameter of ours is made of the parameters of a published file, and back.
+
+    Row("decoder.layers.{i}.self_attention.linear_qkv.weight",
+        ("model.layers.{i}.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
+
+An `Op` is a pair of functions on whole tensors, so that nobody here knows of ranks. Both directions stand in one row and
+cannot disagree. `faults` runs rows on tensors of indices and names every element that is lost, doubled or moved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """ours: their tensors, in the row's order, to our tensor; theirs: the way back. Results may be views."""
+
+    ours: Callable[[Sequence[Tensor]], Tensor]
+    theirs: Callable[[Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parameter of ours and the parameters of theirs that hold it. `{i}` in names counts layers, `{e}` experts."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A class of transformers' that holds a family's network with some of its heads.
+
+    heads: beginnings of our names that are there beside the network itself; bare: its names lack the family's base.
+    """
+
+    architecture: str
+    heads: tuple[str, ...] = ()
+    bare: bool = False
+
+
+def as_the_config_says(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """For a family whose config.json says everything: the settings as they are."""
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A published architecture.
+
+    architecture, model_type: its names in config.json. config_in: their settings to ours, by field name, with what
+    cannot be expressed, a line each. config_out: the way back; its second argument is an earlier config.json of the same
+    model, whose keys that say nothing of the network are kept. rows: all parameters of a network. base: what names begin
+    with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network.
+    copies: names that a file may hold beside others of theirs, whose copies they are. renamed: endings of names as they
+    once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
+    requires may be left out. seen: completes the settings by the names that the files have.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    config_in: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
+    config_out: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]]
+    rows: Callable[[ModelConfig], tuple[Row, ...]]
+    base: str
+    skipped: re.Pattern[str]
+    copies: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    variants: tuple[Variant, ...] = ()
+    seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = as_the_config_says
+
+    def variant(self, named: Collection[str]) -> Variant | None:
+        """The class of this family's that is among those named."""
+        known = self.variants or (Variant(self.architecture),)
+        return next((variant for variant in known if variant.architecture in named), None)
+
+    def fitting(self, names: Collection[str]) -> Variant:
+        """The class that holds a network with these parameters (our names): the first whose heads are all there."""
+        return next((variant for variant in self.variants if all(any(name.startswith(head) for name in names)
+                                                                 for head in variant.heads)), Variant(self.architecture))
+
+    def without_heads(self, names: Collection[str], required: Variant | None = None) -> tuple[str, ...]:
+        """Beginnings of the heads (ours) of which none of the names is, and which the class required does not have."""
+        heads = {head for variant in self.variants for head in variant.heads} - set(required.heads if required else ())
+        return tuple(head for head in sorted(heads) if not any(name.startswith(head) for name in names))
+
+
+same = Op(lambda parts: parts[0], lambda whole: (whole,))
+transpose = Op(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+
+
+def concat(*sizes: int) -> Op:
+    """Ours is theirs laid end to end along the first dimension, of these sizes."""
+    return Op(lambda parts: torch.cat(list(parts)), lambda whole: whole.split(list(sizes)))
+
+
+def interleaved(heads: int, groups: int, size: int) -> Op:
+    """Theirs holds, for every key head in turn, its query heads, itself and its value head; ours is [q | k | v]."""
+    turns = heads // groups + 2
+
+    def ours(parts: Sequence[Tensor]) -> Tensor:
+        rows = parts[0].reshape(groups, turns, size, *parts[0].shape[1:])
+        return torch.cat([part.reshape(-1, *part.shape[3:]) for part in (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])])
+
+    def theirs(whole: Tensor) -> Sequence[Tensor]:
+        parts = whole.split([heads * size, groups * size, groups * size])
+        return (torch.cat([part.reshape(groups, -1, size, *whole.shape[1:]) for part in parts], dim=1).flatten(0, 2),)
+
+    return Op(ours, theirs)
+
+
+def per_expert(op: Op, experts: int) -> Op:
+    """Ours has a leading dimension of experts; theirs has, expert by expert, the parts that `op` makes one of."""
+    def ours(parts: Sequence[Tensor]) -> Tensor:
+        each = len(parts) // experts
+        return torch.stack([op.ours(parts[start:start + each]) for start in range(0, len(parts), each)])
+
+    return Op(ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)))
+
+
+def expanded(rows: Sequence[Row], *, layers: int, experts: int = 0) -> tuple[Row, ...]:
+    """The rows with every `{i}` written out, in order: rows without it before and after keep their places.
+
+    Names of theirs with `{e}` are written out for every expert, expert by expert.
+    """
+    found: list[Row] = []
+    place = 0
+    while place < len(rows):
+        stop = place
+        while stop < len(rows) and "{i}" in rows[stop].ours:
+            stop += 1
+        for layer in range(layers if stop > place else 0):
+            found += [_of_layer(row, layer, experts) for row in rows[place:stop]]
+        if stop == place:
+            found.append(_of_layer(rows[place], 0, experts))
+            stop += 1
+        place = stop
+    return tuple(found)
+
+
+def their_shapes(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shapes of their parameters, in the order of the (expanded) rows. shapes: of ours. Nothing is computed."""
+    found: dict[str, Shape] = {}
+    for row in rows:
+        parts = row.op.theirs(torch.empty(shapes[row.ours], device="meta"))
+        found |= {name: tuple(part.shape) for name, part in zip(row.theirs, parts, strict=True)}
+    return found
+
+
+def faults(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
+    """What is wrong with (expanded) rows, a line each; nothing when every element of both sides is used exactly once.
+
+    shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.
+    """
+    problems = [f"{name} is in no row" for name in shapes if name not in {row.ours for row in rows}]
+    for side, names in (("ours", [row.ours for row in rows]), ("theirs", [name for row in rows for name in row.theirs])):
+        problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
+    for row in rows:
+        if row.ours not in shapes:
+            problems.append(f"{row.ours} is not a parameter of the network")
+            continue
+        whole = torch.arange(math.prod(shapes[row.ours])).view(shapes[row.ours])
+        parts = row.op.theirs(whole)
+        if len(parts) != len(row.theirs):
+            problems.append(f"{row.ours} makes {len(parts)} of theirs, and the row names {len(row.theirs)}")
+        used = torch.cat([part.reshape(-1) for part in parts])
+        if not torch.equal(used.sort().values, whole.view(-1)):
+            problems.append(f"{row.ours}: not every element goes to exactly one of theirs")
+        elif not torch.equal(row.op.ours(parts), whole):
+            problems.append(f"{row.ours}: there and back is not where it was")
+    return problems
+
+
+def _of_layer(row: Row, layer: int, experts: int) -> Row:
+    names = [name.replace("{i}", str(layer)) for name in row.theirs]
+    if any("{e}" in name for name in names):
+        names = [name.replace("{e}", str(expert)) for expert in range(experts) for name in names]
+    return Row(row.ours.replace("{i}", str(layer)), tuple(names), row.op)

@@ -1,0 +1,154 @@
+"""Reading and writing config.json: every key is understood, known to say nothing of the network, or refused.
+
+A key of a published config that nobody here knows may change the network, so it is never passed over: unless it is off
+(null or false), the folder is refused with the key and its value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.core.config.model import ModelConfig
+
+# Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
+IGNORED = frozenset((
+    "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "is_decoder", "is_llama_config",
+    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
+    "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "reorder_and_upcast_attn", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+    "encoder_no_repeat_ngram_size", "remove_invalid_values", "exponential_decay_length_penalty",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_cache"))
+
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by three names
+
+
+class Keys:
+    """The keys of a config.json, taken one by one. problems: what is wrong or cannot be expressed, a line each.
+
+    A key that is missing or of a wrong kind is noted, and something harmless is returned, so that all are found at once.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._left = {name: value for name, value in config.items() if name not in IGNORED}
+        self.problems: list[str] = []
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive whole number; null counts as left out."""
+        value = self._taken(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(f"{name}: {_shown(value)} is not a positive whole number")
+        return 1
+
+    def real(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
+        """A number from 0 on, or only above 0."""
+        value = self._taken(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
+            return float(value)
+        self.problems.append(f"{name}: {_shown(value)} is not a {'positive number' if positive else 'number from 0 on'}")
+        return 1.0
+
+    def switch(self, name: str, default: bool) -> bool:
+        """True or false; null counts as left out."""
+        value = self._taken(name, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name}: {_shown(value)} is neither true nor false")
+        return value is True
+
+    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
+        """A value that must be one of those allowed."""
+        value = self._taken(name, default)
+        if value not in allowed:
+            self.problems.append(f"{name}: {_shown(value)} {why or 'has no counterpart here'}; "
+                                 f"{' or '.join(_shown(one) for one in allowed)} has")
+        return value
+
+    def pop(self, name: str) -> Any:
+        """The value as it stands, None if it is left out."""
+        return self._left.pop(name, None)
+
+    def finish(self) -> list[str]:
+        """All problems, those of keys that nobody asked for included."""
+        strangers = [f"{name}: {_shown(value)} is unknown here and may change the network; if it does not, take it out of "
+                     "config.json" for name, value in self._left.items() if value not in (None, False, {}, [])]
+        return self.problems + strangers
+
+    def _taken(self, name: str, default: Any) -> Any:
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+
+def classes_of(config: Mapping[str, Any]) -> list[str]:
+    """The classes of transformers' that a config.json names; none as a rule only in one that was written by hand."""
+    named = config.get("architectures") or []
+    return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
+
+
+def rope_in(keys: Keys) -> dict[str, Any]:
+    """The settings of rotary positions: `rope_theta` and `rope_scaling`, or `rope_parameters` that holds both."""
+    scaling, both, base = keys.pop("rope_scaling"), keys.pop("rope_parameters"), keys.pop("rope_theta")
+    given = {**_mapping(keys, "rope_scaling", scaling), **_mapping(keys, "rope_parameters", both)}
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    inner = Keys({"rope_theta": base, **given})
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": inner.real("rope_theta", 10000.0, positive=True)}
+    inner.one_of("partial_rotary_factor", (1.0,), 1.0)
+    if kind == "linear":
+        found["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
+    elif kind == "llama3":
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": inner.real("factor", positive=True),
+                  "rope_scaling_low_freq_factor": inner.real("low_freq_factor"),
+                  "rope_scaling_high_freq_factor": inner.real("high_freq_factor"),
+                  "rope_scaling_original_length": inner.whole("original_max_position_embeddings")}
+        if found["rope_scaling_high_freq_factor"] <= found["rope_scaling_low_freq_factor"]:
+            inner.problems.append("high_freq_factor must be larger than low_freq_factor")
+    elif kind != "default":
+        keys.problems.append(f"rope_type: {_shown(kind)} is not built here; default, linear and llama3 are")
+        return found
+    keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
+    return found
+
+
+def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions for a config.json: in one mapping if `like` has one, else in the older way that all can read."""
+    rope, scaling = model.rope, {}
+    if rope.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": rope.rope_scaling_factor,
+                   "low_freq_factor": rope.rope_scaling_low_freq_factor, "high_freq_factor": rope.rope_scaling_high_freq_factor,
+                   "original_max_position_embeddings": rope.rope_scaling_original_length}
+    elif rope.rotary_seq_len_interpolation_factor:
+        scaling = {"rope_type": "linear", "factor": rope.rotary_seq_len_interpolation_factor}
+    if like.get("rope_parameters"):
+        return {"rope_parameters": {"rope_theta": rope.rotary_base, **(scaling or {"rope_type": "default"})}}
+    return {"rope_theta": rope.rotary_base, "rope_scaling": scaling or None}
+
+
+def groups_in(heads: int, groups: int) -> dict[str, Any]:
+    """Numbers of query heads and of key heads, as our settings say them."""
+    return {"num_attention_heads": heads, "group_query_attention": heads != groups, "num_query_groups": groups}
+
+
+def kept(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """The keys of an earlier config.json that say nothing of the network; `more`: and these."""
+    return {name: value for name, value in like.items() if name in IGNORED or name in more}
+
+
+def _mapping(keys: Keys, name: str, value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    keys.problems.append(f"{name}: {_shown(value)} is not an object")
+    return {}
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else f"{value!r}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

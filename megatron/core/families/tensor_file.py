@@ -1,0 +1,149 @@
+"""Safetensors files: what is in them, one tensor at a time; and files written in place, a tensor at a time.
+
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, range of bytes | the tensors' bytes, end to end
+
+A tensor that is read is a mapping of its own bytes, so memory holds what is in use and no file stays open. A file that is
+written has its whole length first, and every tensor goes to its place; its bytes are those that the safetensors package
+writes for the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.store import CheckpointError
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_WRITTEN = {dtype: word for word, dtype in _DTYPES.items()}
+_ORDER = tuple(_DTYPES.values())  # a file holds its widest floats first, then names in order
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: its bytes begin at `start`, counted from the file's first."""
+
+    format: Format
+    path: Path
+    start: int
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.format.shape) * self.format.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor, as a mapping of the file that must not be written to."""
+        if not self.length:
+            return torch.empty(self.format.shape, dtype=self.format.dtype)
+        first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), self.start - first + self.length, offset=first, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from None
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.length)
+        if self.start % self.format.dtype.itemsize:  # a header of another program that ends at an odd place
+            flat = flat.clone()
+        return flat.view(self.format.dtype).view(self.format.shape)
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file by name. Raises `CheckpointError` that says what is wrong with the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise CheckpointError(f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone "
+                                      f"would have {length}")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+        header.pop("__metadata__", None)
+        found = {name: _stored(name, entry, path, 8 + length) for name, entry in header.items()}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from None
+    end = 8 + length
+    for stored in sorted(found.values(), key=lambda one: (one.start, one.length)):
+        if stored.start != end:
+            raise CheckpointError(f"{path} is damaged: its tensors overlap or leave bytes between them at {end}")
+        end += stored.length
+    if end != size:
+        raise CheckpointError(f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header "
+                              f"promises {end}")
+    return found
+
+
+def create(path: Path, formats: Mapping[str, Format]) -> dict[str, Stored]:
+    """Make a file for these tensors, of its whole length, all zero. Returns their places, for `write`."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for name in sorted(formats, key=lambda name: (_ORDER.index(formats[name].dtype), name)):
+        one = formats[name]
+        size = math.prod(one.shape) * one.dtype.itemsize
+        entries[name] = {"dtype": _WRITTEN[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + size]}
+        places[name], end = end, end + size
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    header += b" " * (-len(header) % 8)
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return {name: Stored(formats[name], path, 8 + len(header) + start) for name, start in places.items()}
+
+
+def write(place: Stored, tensor: Tensor) -> None:
+    """Put a tensor where `create` left room for it."""
+    assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), "a tensor goes where its like has room"
+    if not place.length:
+        return
+    content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    handle = os.open(place.path, os.O_WRONLY)
+    try:
+        done = 0
+        while done < len(content):
+            done += os.pwrite(handle, content[done:], place.start + done)
+    finally:
+        os.close(handle)
+
+
+def _stored(name: str, entry: Any, path: Path, base: int) -> Stored:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name} is not one of a tensor")
+    shape, offsets, word = entry["shape"], entry["data_offsets"], entry["dtype"]
+    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+        raise ValueError(f"the shape or the place of {name} is no list of whole numbers")
+    if word not in _DTYPES:
+        raise ValueError(f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16")
+    stored = Stored(Format(tuple(shape), _DTYPES[word]), path, base + offsets[0])
+    if stored.length != offsets[1] - offsets[0]:
+        raise ValueError(f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}")
+    return stored
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it names a tensor twice")
+    return found

@@ -1,0 +1,267 @@
+"""Published networks and ours compute the same: logits of transformers' models, under several layouts, and files both ways.
+
+Every case is a tiny random model of transformers', saved by transformers, opened as a `Source`, and built here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.config.flags import to_values
+from megatron.core.config.rules import stages_of
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.families import hf
+from megatron.core.models.bert import BERTModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import pieces, spec_of
+from tests.helpers import tiny
+from tests.helpers.tiny import VOCABULARY
+from tests.helpers.world import Worlds
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
+Said = dict[str, Tensor]  # logits of words [b, s, v], and a BERT's of pairs [b, 2]
+LENGTH, SHORT = 16, 10
+TOLERANCE = 1e-5
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
+GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+BERT_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "max_position_embeddings": LENGTH, "initializer_range": 0.2}
+T5_SIZES = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4,
+            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 12}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "gpt2 erf untied wide": ("GPT2", {**GPT2_SIZES, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 96,
+                                      "layer_norm_epsilon": 1e-3}),
+    "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", {**SIZES, "rope_parameters": LLAMA3}),
+    "llama linear": ("Llama", {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}),
+    "llama biased": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "smollm2": ("Llama", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**SIZES, "head_dim": 12, "sliding_window": None}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2.5 tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
+    "bert": ("BertForPreTraining", BERT_SIZES),
+    "bert words tanh": ("BertForMaskedLM", {**BERT_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "megatron bert": ("MegatronBertForPreTraining", {**BERT_SIZES, "layer_norm_eps": 1e-5}),
+    "t5": ("T5ForConditionalGeneration", T5_SIZES),
+    "t5 v1.1": ("T5ForConditionalGeneration", {**T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5 tied unscaled": ("T5ForConditionalGeneration", {**T5_SIZES, "scale_decoder_outputs": False}),
+}
+UNTIED_WHEN_LOADED = ("t5 v1.1",)  # the class ties whatever its config says, and leaves it to loading to untie
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {"tensor_model_parallel_size": 2},
+    "tp 2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp 2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def published(case: str) -> nn.Module:
+    """The random model of a case; norms and biases are random too, so that none can be forgotten."""
+    kind, sizes = CASES[case]
+    torch.manual_seed(11)
+    head = kind if "For" in kind else "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, head)(getattr(transformers, f"{kind.partition('For')[0]}Config")(**sizes)).eval()
+    if case in UNTIED_WHEN_LOADED:
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    for param in model.parameters():
+        if param.dim() == 1:
+            param.data.add_(torch.randn_like(param), alpha=0.3)
+    return model
+
+
+def said(model: nn.Module) -> Said:
+    """What a network of transformers' says of the text."""
+    with torch.no_grad():
+        if isinstance(model, transformers.T5ForConditionalGeneration):
+            return {"words": model(ids(), attention_mask=padding().long(), decoder_input_ids=ids()[:, :SHORT]).logits}
+        if "Bert" not in type(model).__name__:
+            return {"words": model(ids()).logits}
+        out = model(ids(), attention_mask=padding().long(), token_type_ids=ids() % 2)
+    return {"words": out.logits} if "logits" in out else {"words": out.prediction_logits, "pairs": out.seq_relationship_logits}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a case, as transformers saves it, and the logits of a text beside it."""
+    base = tmp_path_factory.mktemp("published")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+    def made(case: str) -> Path:
+        path = base / case.replace(" ", "_")
+        if not path.exists():
+            model = published(case)
+            model.save_pretrained(path)
+            torch.save(said(model), path / "logits.pt")
+        return path
+
+    return made
+
+
+def ids() -> Tensor:
+    """Some ids, [2, 16]."""
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def padding() -> Tensor:
+    """Where there are tokens, for networks that see a whole text, [2, 16]."""
+    return torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])
+
+
+def fill(model: nn.Module, source: Source, mesh: Mesh) -> None:
+    """Load this rank's boxes, and nothing else."""
+    for param in model.parameters():
+        param.data.fill_(float("nan") if spec_of(param).kind != "embedding" else 0.0)  # padding stays
+        for piece in pieces(spec_of(param), mesh):
+            param.data[piece.local.slices()] = source.read(f"model.{spec_of(param).name}", piece.box)
+
+
+def ask(model: GPTModel | BERTModel | T5Model, message: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One stage on the text. Returns its message, or what its heads say."""
+    if isinstance(model, T5Model):
+        out = model(encoder_ids=ids(), encoder_padding=padding(), decoder_ids=ids()[:, :SHORT], message=message or None)
+    elif isinstance(model, BERTModel):
+        out = model(ids=ids(), padding=padding(), types=ids() % 2, hidden=next(iter(message), None))
+    else:
+        out = model(ids=ids(), hidden=next(iter(message), None))
+    return out if isinstance(out, tuple) else (out,)
+
+
+def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
+    """On every rank: our network with the folder's weights. Returns what the last stage says, and None on other stages."""
+    source = hf.open_folder(path)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    config = tiny.config(world_size, **{**source.settings, "seq_length": LENGTH, "micro_batch_size": 2, "global_batch_size": 2,
+                                        "attention_dropout": 0.0, "hidden_dropout": 0.0, **layout},
+                         **({"decoder_seq_length": SHORT} if "decoder_num_layers" in source.settings else {}))
+    run = tiny.run_of(config)
+    (stage,) = [stage for stage in stages_of(config) if stage.rank == run.mesh.pp.rank]
+    model = NETWORKS[config.model.architecture](stage, run.build).materialize(1).eval()
+    fill(model, source, run.mesh)
+    with torch.no_grad():
+        message = () if stage.embeds else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
+        for part in message:
+            dist.recv(part, src=run.mesh.pp.ranks[stage.rank - 1])
+        out = ask(model, message)
+        if not stage.heads:
+            for part in out:
+                dist.send(part.contiguous(), dst=run.mesh.pp.ranks[stage.rank + 1])
+            return None
+        words = [torch.empty_like(out[0]) for _ in range(run.mesh.tp.size)]
+        if run.mesh.tp.size > 1:
+            dist.all_gather(words, out[0].contiguous(), group=run.mesh.tp.group)
+        else:
+            words = [out[0]]
+    found = {"words": torch.cat(words, dim=-1)[..., :VOCABULARY].transpose(0, 1)}
+    return found if len(out) == 1 or out[1] is None else {**found, "pairs": out[1]}
+
+
+def check_logits(found: Said, path: Path) -> None:
+    """Within the tolerance of transformers', relative to the largest."""
+    check_same(found, torch.load(path / "logits.pt", weights_only=True))
+
+
+def check_same(found: Said, expected: Said) -> None:
+    """Within the tolerance, relative to the largest."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        gap, size = float((found[name] - values).abs().max()), float(values.abs().max())
+        assert gap <= TOLERANCE * size, f"logits of {name} differ by {gap:.3g} of {size:.3g}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    check_logits(logits_here(folder(case), {}), folder(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_under_a_layout(case: str, layout: str, folder: Callable[[str], Path], world: Worlds) -> None:
+    results = world(2).run(logits_here, folder(case), LAYOUTS[layout])
+    check_logits(next(result for result in reversed(results) if result is not None), folder(case))
+
+
+def saved_files(path: Path) -> dict[str, bytes]:
+    """The content of a folder."""
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != "logits.pt"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_gives_the_files_of_transformers_byte_by_byte(case: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    hf.export(hf.open_folder(folder(case)), tmp_path / "back", like=folder(case))
+    assert saved_files(tmp_path / "back") == saved_files(folder(case))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama2", "qwen3"])
+def test_files_are_cut_as_transformers_cuts_them(case: str, tmp_path: Path) -> None:
+    published(case).save_pretrained(tmp_path / "many", max_shard_size="15KB")
+    source = hf.open_folder(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    hf.export(source, tmp_path / "back", like=tmp_path / "many", shard_bytes=15_000)
+    assert saved_files(tmp_path / "back") == saved_files(tmp_path / "many")
+
+
+class Held:
+    """A `Source` over the weights of a network in memory."""
+
+    def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        self.where, self.values, self.settings = "memory", {}, settings
+        self._tensors = {f"model.{spec_of(param).name}": param.detach()[:spec_of(param).shape[0]] for param in model.parameters()}
+        self.formats = {name: hf.Format(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, box: Any) -> Tensor:
+        """A box of a weight."""
+        return self._tensors[name][box.slices()]
+
+
+T5_OURS = {"architecture": "t5", "decoder_num_layers": 2, "decoder_seq_length": SHORT, "position_embedding_type": "relative",
+           "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "normalization": "RMSNorm",
+           "add_bias_linear": False, "softmax_scale": 1.0, "kv_channels": 6}
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"openai_gelu": True}),
+    "llama": ("llama", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
+                        "untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2,
+                        "use_rope_scaling": True, "rope_scaling_original_length": 8}),
+    "qwen2": ("qwen2", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True,
+                        "position_embedding_type": "rope"}),
+    "qwen3": ("qwen3", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True,
+                        "position_embedding_type": "rope", "kv_channels": 6}),
+    "bert": ("bert", {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True, "norm_epsilon": 1e-12}),
+    "bert without pairs": ("bert", {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True,
+                                    "bert_binary_head": False}),
+    "bert of megatron's": ("megatron_bert", {"architecture": "bert", "openai_gelu": True}),
+    "t5": ("t5", {**T5_OURS, "relu": True, "scale_tied_logits": True}),
+    "t5 v1.1": ("t5", {**T5_OURS, "geglu": True, "openai_gelu": True, "untie_embeddings_and_output_weights": True}),
+}
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there(ours: str, tmp_path: Path) -> None:
+    family, settings = OURS[ours]
+    config = tiny.config(**settings)
+    (stage,) = stages_of(config)
+    model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).build).materialize(5).eval()
+    source = Held(model, to_values(config.model))
+    assert hf.export(source, tmp_path / "out").name == family
+    (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+    theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        words, *pairs = ask(model, ())
+    expected = {"words": words[..., :VOCABULARY].transpose(0, 1), **({"pairs": pairs[0]} if pairs and pairs[0] is not None else {})}
+    check_same(said(theirs), expected)

@@ -1,0 +1,90 @@
+"""Rows lose nothing: every element of both sides is used exactly once, for every family and many sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.families.registry import FAMILIES, model_of
+from megatron.core.families.rules import Op, Row, concat, expanded, faults, interleaved, per_expert, same, their_shapes, transpose
+from megatron.core.families.shapes import parameter_shapes
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"},
+    "mistral": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False},
+    "qwen2": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False,
+              "add_qkv_bias": True},
+    "qwen3": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False,
+              "qk_layernorm": True},
+    "bert": {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True},
+    "megatron_bert": {"architecture": "bert"},
+    "t5": {"architecture": "t5", "decoder_num_layers": 2, "position_embedding_type": "relative", "normalization": "RMSNorm",
+           "add_bias_linear": False, "geglu": True, "relative_attention_num_buckets": 4},
+}
+ALONE = ("gpt2", "bert", "megatron_bert", "t5")  # every query head has a key head of its own
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(layers=st.integers(1, 3), groups=st.integers(1, 3), share=st.integers(1, 3), size=st.integers(1, 5), hidden=st.integers(1, 7),
+       width=st.integers(1, 6), untied=st.booleans())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_element_is_used_exactly_once_in_both_directions(family: str, layers: int, groups: int, share: int, size: int,
+                                                               hidden: int, width: int, untied: bool) -> None:
+    heads, untied = groups * share if family not in ALONE else groups, untied and "bert" not in family
+    model = model_of({**KINDS[family], "num_layers": layers, "num_attention_heads": heads, "num_query_groups": groups,
+                      "group_query_attention": heads != groups, "kv_channels": size, "hidden_size": hidden, "ffn_hidden_size": width,
+                      "true_vocab_size": 11, "max_position_embeddings": 5, "untie_embeddings_and_output_weights": untied})
+    assert faults(expanded(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
+
+
+@pytest.mark.parametrize("op, shape, theirs", [
+    (same, (3, 4), [(3, 4)]), (transpose, (3, 4), [(4, 3)]), (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
+    (interleaved(6, 2, 3), (30, 2), [(30, 2)]), (interleaved(4, 4, 2), (24,), [(24,)]),
+    (per_expert(concat(2, 2), 3), (3, 4, 5), [(2, 5)] * 6), (per_expert(same, 2), (2, 3), [(3,)] * 2)])
+def test_ops_make_the_shapes_of_theirs_and_come_back(op: Op, shape: tuple[int, ...], theirs: list[tuple[int, ...]]) -> None:
+    names = tuple(f"part{place}" for place in range(len(theirs)))
+    rows = [Row("weight", names, op)]
+    assert list(their_shapes(rows, {"weight": shape}).values()) == theirs
+    assert faults(rows, {"weight": shape}) == []
+
+
+def test_interleaved_rows_stand_key_head_by_key_head() -> None:
+    """[q0 q1 q2 q3 | k0 k1 | v0 v1] there is q0 q1 k0 v0 q2 q3 k1 v1; a head has two rows."""
+    ours = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 10, 10, 11, 11, 20, 20, 21, 21])
+    (theirs,) = interleaved(4, 2, 2).theirs(ours)
+    assert theirs.tolist() == [0, 0, 1, 1, 10, 10, 20, 20, 2, 2, 3, 3, 11, 11, 21, 21]
+
+
+def test_experts_are_written_out_expert_by_expert() -> None:
+    row = Row("l.{i}.fc1", ("x.{i}.{e}.gate", "x.{i}.{e}.up"), per_expert(concat(1, 1), 2))
+    assert expanded([row], layers=1, experts=2)[0].theirs == ("x.0.0.gate", "x.0.0.up", "x.0.1.gate", "x.0.1.up")
+
+
+def test_rows_of_layers_stay_together_and_in_their_place() -> None:
+    rows = [Row("first", ("a",), same), Row("l.{i}.x", ("b.{i}",), same), Row("l.{i}.y", ("c.{i}",), same), Row("last", ("d",), same)]
+    assert [row.ours for row in expanded(rows, layers=2)] == ["first", "l.0.x", "l.0.y", "l.1.x", "l.1.y", "last"]
+
+
+SHAPES = {"a": (4, 3), "b": (4,)}
+WHOLE = [Row("a", ("x", "y"), concat(1, 3)), Row("b", ("z",), same)]
+
+
+@pytest.mark.parametrize("rows, complaint", [
+    (WHOLE[:1], "b is in no row"),
+    ([*WHOLE, WHOLE[1]], "ours: b is in 2 rows"),
+    ([WHOLE[0], Row("b", ("y",), same)], "theirs: y is in 2 rows"),
+    ([*WHOLE, Row("c", ("w",), same)], "c is not a parameter"),
+    ([Row("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
+    ([Row("a", ("x",), Op(lambda parts: parts[0], lambda whole: (whole[:3],))), WHOLE[1]], "exactly one of theirs"),
+    ([Row("a", ("x", "y"), Op(lambda parts: parts[0], lambda whole: (whole, whole[:1]))), WHOLE[1]], "exactly one of theirs"),
+    ([Row("a", ("x", "y"), Op(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3]))), WHOLE[1]],
+     "there and back"),
+])
+def test_rows_that_lose_double_or_move_elements_are_found(rows: list[Row], complaint: str) -> None:
+    assert any(complaint in fault for fault in faults(rows, SHAPES)), faults(rows, SHAPES)
+    assert faults(WHOLE, SHAPES) == []

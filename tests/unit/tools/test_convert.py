@@ -1,0 +1,175 @@
+"""The converting tool: any dialect to any, there and back, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.files import Disk
+from megatron.core.dist_checkpointing.load import verify
+from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
+from megatron.core.families import hf
+from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("convert", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder with a tokenizer."""
+    hf.export(Made(LLAMA, torch.bfloat16), tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer.json").write_text("{}")
+    return tmp_path / "llama"
+
+
+def weights(path: Path) -> bytes:
+    """The file of a folder's weights."""
+    return (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("middle, flags", [
+    ("own", []), ("own", ["--max-shard-size", "2KB"]), ("megatron", []), ("hf", ["--max-shard-size", "2KB"]),
+    ("megatron", ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]),
+    ("megatron", ["--saver-transformer-impl", "local"])])
+def test_there_and_back_through_any_dialect_gives_the_same_file(tool: ModuleType, folder: Path, tmp_path: Path, middle: str,
+                                                                flags: list[str]) -> None:
+    tool.main(["--load", str(folder), "--save", str(tmp_path / "middle"), "--saver", middle, "--verify", *flags])
+    tool.main(["--load-dir", str(tmp_path / "middle"), "--save-dir", str(tmp_path / "back"), "--saver", "hf", "--like", str(folder),
+               "--verify", "--true-vocab-size", str(LLAMA["true_vocab_size"])])
+    assert weights(tmp_path / "back") == weights(folder)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_the_command_says_what_it_did(folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--load", str(folder), "--save", "own", "--verify", "--max-queue-size", "50",
+                           "--target-tensor-parallel-size", "8"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    needless, cut, summary = done.stdout.splitlines()
+    assert needless == "--max-queue-size has nothing to set: reader and writer are one process"
+    assert cut.startswith("--target-tensor-parallel-size 8 has nothing to cut")
+    assert "(Hugging Face): " in summary and summary.endswith("-> own/iter_0000000 (this project), verified")
+
+
+def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
+    tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--iteration", "12"])
+    saved = open_saved(tmp_path / "own" / "iter_0000012")
+    assert verify(saved) == []
+    same_tensors(saved, hf.open_folder(folder))
+    found = checkpoint_values(tmp_path / "own")
+    assert {name: found[name] for name in ("num_layers", "hidden_size", "swiglu", "tokenizer_type", "tokenizer_model")} == {
+        "num_layers": 2, "hidden_size": 16, "swiglu": True, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+
+
+def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
+    tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--dtype", "float32", "--verify"])
+    same_tensors(open_saved(tmp_path / "own" / "iter_0000000"), Cast(hf.open_folder(folder), torch.float32))
+
+
+def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
+    source = Made(GPT2)
+    source.formats |= {"optimizer.exp_avg.x": Format((3, 2), torch.float32), "optimizer.steps": Format((1,), torch.int64),
+                       "optimizer.none": Format((0, 4), torch.float32)}
+    source.values = {"run.progress": {"iteration": 7}}
+    rewrite(Cast(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
+    saved = open_saved(tmp_path / "iter_0000007")
+    assert len(saved.manifest.files) == 3 and saved.values == source.values and verify(saved) == []
+    assert max(facts.size for facts in saved.manifest.files.values()) < 0.5 * saved.size
+    same_tensors(saved, Cast(source, torch.bfloat16))
+    assert saved.formats["optimizer.exp_avg.x"].dtype == torch.float32
+
+
+def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
+    source = Made(LLAMA)
+    rewrite(source, tmp_path, iteration=1, settings={})
+    assert source.most <= 2, f"{source.most} tensors were still held when the next was read"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="is there already"):
+        rewrite(source, tmp_path, iteration=1, settings={})
+
+    class Full(Disk):
+        """A disk without room for the manifest."""
+
+        def create(self, path: Path) -> Any:
+            """See `Files`."""
+            if path.name == "manifest.json":
+                raise OSError(28, "No space left on device")
+            return super().create(path)
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        rewrite(source, tmp_path, iteration=2, settings={}, files=Full())
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_verification_finds_what_differs(tool: ModuleType) -> None:
+    source, other = Made(LLAMA), Made({**LLAMA, "true_vocab_size": 21})
+    assert list(tool.differences(source, source)) == []
+    assert len(list(tool.differences(source, other))) == 2
+    del other.formats["model.output_layer.weight"]
+    other.formats["model.extra"] = Format((1,), torch.float32)
+    assert [line.split(" ")[0] for line in tool.differences(source, other)][1:] == ["model.output_layer.weight", "model.extra"]
+    changed = Made(LLAMA)
+    changed.read = lambda name, box: source.read(name, box) + (name == "model.decoder.final_layernorm.weight")
+    assert list(tool.differences(source, changed)) == ["model.decoder.final_layernorm.weight has other values"]
+
+
+def test_a_bad_copy_is_found_by_verify(tool: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(source: Any, target: Path, **others: Any) -> None:
+        real(source, target, **others)
+        content = bytearray(weights(target))
+        content[-1] ^= 1
+        (target / "model.safetensors").write_bytes(bytes(content))
+
+    real = hf.export
+    monkeypatch.setattr(hf, "export", careless)
+    with pytest.raises(SystemExit, match="has other values"):
+        tool.main(["--load", str(folder), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--load", "none", "--save", "x"], "none holds no checkpoint"),
+    (["--load", "llama", "--save", "x", "--loader", "megatron"], "holds no checkpoint of the dialect megatron"),
+    (["--load", "llama", "--save", "x", "--model-type", "BERT"], "--model-type BERT: llama holds a GPT"),
+    (["--load", "llama", "--save", "llama", "--saver", "hf"], "llama is there already"),
+    (["--load", "llama", "--save", "x", "--saver", "hf", "--family", "gpt2"], "gpt2 does not compute what this network does"),
+    (["--load", "llama", "--save", "x", "--like", "llama"], "--family and --like are for --saver hf"),
+    (["--load", "llama", "--save", "x", "--true-vocab-size", "99"], "the tokenizer has 99 ids"),
+    (["--load", "llama", "--save", "x", "--saver", "megatron", "--target-tensor-parallel-size", "3"], "cannot be divided over 3 tensor")])
+def test_what_cannot_be_converted_is_refused_with_the_reason(tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             flags: list[str], complaint: str) -> None:
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(SystemExit, match=complaint):
+        tool.main(flags)
+    assert [path.name for path in folder.parent.iterdir()] == ["llama"]
+
+
+@pytest.mark.parametrize("word, size", [("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("1.5KB", 1500)])
+def test_sizes_of_files_are_read_as_people_write_them(tool: ModuleType, word: str, size: int) -> None:
+    assert tool.shard_size(word) == size
+
+
+@pytest.mark.parametrize("word", ["5", "0GB", "GB", "5 parsecs"])
+def test_other_sizes_are_refused(tool: ModuleType, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(["--load", "a", "--save", "b", "--max-shard-size", word])
+    assert "write it as 5GB or 500MB" in capsys.readouterr().err
