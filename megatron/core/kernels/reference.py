@@ -17,16 +17,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, *, scale: float | None = None,
+              bias: Tensor | None = None) -> Tensor:
     """Softmax attention of every query over the keys that the mask lets it see (Vaswani et al., 2017).
 
-    q: [s, b, n, d]; k, v: [s, b, g, d], each of the g heads serving n/g query heads. Returns [s, b, n * d].
+    q: [queries, b, n, d]; k, v: [keys, b, g, d], each of the g heads serving n/g query heads. scale: factor of the scores;
+    None: 1/sqrt(d). bias: [1, n, queries, keys], added to the scaled scores. Returns [queries, b, n * d].
     """
     queries, batch, heads, size = q.shape
     repeat = heads // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scores = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * size**-0.5
+    scores = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask.visible(queries, k.shape[2], q.device), float("-inf"))
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)
     return (weights @ v).permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
@@ -44,13 +48,15 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)) or squared_relu, element by element."""
+    """gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)), relu or squared_relu, element by element."""
     if name == "gelu":
         return F.gelu(x)
     if name == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if name == "silu":
         return F.silu(x)
+    if name == "relu":
+        return F.relu(x)
     if name == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
     assert name == "squared_relu", f"no activation is called {name}"

@@ -22,6 +22,7 @@ class Need:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     documents: bool = False
+    padding: bool = False
     attention_dropout: float = 0.0
 
 
@@ -51,6 +52,8 @@ class Kernels:
 def _flash_unfit(need: Need) -> str:
     if need.documents:
         return "documents are kept apart by a mask tensor, which torch's flash backend does not take"
+    if need.padding:
+        return "padding is left out by a mask tensor, which torch's flash backend does not take"
     if need.device == "cuda" and need.dtype not in (torch.float16, torch.bfloat16):
         return "on a GPU it needs fp16 or bf16"
     if need.device == "cpu" and need.attention_dropout > 0:

@@ -1,6 +1,9 @@
 """Floor 5: whole networks, one pipeline stage at a time.
 
-heads.py  what comes out of a network: the output layer and its loss
-gpt.py    decoder-only transformers
-flops.py  parameters, FLOPs and memory from the config alone
+embedding.py  what goes into a network: ids, positions and types as vectors
+heads.py      what comes out of it: the output layer and its loss, BERT's heads
+gpt.py        decoder-only transformers
+bert.py       encoders of text with hidden words
+t5.py         encoder and decoder in one line of stages
+flops.py      parameters, FLOPs and memory from the config alone
 """

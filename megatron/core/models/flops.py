@@ -7,6 +7,8 @@ in use, and every number says which one it is:
     square   each query meets all s keys                        12 * s * (query width) a token and layer
     causal   each query meets half of them, the work there is    6 * s * (query width)
 
+An encoder's queries, and those of cross attention, meet all keys: there both counts are the first.
+
 Memory is an estimate of what a rank must hold: weights, gradients and optimizer state exactly; activations as the tensors
 that the backward pass of each layer needs. Temporaries and the allocator's waste come on top.
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.model import ModelConfig
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.run import RunConfig
 
 AttentionCount = Literal["causal", "square"]
@@ -62,14 +64,14 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """The parameters of the whole network."""
     return ParameterCount(
         embedding=_embedding_parameters(model, 1),
-        block=model.num_layers * layer_parameters(model),
-        final_norm=_norm_parameters(model, model.hidden_size),
-        head=0 if model.ties_embeddings else _vocabulary_parameters(model, 1),
+        block=sum(layer_parameters(model, cross=plan.cross) for plan in layer_rows(model)),
+        final_norm=_final_norms(model, layer_rows(model), heads=True),
+        head=(0 if model.ties_embeddings else _vocabulary_parameters(model, 1)) + _head_parameters(model, 1),
     )
 
 
-def layer_parameters(model: ModelConfig, tensor_size: int = 1) -> int:
-    """One layer's parameters on each of `tensor_size` tensor ranks."""
+def layer_parameters(model: ModelConfig, tensor_size: int = 1, *, cross: bool = False) -> int:
+    """One layer's parameters on each of `tensor_size` tensor ranks. cross: with cross attention."""
     h, f = model.hidden_size, model.ffn_hidden_size // tensor_size
     q, k = model.query_size // tensor_size, _key_size(model, tensor_size)
     fc1 = f * (2 if model.gated else 1)
@@ -78,6 +80,10 @@ def layer_parameters(model: ModelConfig, tensor_size: int = 1) -> int:
     biases = qkv_bias + (h + fc1 + h if model.add_bias_linear else 0)
     norms = 2 * _norm_parameters(model, h)
     head_norms = 2 * _norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0
+    if cross:
+        matrices += h * (q + 2 * k) + q * h
+        biases += qkv_bias + (h if model.add_bias_linear else 0)
+        norms += _norm_parameters(model, h)
     return matrices + biases + norms + head_norms
 
 
@@ -86,27 +92,38 @@ def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size
 
     A tied output layer that sits on another rank than the embedding is a second copy there.
     """
-    held = sum(len(stage.layers) for stage in stages) * layer_parameters(model, tensor_size)
+    layers = [plan for stage in stages for plan in stage.layers]
+    held = sum(layer_parameters(model, tensor_size, cross=plan.cross) for plan in layers)
     embeds = any(stage.embeds for stage in stages)
     if embeds:
         held += _embedding_parameters(model, tensor_size)
-    if any(stage.heads for stage in stages):
-        held += _norm_parameters(model, model.hidden_size)
+    heads = any(stage.heads for stage in stages)
+    held += _final_norms(model, layers, heads=heads)
+    if heads:
+        held += _head_parameters(model, tensor_size)
         held += 0 if model.ties_embeddings and embeds else _vocabulary_parameters(model, tensor_size)
     return held
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
-    h, q = model.hidden_size, model.query_size
-    layer = h * (q + 2 * model.key_size) + q * h + h * model.ffn_hidden_size * (3 if model.gated else 2)
-    scores = 12 * seq_length * q * (0.5 if count == "causal" else 1.0)
-    return model.num_layers * (6 * layer + scores) + 6 * h * model.padded_vocab_size
+    h, q, v = model.hidden_size, model.query_size, model.padded_vocab_size
+    scores = 12 * seq_length * q * (0.5 if count == "causal" and model.architecture == "gpt" else 1.0)
+    transform = h * h if model.architecture == "bert" else 0
+    return model.num_layers * (6 * _layer_matrices(model) + scores) + 6 * (transform + h * v)
 
 
-def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
-    """Forward and backward FLOPs of one sequence."""
-    return seq_length * flops_per_token(model, seq_length, count)
+def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *,
+                     decoder_length: int | None = None) -> float:
+    """Forward and backward FLOPs of one sequence; of T5 of one text and the `decoder_length` tokens made of it."""
+    if model.architecture != "t5":
+        return seq_length * flops_per_token(model, seq_length, count)
+    assert decoder_length is not None, "a decoder has a length of its own"
+    h, q, k, s, t = model.hidden_size, model.query_size, model.key_size, seq_length, decoder_length
+    encoder = s * (6 * _layer_matrices(model) + 12 * s * q)
+    own = t * (6 * _layer_matrices(model) + 12 * t * q * (0.5 if count == "causal" else 1.0))
+    cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
+    return model.encoder_num_layers * encoder + model.decoder_num_layers * (own + cross) + t * 6 * h * model.padded_vocab_size
 
 
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -164,7 +181,7 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
     tokens, t = train.seq_length * train.micro_batch_size, parallel.tp
     saved_cut = t if parallel.sequence_parallel else 1
     alive = _chunks_alive(config, position, len(own), num_microbatches)
-    layers = sum(len(stage.layers) for stage in own) / len(own)
+    layers = sum(_weight(config, plan) for stage in own for plan in stage.layers) / len(own)
     full = recompute.recompute_granularity == "full"
     group = recompute.recompute_num_layers or 1
     if full and recompute.recompute_method == "block":
@@ -184,6 +201,12 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
     return held * tokens
 
 
+def _weight(config: RunConfig, plan: LayerPlan) -> float:
+    """How much a layer keeps, in layers of --seq-length tokens without cross attention, which counts as half a layer."""
+    train = config.train
+    return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.cross else 1.0
+
+
 def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
     """Forward passes of one chunk whose backward pass is still to come, at most, at this pipeline position."""
     parallel = config.parallel
@@ -193,6 +216,28 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
         return min(num_microbatches, parallel.pp - position)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
+
+
+def _layer_matrices(model: ModelConfig) -> int:
+    """Elements of one layer's matrices, cross attention left out."""
+    h, q = model.hidden_size, model.query_size
+    return h * (q + 2 * model.key_size) + q * h + h * model.ffn_hidden_size * (3 if model.gated else 2)
+
+
+def _final_norms(model: ModelConfig, layers: Sequence[LayerPlan], *, heads: bool) -> int:
+    """Parameters of the norms that end a network, and T5's encoder."""
+    ends_encoder = any(not plan.cross and plan.index == model.encoder_num_layers - 1 for plan in layers) \
+        if model.architecture == "t5" else False
+    return (ends_encoder + (heads and not model.norm_after_residual)) * _norm_parameters(model, model.hidden_size)
+
+
+def _head_parameters(model: ModelConfig, tensor_size: int) -> int:
+    """What the heads have beside the matrix of the output layer."""
+    h, words = model.hidden_size, model.padded_vocab_size // tensor_size
+    if model.architecture == "bert":
+        pairs = h * h + h + 2 * h + 2 if model.bert_binary_head else 0
+        return h * h + h + _norm_parameters(model, h) + words + pairs
+    return words if model.architecture == "t5" and model.add_bias_linear else 0
 
 
 def _key_size(model: ModelConfig, tensor_size: int) -> int:
@@ -211,4 +256,8 @@ def _vocabulary_parameters(model: ModelConfig, tensor_size: int) -> int:
 def _embedding_parameters(model: ModelConfig, tensor_size: int) -> int:
     learned = model.rope.position_embedding_type == "learned_absolute"
     positions = model.max_position_embeddings * model.hidden_size if learned else 0
-    return _vocabulary_parameters(model, tensor_size) + positions
+    if model.rope.position_embedding_type == "relative":
+        positions = 2 * model.rope.relative_attention_num_buckets * model.num_attention_heads // tensor_size
+    types = 2 * model.hidden_size if model.architecture == "bert" else 0
+    norm = _norm_parameters(model, model.hidden_size) if model.embedding_layernorm else 0
+    return _vocabulary_parameters(model, tensor_size) + positions + types + norm

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import parameter
+from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
-from megatron.core.tensor_parallel.linear import enter_linear
+from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.core.transformer.build import Build
 
@@ -15,9 +15,10 @@ class LanguageModelHead(nn.Module):
     """Hidden states to logits over the vocabulary, or to the loss of every token.
 
     shared: the embedding's matrix, when it lives on this stage; left out, the head makes its own, tied by name or not.
+    bias: a number for each word, added to its logit.
     """
 
-    def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str) -> None:
+    def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
         super().__init__()
         model = build.model
         self.build = build
@@ -26,6 +27,10 @@ class LanguageModelHead(nn.Module):
                 model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
                 build.initial_embedding() if tied_name else build.initial(), tied=bool(tied_name), name=tied_name)
             self.weight = parameter(spec, build.mesh, build.dtype)
+        cut = Cut(0, "tp", (Part(model.true_vocab_size, padded=model.padded_vocab_size),))
+        words = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (cut,))
+        self.bias = parameter(words, build.mesh, build.dtype) if bias else None
+        self.scale = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else None
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of every token, or the logits without labels. Called, not its parts, so that its hooks see it."""
@@ -33,10 +38,38 @@ class LanguageModelHead(nn.Module):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [s or s/tp, b, h]. Returns [s, b, v/tp], padded columns included."""
-        return enter_linear(x, weight, None, self.build.region)
+        return enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """labels: [b, s]. Returns the loss of every token, [b, s]."""
         logits = self.logits(x, weight)
         losses = cross_entropy(logits, labels.t().contiguous(), self.build.mesh.tp, self.build.model.true_vocab_size)
         return losses.t()
+
+
+class MaskedWordTransform(nn.Module):
+    """What BERT does to a hidden state before words are predicted from it: norm(gelu(dense(x)))."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.build, size = build, build.model.hidden_size
+        self.dense = Linear(size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums)
+        self.layer_norm = build.norm(size)
+        self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s or s/tp, b, h]. Returns the same shape."""
+        return self.layer_norm(self.build.kernels.activation(self.dense(x.to(self.dense.weight.dtype)), self.act))
+
+
+class Pooler(nn.Module):
+    """One vector a sample: tanh(dense(x)) of its first position."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.region, size = build.region, build.model.hidden_size
+        self.dense = Linear(size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s or s/tp, b, h]. Returns [b, h] on every rank."""
+        return self.dense(self.region.first(x).to(self.dense.weight.dtype)).tanh()

@@ -1,4 +1,4 @@
-"""Self attention with grouped heads.
+"""Self attention with grouped heads, and what it shares with cross attention.
 
     MHA: every query head has its own key/value head.  GQA: n/g query heads share one.  MQA: all share one.
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.parallel.recompute import dropping_output, recompute
+from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import Part
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
@@ -41,21 +41,17 @@ class SelfAttention(nn.Module):
         self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
         self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
 
-    def forward(self, x: Tensor, norm: nn.Module, mask: MaskSpec, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm. Returns the attention's output and the normed input, both like x."""
-        if self.build.recomputes("layernorm"):
-            qkv, normed = dropping_output(norm, self.linear_qkv, x)
-        else:
-            normed = norm(x)
-            qkv = self.linear_qkv(normed)
+    def forward(self, x: Tensor, norm: nn.Module | None, mask: MaskSpec, table: RotaryTable | None,
+                bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
+
+        Returns the attention's output and the normed input, both like x.
+        """
+        qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
         q, k, v = self._heads(qkv)
         if table is not None and self.rope:
             q, k = self._turn(q, table), self._turn(k, table)
-        if self.build.recomputes("core_attn"):
-            mixed = recompute(lambda *heads: self._core(*heads, mask), self.build.streams, q, k, v)
-        else:
-            mixed = self._core(q, k, v, mask)
-        return self.linear_proj(mixed), normed
+        return self.linear_proj(attend(self.build, q, k, v, mask, bias, training=self.training)), normed
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d] and k, v: [s, b, g/tp, d]."""
@@ -68,12 +64,20 @@ class SelfAttention(nn.Module):
     def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rope.rotary_interleaved)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
-        dropout = self.build.model.attention_dropout if self.training else 0.0
-        if dropout == 0.0:
-            return self.build.kernels.attention(q, k, v, mask)
-        with self.build.streams.use("cut"):
-            return self.build.kernels.attention(q, k, v, mask, dropout)
+
+def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, bias: Tensor | None, *, training: bool) -> Tensor:
+    """The attention kernel as the run wants it: with its scale and dropout, recomputed if asked.
+
+    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; bias: [1, n/tp, queries, keys]. Returns [queries, b, n/tp * d].
+    """
+    dropout = build.model.attention_dropout if training else 0.0
+
+    def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        # "default" leaves the streams alone: without dropout nothing is drawn.
+        with build.streams.use("cut" if dropout else "default"):
+            return build.kernels.attention(q, k, v, mask, dropout, scale=build.model.softmax_scale, bias=bias)
+
+    return recompute(core, build.streams, q, k, v, bias) if build.recomputes("core_attn") else core(q, k, v, bias)
 
 
 def positions_of(ids: Tensor) -> Tensor:

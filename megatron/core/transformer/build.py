@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.run import RecomputeConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.recompute import dropping_output
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
 from megatron.core.tensor_parallel.norm import Norm
@@ -58,6 +60,13 @@ class Build:
         """Initial values of the embeddings."""
         deviation = self.model.embedding_init_method_std
         return self.initial() if deviation is None else normal(deviation)
+
+    def normed_linear(self, norm: nn.Module | None, linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """linear(norm(x)) and norm(x), of which the linear layer keeps nothing if norms are recomputed; None: no norm."""
+        if norm is not None and self.recomputes("layernorm"):
+            return dropping_output(norm, linear, x)
+        normed = x if norm is None else norm(x)
+        return linear(normed), normed
 
     def norm(self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector") -> Norm:
         """A norm of the configured kind; left out, sum_over is that of a norm between tensor-parallel regions."""

@@ -9,36 +9,55 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.rope import RotaryTable
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum.
+
+    A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
+    norm(x + attention(x)), then norm(x + mlp(x)).
+    """
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
         super().__init__()
+        model = build.model
         self.build, self.plan = build, plan
-        self.after_norm = build.model.apply_residual_connection_post_layernorm
-        self.input_layernorm = build.norm(build.model.hidden_size)
+        self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
+        self.input_layernorm = None if after_sum else build.norm(model.hidden_size)
         self.self_attention = SelfAttention(build, rope=plan.rope)
-        self.pre_mlp_layernorm = build.norm(build.model.hidden_size)
+        self.post_attention_layernorm = build.norm(model.hidden_size) if after_sum else None
+        self.pre_cross_attn_layernorm = build.norm(model.hidden_size) if plan.cross else None
+        self.cross_attention = CrossAttention(build) if plan.cross else None
+        self.pre_mlp_layernorm = None if after_sum else build.norm(model.hidden_size)
         self.mlp = MLP(build)
-        self.dropout = Dropout(build.model.hidden_dropout, build.streams, build.region.outside_stream)
+        self.post_mlp_layernorm = build.norm(model.hidden_size) if after_sum else None
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
-    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None) -> Tensor:
-        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape."""
-        mixed, normed = self.self_attention(x, self.input_layernorm, mask, table)
-        x = self._residual(x, normed) + self.dropout(mixed)
+    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None, *, bias: Tensor | None = None,
+                memory: Tensor | None = None, memory_mask: MaskSpec | None = None) -> Tensor:
+        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
+
+        bias: [1, n/tp, s, s], added to the scores. memory, memory_mask: what cross attention looks at, and through.
+        """
+        mixed, normed = self.self_attention(x, self.input_layernorm, mask, table, bias)
+        x = self._sum(x, normed, mixed, self.post_attention_layernorm)
+        if self.cross_attention is not None:
+            assert memory is not None and memory_mask is not None, "a layer with cross attention has something to look at"
+            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, memory_mask)
+            x = self._sum(x, normed, found, None)
         if self.build.recomputes("mlp"):
             return recompute(self._mlp, self.build.streams, x)
         return self._mlp(x)
 
     def _mlp(self, x: Tensor) -> Tensor:
         thought, normed = self.mlp(x, self.pre_mlp_layernorm)
-        return self._residual(x, normed) + self.dropout(thought)
+        return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
-    def _residual(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Where the residual starts, in the residual's format, which may be wider than the norm's."""
-        return normed.to(x.dtype) if self.after_norm else x
+    def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
+        """The residual and its update, normed if so. The residual's format may be wider than the norm's."""
+        total = (normed.to(x.dtype) if self.after_norm else x) + self.dropout(update)
+        return total if norm is None else norm(total)

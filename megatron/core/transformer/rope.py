@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import RopeConfig
-
-_LLAMA3_ORIGINAL_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+from megatron.core.transformer.build import Build
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +24,16 @@ def frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype:
     """Angle per position of each pair, [r/2] (Su et al., 2021)."""
     size = int(head_size * config.rotary_percent) // 2 * 2
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
-    found = config.rotary_base**-steps
-    return _llama3(found, config.rope_scaling_factor) if config.use_rope_scaling else found
+    found = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
+    return _llama3(found, config) if config.use_rope_scaling else found
 
 
-def _llama3(found: Tensor, factor: float) -> Tensor:
-    """Slow turns are slowed by `factor`, fast ones kept, those between blended (Llama 3.1)."""
-    turns = _LLAMA3_ORIGINAL_LENGTH * found / (2 * math.pi)
-    blend = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
-    return (1 - blend) * found / factor + blend * found
+def _llama3(found: Tensor, config: RopeConfig) -> Tensor:
+    """Slow turns are slowed by a factor, fast ones kept, those between blended (Llama 3.1)."""
+    turns = config.rope_scaling_original_length * found / (2 * math.pi)
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * found / config.rope_scaling_factor + blend * found
 
 
 def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype) -> RotaryTable:
@@ -44,3 +44,15 @@ def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype
     angles = places[:, :, None, None] * frequencies(config, head_size, positions.device, dtype)
     doubled = angles.repeat_interleave(2, dim=-1) if config.rotary_interleaved else torch.cat((angles, angles), dim=-1)
     return RotaryTable(doubled.cos(), doubled.sin())
+
+
+def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
+    """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s]
+    when they do not simply count.
+    """
+    if build.model.rope.position_embedding_type != "rope":
+        return None
+    length = build.region.whole_length(hidden.shape[0])
+    places = torch.arange(length, device=hidden.device)[None] if positions is None else positions
+    wide = torch.float64 if build.dtype == torch.float64 else torch.float32
+    return rotary_table(places, build.model.rope, build.model.kv_channels, dtype=wide)

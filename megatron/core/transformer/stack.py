@@ -27,13 +27,19 @@ class Stack(nn.Module):
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
 
-    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None) -> Tensor:
-        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape."""
+    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None, *, bias: Tensor | None = None,
+                memory: Tensor | None = None, memory_mask: MaskSpec | None = None) -> Tensor:
+        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
+
+        bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
+        looks at, through memory_mask.
+        """
         for group, drop in self._groups():
+            run = _Run(group, mask, table, memory_mask)
             if drop and self.training:
-                x = recompute(_Run(group, mask, table), self.build.streams, x, axis=self._saved_axis())
+                x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
             else:
-                x = _Run(group, mask, table)(x)
+                x = run(x, bias, memory)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def _groups(self) -> list[tuple[list[Layer], bool]]:
@@ -51,12 +57,12 @@ class Stack(nn.Module):
 
 
 class _Run:
-    """Some layers one after the other, as a function of x."""
+    """Some layers one after the other, as a function of what has a gradient."""
 
-    def __init__(self, layers: list[Layer], mask: MaskSpec, table: RotaryTable | None) -> None:
-        self.layers, self.mask, self.table = layers, mask, table
+    def __init__(self, layers: list[Layer], mask: MaskSpec, table: RotaryTable | None, memory_mask: MaskSpec | None) -> None:
+        self.layers, self.mask, self.table, self.memory_mask = layers, mask, table, memory_mask
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, memory: Tensor | None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.mask, self.table)
+            x = layer(x, self.mask, self.table, bias=bias, memory=memory, memory_mask=self.memory_mask)
         return x

@@ -1,0 +1,96 @@
+"""Encoders of text with hidden words (Devlin et al., 2018).
+
+    ids, types -> embedding -> layers, each seeing the whole text -> ... -> final norm -> masked-word head -> loss
+                                                                                      \\-> first token -> pooler -> pair head
+
+A `BERTModel` is one pipeline stage. Norms stand before each sublayer, as in Megatron; with --norm-after-residual and
+--embedding-layernorm it is the published BERT, which has no final norm.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import TrainConfig
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.models.embedding import WORD_EMBEDDING, Embedding
+from megatron.core.models.heads import LanguageModelHead, MaskedWordTransform, Pooler
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
+from megatron.core.tensor_parallel.linear import Linear
+from megatron.core.transformer.attention import positions_of
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.stack import Stack
+
+TOKEN_TYPES = 2
+
+
+class BERTOutput(NamedTuple):
+    """words: the loss of every token [b, s], or logits [s, b, v/tp] without labels. pairs: logits [b, 2], or None."""
+
+    words: Tensor
+    pairs: Tensor | None
+
+
+class BERTModel(nn.Module):
+    """One stage of an encoder with a head for hidden words and one for pairs of texts."""
+
+    def __init__(self, stage: StageSpec, build: Build) -> None:
+        super().__init__()
+        self.stage, self.build, model = stage, build, build.model
+        split, tied = not (stage.embeds and stage.heads), model.ties_embeddings
+        self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.embeds else None
+        self.encoder = Stack(stage.layers, build, final_norm=stage.heads and not model.norm_after_residual)
+        self.lm_head = self.output_layer = self.pooler = self.binary_head = None
+        if stage.heads:
+            shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
+            self.lm_head = MaskedWordTransform(build)
+            self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True)
+            if model.bert_binary_head:
+                self.pooler = Pooler(build)
+                self.binary_head = Linear(model.hidden_size, 2, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+        name_all(self)
+
+    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
+        """Give the parameters memory and their initial values. Returns the model."""
+        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        return self
+
+    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and format of each tensor that a stage takes from the one before."""
+        length = self.build.region.length(train.seq_length)
+        return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
+
+    def forward(self, *, padding: Tensor | None, ids: Tensor | None = None, types: Tensor | None = None,
+                hidden: Tensor | None = None, labels: Tensor | None = None) -> Tensor | BERTOutput:
+        """Run this stage.
+
+        padding: bool [b, s], False where there is no token; None: all are. ids, types: [b, s], read by the first stage.
+        hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s]. Returns the message to the next stage;
+        on the last, what the heads say.
+        """
+        x = self.encode(padding=padding, ids=ids, types=types, hidden=hidden)
+        if self.output_layer is None:
+            return x
+        pairs = self.binary_head(self.pooler(x)) if self.binary_head is not None else None
+        return BERTOutput(self.output_layer(self.lm_head(x), self.output_weight(), labels), pairs)
+
+    def encode(self, *, padding: Tensor | None, ids: Tensor | None = None, types: Tensor | None = None,
+               hidden: Tensor | None = None) -> Tensor:
+        """The hidden states after this stage's layers, [s or s/tp, b, h]; see `forward`."""
+        if self.embedding is not None:
+            assert ids is not None, "the first stage reads ids"
+            hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
+        assert hidden is not None, "a later stage reads the message of the stage before"
+        return self.encoder(hidden, MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+
+    def output_weight(self) -> Tensor:
+        """The matrix of the output layer: its own, or the embedding's."""
+        assert self.output_layer is not None, "only the last stage has an output layer"
+        own = getattr(self.output_layer, "weight", None)
+        return self.embedding.word_embeddings.weight if own is None else own

@@ -1,0 +1,71 @@
+"""An encoder that judges whole texts: which class one is of, or which of several fits.
+
+    ids, types -> embedding -> layers -> final norm -> pooler (first token) -> dropout -> scores of the classes
+
+The same stages and names as `BERTModel`, with one small head in the place of its two; a pretrained BERT's weights load into
+all but the head. With `choices`, that many texts in turn belong to one sample, and each has one score.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import TrainConfig
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.models.bert import TOKEN_TYPES
+from megatron.core.models.embedding import Embedding
+from megatron.core.models.heads import Pooler
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
+from megatron.core.tensor_parallel.linear import Linear
+from megatron.core.transformer.attention import positions_of
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.stack import Stack
+
+
+class ClassifierModel(nn.Module):
+    """One stage. classes: scores of a text; choices: texts of a sample, whose single scores are compared (classes: 1)."""
+
+    def __init__(self, stage: StageSpec, build: Build, *, classes: int, choices: int = 1) -> None:
+        super().__init__()
+        self.stage, self.build, self.choices = stage, build, choices
+        self.embedding = Embedding(build, tied=False, token_types=TOKEN_TYPES) if stage.embeds else None
+        self.encoder = Stack(stage.layers, build, final_norm=stage.heads and not build.model.norm_after_residual)
+        self.pooler = Pooler(build) if stage.heads else None
+        self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.heads else None
+        head = Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype) if stage.heads else None
+        self.classification_head = head if choices == 1 else None
+        self.multichoice_head = head if choices > 1 else None
+        name_all(self)
+
+    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ClassifierModel:
+        """Give the parameters memory and their initial values. Returns the model."""
+        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        return self
+
+    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and format of each tensor that a stage takes from the one before."""
+        length, texts = self.build.region.length(train.seq_length), train.micro_batch_size * self.choices
+        return (((length, texts, self.build.model.hidden_size), self.build.residual_dtype),)
+
+    def forward(self, *, padding: Tensor, ids: Tensor | None = None, types: Tensor | None = None,
+                hidden: Tensor | None = None) -> Tensor:
+        """Run this stage on b samples of c texts.
+
+        padding: bool [b * c, s], False where there is no token. ids, types: [b * c, s], read by the first stage. hidden: the
+        message of the stage before. Returns the message to the next stage; on the last, scores: [b, classes], or [b, c].
+        """
+        if self.embedding is not None:
+            assert ids is not None and types is not None, "the first stage reads ids and types"
+            hidden = self.embedding(ids, positions_of(ids), types)
+        assert hidden is not None, "a later stage reads the message of the stage before"
+        x = self.encoder(hidden, MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+        if self.pooler is None or self.dropout is None:
+            return x
+        pooled = self.dropout(self.pooler(x))
+        return self.classification_head(pooled) if self.classification_head is not None else (
+            self.multichoice_head(pooled).view(-1, self.choices))

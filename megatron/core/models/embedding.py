@@ -1,0 +1,41 @@
+"""What goes into a network: ids, positions and types of tokens, as vectors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.dropout import Dropout
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Embedding(nn.Module):
+    """The sum of a vector for each id, for its position if those are learned, and for its type if there are types."""
+
+    def __init__(self, build: Build, *, tied: bool, token_types: int = 0) -> None:
+        super().__init__()
+        model = build.model
+        spec = vocabulary_spec(model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
+                               build.initial_embedding(), tied=tied)
+        shared = {"init": build.initial_embedding(), "region": build.region, "mesh": build.mesh, "dtype": build.dtype}
+        self.residual_dtype = build.residual_dtype
+        self.word_embeddings = VocabEmbedding(spec, region=build.region, mesh=build.mesh, dtype=build.dtype)
+        self.position_embeddings = None
+        if model.rope.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(model.max_position_embeddings, model.hidden_size, **shared)
+        self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
+        self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
+
+    def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """ids: [b, s]; positions: [b or 1, s]; types: [b, s]. Returns [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        x = self.word_embeddings(ids)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions)
+        if self.tokentype_embeddings is not None:
+            assert types is not None, "a network that tells types of tokens apart is told them"
+            x = x + self.tokentype_embeddings(types)
+        x = x.to(self.residual_dtype)
+        return self.dropout(x if self.layernorm is None else self.layernorm(x))

@@ -1,0 +1,111 @@
+"""Encoder and decoder in one line of stages (Raffel et al., 2019).
+
+    encoder ids, decoder ids -> embedding -> encoder layers -> final norm -> decoder layers -> final norm -> head -> loss
+                                   \\-- the decoder's embedding travels beside --/      memory: what every decoder layer sees
+
+A `T5Model` is one pipeline stage, and may hold layers of both. What stages have in common travels with the message: the
+decoder's state (before its first layer, its embedding), the encoder's state (after its last layer, the memory), and with
+relative positions the two tables of biases. So only the first stage embeds, and gradients of what is shared come back the
+way it went; the one matrix with two homes is the tied output layer, as in a decoder-only model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import TrainConfig
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.models.embedding import WORD_EMBEDDING, Embedding
+from megatron.core.models.heads import LanguageModelHead
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
+from megatron.core.transformer.attention import positions_of
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.relative import RelativePositions, score_bias
+from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.stack import Stack
+
+Message = tuple[Tensor, ...]
+
+
+class T5Model(nn.Module):
+    """One stage of an encoder and decoder."""
+
+    def __init__(self, stage: StageSpec, build: Build) -> None:
+        super().__init__()
+        self.stage, self.build, model = stage, build, build.model
+        encoder = [plan for plan in stage.layers if not plan.cross]
+        decoder = [plan for plan in stage.layers if plan.cross]
+        split, tied = not (stage.embeds and stage.heads), model.ties_embeddings
+        relative = stage.embeds and model.rope.position_embedding_type == "relative"
+        self.embedding = Embedding(build, tied=tied and split) if stage.embeds else None
+        self.encoder_relative_pos_emb = RelativePositions(build) if relative else None
+        self.decoder_relative_pos_emb = RelativePositions(build) if relative else None
+        ends = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
+        self.encoder = Stack(encoder, build, final_norm=ends) if encoder else None
+        self.decoder = Stack(decoder, build, final_norm=stage.heads) if decoder or stage.heads else None
+        self.output_layer = None
+        if stage.heads:
+            shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
+            self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "",
+                                                  bias=model.add_bias_linear)
+        name_all(self)
+
+    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
+        """Give the parameters memory and their initial values. Returns the model."""
+        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        return self
+
+    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and format of each tensor that a stage takes from the one before."""
+        build, rope = self.build, self.build.model.rope
+        states = tuple(((build.region.length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
+                       for length in (train.decoder_seq_length, train.seq_length))
+        if rope.position_embedding_type != "relative":
+            return states
+        heads = build.model.num_attention_heads // build.mesh.tp.size
+        return (*states, ((2, rope.relative_attention_num_buckets, heads), build.dtype))
+
+    def forward(self, *, encoder_padding: Tensor | None, encoder_ids: Tensor | None = None, decoder_ids: Tensor | None = None,
+                message: Message | None = None, labels: Tensor | None = None) -> Message | Tensor:
+        """Run this stage.
+
+        encoder_padding: bool [b, s], False where there is no token; None: all are. encoder_ids: [b, s] and decoder_ids:
+        [b, t], read by the first stage. message: of the stage before. labels: [b, t]. Returns the message to the next stage;
+        on the last, the loss of every token [b, t], or logits [t, b, v/tp] without labels.
+        """
+        if self.embedding is not None:
+            assert encoder_ids is not None and decoder_ids is not None, "the first stage reads ids"
+            message = self._begin(encoder_ids, decoder_ids)
+        assert message is not None, "a later stage reads the message of the stage before"
+        state, memory, *tables = message
+        if self.encoder is not None:
+            memory = self.encoder(memory, MaskSpec(causal=False, padding=encoder_padding), rotary_of(self.build, memory),
+                                  bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
+        if self.decoder is not None:
+            state = self.decoder(state, MaskSpec(), rotary_of(self.build, state), bias=self._bias(tables, state, causal=True),
+                                 memory=memory, memory_mask=MaskSpec(causal=False, padding=encoder_padding))
+        if self.output_layer is None:
+            return (state, memory, *tables)
+        return self.output_layer(state, self.output_weight(), labels)
+
+    def output_weight(self) -> Tensor:
+        """The matrix of the output layer: its own, or the embedding's."""
+        assert self.output_layer is not None, "only the last stage has an output layer"
+        own = getattr(self.output_layer, "weight", None)
+        return self.embedding.word_embeddings.weight if own is None else own
+
+    def _begin(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
+        memory = self.embedding(encoder_ids, positions_of(encoder_ids))
+        state = self.embedding(decoder_ids, positions_of(decoder_ids))
+        if self.encoder_relative_pos_emb is None:
+            return state, memory
+        tables = [half.relative_attention_bias.weight for half in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)]
+        return state, memory, torch.stack(tables)
+
+    def _bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
+        if not tables:
+            return None
+        return score_bias(tables[0][int(causal)], self.build.region.whole_length(x.shape[0]), self.build.model.rope, causal=causal)

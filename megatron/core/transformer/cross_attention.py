@@ -1,0 +1,41 @@
+"""Attention of a sequence to another one: a decoder's to what its encoder made of the text.
+
+Queries come from the sequence, keys and values from the memory, which has no norm of its own here: the encoder's final
+norm has been there. The key and value matrices are one matrix [k | v].
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel.spec import Part
+from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.transformer.attention import attend
+from megatron.core.transformer.build import Build
+
+
+class CrossAttention(nn.Module):
+    """Attention of a sequence to a memory, without positions."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        model, tp = build.model, build.mesh.tp.size
+        self.build, self.head_size = build, model.kv_channels
+        copies = max(1, tp // model.num_query_groups)
+        key, bias = Part(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
+        shared = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
+        self.linear_q = ColumnLinear(model.hidden_size, (Part(model.query_size),), bias=bias, init=build.initial(), **shared)
+        self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.initial(), **shared)
+        self.linear_proj = RowLinear(model.query_size, model.hidden_size, bias=model.add_bias_linear,
+                                     init=build.initial_output(), **shared)
+
+    def forward(self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h].
+
+        Returns the attention's output and the normed input, both like x.
+        """
+        q, normed = self.build.normed_linear(norm, self.linear_q, x)
+        k, v = self.linear_kv(memory.to(self.linear_kv.weight.dtype)).chunk(2, dim=-1)
+        heads = [part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v)]
+        return self.linear_proj(attend(self.build, *heads, mask, None, training=self.training)), normed

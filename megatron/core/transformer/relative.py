@@ -1,0 +1,59 @@
+"""T5's relative positions: every head adds a learned number to a score, by how far key and query are apart.
+
+Near distances have a bucket each, far ones share buckets that grow like a logarithm, and from the largest distance on there
+is one (Raffel et al., 2019). All layers of an encoder, and all of a decoder, share a table.
+
+    decoder, 8 buckets     distance back   0 1 2 3 4..  ..      ahead: bucket 0, which is never looked at
+    encoder, 8 buckets     4 buckets for keys before and at the query, 4 for keys after it
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.model import RopeConfig
+from megatron.core.parallel.spec import Cut, ParamSpec, Part, parameter
+from megatron.core.transformer.build import Build
+
+
+class RelativeBias(nn.Module):
+    """A table of one number a bucket and head. Heads are cut over the tensor ranks."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        model = build.model
+        cut = Cut(1, "tp", (Part(model.num_attention_heads),))
+        spec = ParamSpec((model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "matrix", (cut,))
+        self.weight = parameter(spec, build.mesh, build.dtype)
+
+
+class RelativePositions(nn.Module):
+    """The table of an encoder or a decoder, under the name that it has in Megatron."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.relative_attention_bias = RelativeBias(build)
+
+
+def score_bias(table: Tensor, length: int, config: RopeConfig, *, causal: bool) -> Tensor:
+    """What is added to the scores of a sequence. table: [buckets, n/tp]. Returns [1, n/tp, length, length]."""
+    places = torch.arange(length, device=table.device)
+    found = buckets(places[None, :] - places[:, None], config, causal=causal)
+    return F.embedding(found, table).permute(2, 0, 1)[None]
+
+
+def buckets(offset: Tensor, config: RopeConfig, *, causal: bool) -> Tensor:
+    """The bucket of each offset, key's place less query's. offset: int64 of any shape; returns the same shape."""
+    count, first = config.relative_attention_num_buckets, torch.zeros_like(offset)
+    distance = (-offset).clamp(min=0) if causal else offset.abs()
+    if not causal:
+        count //= 2
+        first = (offset > 0) * count
+    near = count // 2
+    steps = torch.log(distance.clamp(min=1).float() / near) / math.log(config.relative_attention_max_distance / near)
+    far = (near + (steps * (count - near)).long()).clamp(max=count - 1)
+    return first + torch.where(distance < near, distance, far)

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Pretrain a BERT: `torchrun --nproc_per_node N pretrain_bert.py <flags>`; `--help` lists the flags in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.arguments import parse_args
+from megatron.training.place import launcher_place
+
+if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
+    PLACE = launcher_place()
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0,
+                      defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert"})
+
+import torch
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.blend import build_splits
+from megatron.core.datasets.sentence_kinds import bert_kind
+from megatron.core.models.bert import BERTModel, BERTOutput
+from megatron.training.batch import Batch, Loss, LossFunction
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron
+from megatron.training.loop import Datasets, pretrain
+from megatron.training.pair_loss import pair_loss
+from megatron.training.run import Run
+
+
+def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Training, validation and test pairs of texts with hidden words."""
+    return build_splits(run.config.data, bert_kind(run.config, run.tokenizer), samples)
+
+
+def model(run: Run, stage: StageSpec) -> BERTModel:
+    """One pipeline stage."""
+    return BERTModel(stage, run.build)
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: BERTModel) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
+    """One microbatch through one stage; the last gives what its heads say."""
+    batch = next(batches)
+    output = stage(ids=batch.tokens, types=batch.extras["types"], hidden=batch.hidden, labels=batch.labels,
+                   padding=batch.extras["padding_mask"].bool())
+
+    def loss(said: BERTOutput) -> Loss:
+        return pair_loss(said, batch, per_token=run.config.train.calculate_per_token_loss)
+
+    return output, loss
+
+
+@entry
+def main() -> None:
+    """Initialize and train."""
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+
+
+if __name__ == "__main__":
+    main()

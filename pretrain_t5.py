@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Pretrain a T5: `torchrun --nproc_per_node N pretrain_t5.py <flags>`; `--help` lists the flags in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.arguments import parse_args
+from megatron.training.place import launcher_place
+
+if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
+    PLACE = launcher_place()
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0,
+                      defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "t5"})
+
+import torch
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.blend import build_splits
+from megatron.core.datasets.sentence_kinds import t5_kind
+from megatron.core.models.t5 import Message, T5Model
+from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron
+from megatron.training.loop import Datasets, pretrain
+from megatron.training.run import Run
+
+
+def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Training, validation and test texts with spans taken out."""
+    return build_splits(run.config.data, t5_kind(run.config, run.tokenizer), samples)
+
+
+def model(run: Run, stage: StageSpec) -> T5Model:
+    """One pipeline stage."""
+    return T5Model(stage, run.build)
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[torch.Tensor | Message, LossFunction]:
+    """One microbatch through one stage; the last gives the loss of every token that the decoder writes."""
+    batch = next(batches)
+    output = stage(encoder_ids=batch.tokens, encoder_padding=batch.extras["enc_mask"].bool(), decoder_ids=batch.extras["text_dec"],
+                   message=batch.message, labels=batch.labels)
+
+    def loss(losses: torch.Tensor) -> Loss:
+        return masked_loss(losses, batch.loss_mask)
+
+    return output, loss
+
+
+@entry
+def main() -> None:
+    """Initialize and train."""
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+
+
+if __name__ == "__main__":
+    main()
