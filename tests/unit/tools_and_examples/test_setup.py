@@ -173,7 +173,7 @@ def test_what_is_tested_lies_within_what_is_allowed() -> None:
 
 
 def test_the_library_needs_only_what_it_declares() -> None:
-    modules = {"PyYAML": "yaml"}
+    modules = {"PyYAML": "yaml", "Jinja2": "jinja2"}
     declared = {modules.get(one.name, one.name) for one in map(Requirement, setup_arguments()["install_requires"])}
     tree = {path: source for path, source in repository().items() if path.startswith(("megatron/", "pretrain_"))}
     for path, source in tree.items():

@@ -1,0 +1,291 @@
+"""Finetuning by epochs: a pretrained encoder learns to judge texts, and is measured after every epoch.
+
+The steps are those of pretraining (`train_step`), on batches that go through the training set in a new order each epoch;
+the evaluation is a forward-only pass whose scores are gathered sample by sample. The epoch that does best is kept in `--save`
+and predicts `--output-file`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import StageSpec
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.models.classify import ClassifierModel
+from megatron.core.parallel import collectives
+from megatron.training.batch import Batch, Loss, LossFunction
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.data import all_once
+from megatron.training.dialects import open_checkpoint
+from megatron.training.evaluate import evaluate
+from megatron.training.metrics import Meter, report_line
+from megatron.training.reading import FILL, needs_text, read
+from megatron.training.run import Run
+from megatron.training.stages import Trainer, build_trainer
+from megatron.training.step import train_step
+from tasks.flags import TaskConfig
+from tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
+from tasks.race import CHOICES, read_race
+from tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
+
+Samples = PairSamples | ChoiceSamples
+_HEADS = ("model.classification_head.", "model.multichoice_head.")
+_UNUSED = ("model.lm_head.", "model.output_layer.", "model.binary_head.", *_HEADS)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What was said of one sample. label: None where the file has none."""
+
+    index: int
+    predicted: int
+    label: int | None
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """The data of a task. names: files or folders of the evaluation sets."""
+
+    train: Samples | None
+    valid: tuple[Samples, ...]
+    names: tuple[str, ...]
+
+
+def read_sets(task: TaskConfig, run: Run) -> Sets:
+    """Read every file of a task. What is wrong with one is said before anything is trained."""
+    if not task.valid_data:
+        raise ConfigError(f"--task {task.task} needs --valid-data")
+    if task.epochs and not task.train_data:
+        raise ConfigError(f"--epochs {task.epochs} of --task {task.task} need --train-data")
+    encoder = Encoder(run.tokenizer, run.config.train.seq_length)
+
+    def samples(paths: Sequence[str], name: str) -> Samples:
+        if task.task == "RACE":
+            found: Samples = ChoiceSamples([question for path in paths for question in read_race(path)], encoder)
+        else:
+            found = PairSamples([text for path in paths for text in read_glue(str(task.task), path)], encoder)
+        said = about_long_texts(found, name, encoder.length, refuse=task.long_texts == "refuse")
+        if said:
+            run.say(said)
+        return found
+
+    train = samples(task.train_data, "training data") if task.epochs and task.train_data else None
+    return Sets(train, tuple(samples([path], path) for path in task.valid_data), task.valid_data)
+
+
+def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+    """One microbatch through one stage; the last gives the loss of every sample's class."""
+    batch = next(batches)
+    scores = judged(batch, stage)
+
+    def loss(scores: Tensor) -> Loss:
+        losses = F.cross_entropy(scores.float() if scores.dtype != torch.float64 else scores, batch.labels[:, 0], reduction="none")
+        kept = batch.loss_mask[:, 0].to(losses.dtype)
+        total, count = (losses * kept).sum(), kept.sum()
+        return total, count, {"lm loss": torch.stack((total.detach(), count))}
+
+    return scores, loss
+
+
+def judged(batch: Batch, stage: ClassifierModel) -> Tensor:
+    """A stage's output for a microbatch: texts of several choices stand one after the other."""
+    assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
+    scores = stage(ids=batch.tokens.flatten(0, -2), types=batch.extras["types"].flatten(0, -2), hidden=batch.hidden,
+                   padding=batch.extras["padding_mask"].bool().flatten(0, -2))
+    return scores + batch.extras["choices"] if stage.stage.heads and stage.choices > 1 else scores
+
+
+class Epochs:
+    """The microbatches of one data-parallel rank over all epochs, each in an order of its own.
+
+    The order of an epoch follows from the seed and its number alone. A last batch that is not full is left out, or filled up
+    with samples without loss.
+    """
+
+    def __init__(self, run: Run, samples: Samples, *, full: int, keep_last: bool) -> None:
+        self.run, self.samples, self.full, self.keep_last = run, samples, full, keep_last
+        self.steps = -(-len(samples) // full) if keep_last else len(samples) // full
+        if not self.steps:
+            raise ConfigError(f"the training data have {len(samples)} samples, less than one --global-batch-size of {full}; give a "
+                              "smaller batch, or --keep-last")
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """The microbatches of an epoch, from 0."""
+        train, axis = self.run.config.train, self.run.mesh.dp
+        order = np.random.default_rng((train.seed, epoch)).permutation(len(self.samples)).tolist()
+        order += [FILL] * (self.steps * self.full - len(order))
+        block = train.micro_batch_size * axis.size
+        for start in range(axis.rank * train.micro_batch_size, self.steps * self.full, block):
+            arrays = read(self.samples, order[start:start + train.micro_batch_size])
+            yield Batch.from_arrays(arrays, self.run.mesh.device, positions=False)
+
+
+def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
+    """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
+    sets = read_sets(task, run)
+    train = run.config.train
+    epochs = Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last) if sets.train is not None else None
+    if epochs is not None:
+        length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))
+        epochs.run = run
+    trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), judging)
+    checkpoint = Checkpoint(trainer)
+    load_pretrained(checkpoint, task)
+    best, results = -1.0, {}
+    if epochs is None:
+        results, rows = measure(trainer, task, sets)
+        write_predictions(task, sets, rows, run)
+    for epoch in range(task.epochs):
+        train_epoch(trainer, epochs, epoch)
+        results, rows = measure(trainer, task, sets)
+        score = next(iter(results.values()), 0.0)
+        if score > best:
+            best = score
+            write_predictions(task, sets, rows, run)
+            if run.config.checkpoint.save:
+                checkpoint.save()
+    return results
+
+
+def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
+    """One stage of the task's network."""
+    if task.task == "RACE":
+        return ClassifierModel(stage, run.build, classes=1, choices=CHOICES)
+    return ClassifierModel(stage, run.build, classes=len(TASKS[str(task.task)].classes))
+
+
+def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
+    """Start from `--pretrained-checkpoint`, an encoder in any dialect, or from `--load`, which has this task's head."""
+    asked, run = checkpoint.config.checkpoint, checkpoint.trainer.run
+    if asked.load:
+        if not checkpoint.resume():
+            raise ConfigError(f"--load {asked.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint")
+    elif asked.pretrained_checkpoint:
+        source = encoder_of(asked.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
+        checkpoint.adopt_weights(source, own=_HEADS, unused=_UNUSED)
+    elif task.epochs:
+        run.say("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
+    else:
+        raise ConfigError(f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load")
+
+
+def encoder_of(path: str, given: dict[str, Any]) -> Source:
+    """The checkpoint of an encoder; `CheckpointError` for one of another kind of network."""
+    source = open_checkpoint(path, given=given)
+    if not any(name.startswith("model.encoder.") for name in source.formats) or any(
+            name.startswith("model.decoder.") for name in source.formats):
+        kind = "a T5" if any(name.startswith("model.encoder.") for name in source.formats) else "a GPT"
+        raise CheckpointError(f"{source.where} holds {kind}; this task finetunes a BERT: give a checkpoint of pretrain_bert.py, or one "
+                              "of a published BERT")
+    return source
+
+
+def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int) -> None:
+    """Go through the training data once, with Megatron's log lines."""
+    run, progress = trainer.run, trainer.progress
+    meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
+    batches, since, steps = epochs.batches(epoch), time.perf_counter(), 0
+    for step in range(epochs.steps):
+        meter.add(train_step(trainer, batches))
+        steps += 1
+        if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
+            meter.resolve()
+            report = meter.report(train_iters=run.config.train.train_iters, seconds=time.perf_counter() - since)
+            run.say(report_line(report, datetime.now()))
+            since, steps = time.perf_counter(), 0
+    run.say(f"epoch {epoch + 1} is done")
+
+
+def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
+    """What the network says of every sample, in their order; the same on every rank."""
+    run, full = trainer.run, trainer.batches.full
+    rows: dict[int, tuple[float, ...]] = {}
+
+    def collecting(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+        batch = next(batches)
+        output, loss = judging(run, iter((batch,)), stage)
+
+        def kept(scores: Tensor) -> Loss:
+            rows.update(zip(batch.extras["index"][:, 0].tolist(), map(tuple, scores.detach().float().tolist())))
+            return loss(scores)
+
+        return output, kept
+
+    ordinary, trainer.forward_step = trainer.forward_step, collecting
+    batches = all_once(run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
+    evaluate(trainer, batches, -(-len(samples) // full))
+    trainer.forward_step = ordinary
+    found = {index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()}
+    assert len(found) == len(samples), f"{len(found)} of {len(samples)} samples were judged"
+    labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
+    return [Judged(index, int(np.argmax(found[index])), labels[index], found[index]) for index in range(len(samples))]
+
+
+def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, float], list[list[Judged]]]:
+    """Judge every evaluation set and say how well. Returns the metrics over all that have labels, and what was said."""
+    rows = [predictions(trainer, samples) for samples in sets.valid]
+    together: list[tuple[int, int]] = []
+    for name, judged_ in zip(sets.names, rows):
+        pairs = [(row.predicted, row.label) for row in judged_ if row.label is not None]
+        if not pairs:
+            trainer.run.say(f"{task.task} on {name}: no labels")
+            continue
+        together += pairs
+        trainer.run.say(f"{task.task} on {name}: {_words(task, pairs)}")
+    if together and len(rows) > 1:
+        trainer.run.say(f"{task.task} overall: {_words(task, together)}")
+    return _metrics(task, together) if together else {}, rows
+
+
+def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judged]], run: Run) -> None:
+    """Write `--output-file`, whole or not at all: a JSON line for each sample of each set."""
+    if not task.output_file or not run.mesh.world.is_first:
+        return
+    path = Path(task.output_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(path.name + ".tmp")
+    with made.open("w", encoding="utf-8") as file:
+        for name, samples, judged_ in zip(sets.names, sets.valid, rows):
+            for row in judged_:
+                file.write(json.dumps(_record(task, name, samples, row)) + "\n")
+    os.replace(made, path)
+
+
+def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[str, object]:
+    """One sample's line: classes by their names, answers of RACE by their letters."""
+    if isinstance(samples, ChoiceSamples):
+        question = samples.questions[row.index]
+        classes: Sequence[str] = "ABCD"[:len(question.answers)]
+        uid = question.uid
+    else:
+        classes, uid = TASKS[str(task.task)].classes, samples.texts[row.index].uid
+    record = {"file": name, "uid": uid, "prediction": classes[row.predicted],
+              "scores": dict(zip(classes, (round(score, 6) for score in row.scores)))}
+    return record if row.label is None else {**record, "label": classes[row.label]}
+
+
+def _metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
+    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else measured(TASKS[str(task.task)], pairs)
+
+
+def _words(task: TaskConfig, pairs: Pairs) -> str:
+    right = sum(found == true for found, true in pairs)
+    numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _metrics(task, pairs).items())
+    return f"{numbers} ({right} of {len(pairs)} right)"

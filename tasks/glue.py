@@ -1,0 +1,161 @@
+"""The sentence and sentence-pair tasks of GLUE (Wang et al., 2018), read from the tables in which they are published.
+
+A row of `TASKS` says which columns hold the texts and the label, which labels there are, and what is measured. Columns are
+found by the names in the header, so that files with and without labels, and with further columns, are read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron.core.datasets.indexed import DataError
+
+Pairs = Sequence[tuple[int, int]]  # (predicted, true) class of each sample
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One sample as text. label: number of its class, or None in a file without labels. place: file and line, for messages."""
+
+    uid: str
+    first: str
+    second: str | None
+    label: int | None
+    place: str
+
+
+def accuracy(pairs: Pairs) -> float:
+    """Share of right predictions."""
+    return sum(found == true for found, true in pairs) / len(pairs)
+
+
+def f1(pairs: Pairs) -> float:
+    """Harmonic mean of precision and recall of class 1."""
+    right = sum(found == true == 1 for found, true in pairs)
+    named = sum((found == 1) + (true == 1) for found, true in pairs)
+    return 2 * right / named if named else 0.0
+
+
+def matthews(pairs: Pairs) -> float:
+    """Correlation of two binary variables (Matthews, 1975); 0 where one of them never changes."""
+    both = sum(found == true == 1 for found, true in pairs)
+    neither = sum(found == true == 0 for found, true in pairs)
+    only_found = sum(found == 1 and true == 0 for found, true in pairs)
+    only_true = sum(found == 0 and true == 1 for found, true in pairs)
+    spread = (both + only_found) * (both + only_true) * (neither + only_found) * (neither + only_true)
+    return (both * neither - only_found * only_true) / spread ** 0.5 if spread else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GlueTask:
+    """texts: names of the columns, the first that is there of each tuple. header: of a file that is published without one."""
+
+    texts: tuple[tuple[str, ...], ...]
+    label: str
+    classes: tuple[str, ...]
+    uid: str = "index"
+    metrics: tuple[Callable[[Pairs], float], ...] = (accuracy,)
+    header: tuple[str, ...] | None = None
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS: Mapping[str, GlueTask] = MappingProxyType({
+    "MNLI": GlueTask((("sentence1",), ("sentence2",)), "gold_label", ("contradiction", "entailment", "neutral")),
+    "QQP": GlueTask((("question1",), ("question2",)), "is_duplicate", ("0", "1"), uid="id", metrics=(accuracy, f1)),
+    "QNLI": GlueTask((("question",), ("sentence",)), "label", _ENTAILMENT),
+    "RTE": GlueTask((("sentence1",), ("sentence2",)), "label", _ENTAILMENT),
+    "WNLI": GlueTask((("sentence1",), ("sentence2",)), "label", ("0", "1")),
+    "MRPC": GlueTask((("#1 String",), ("#2 String",)), "Quality", ("0", "1"), metrics=(accuracy, f1)),
+    "SST-2": GlueTask((("sentence",),), "label", ("0", "1")),
+    "CoLA": GlueTask((("sentence",),), "label", ("0", "1"), metrics=(matthews, accuracy),
+                     header=("source", "label", "mark", "sentence")),
+})
+_SHOWN = 20  # bad lines that an error lists
+
+
+def read_glue(name: str, path: str | Path) -> list[Text]:
+    """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
+    task = TASKS[name]
+    lines = _lines(path)
+    header, first_line = _header(task, lines, path)
+    places = _columns(name, task, header, path)
+    samples, problems = [], []
+    for number, line in enumerate(lines[first_line - 1:], first_line):
+        if not line.strip():
+            continue
+        try:
+            samples.append(_sample(task, header, places, line, f"{path}:{number}"))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if problems:
+        rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise DataError("\n  ".join([f"{len(problems)} lines of {path} are no samples of {name}", *problems[:_SHOWN], *rest]))
+    if not samples:
+        raise DataError(f"{path} holds no sample of {name}")
+    return samples
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _header(task: GlueTask, lines: Sequence[str], path: str | Path) -> tuple[list[str], int]:
+    """The names of the columns, and the number of the first line after them."""
+    first = lines[0].rstrip("\r").split("\t") if lines else []
+    if task.header is not None and len(first) == len(task.header) and not set(task.header) & set(first):
+        return list(task.header), 1
+    return first, 2
+
+
+def _columns(name: str, task: GlueTask, header: Sequence[str], path: str | Path) -> dict[str, int]:
+    """Where the columns are that the task needs; the label's, if the file has it."""
+    places, missing = {}, []
+    for number, spellings in enumerate(task.texts):
+        found = [word for word in spellings if word in header]
+        if found:
+            places[f"text{number}"] = header.index(found[0])
+        else:
+            missing.append(" or ".join(spellings))
+    if missing:
+        raise DataError(f"{path}:1: {name} needs the columns {', '.join(missing)}, and the header has: {', '.join(header)}")
+    for key, word in (("label", task.label), ("uid", task.uid)):
+        if word in header:
+            places[key] = header.index(word)
+    return places
+
+
+def _sample(task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str) -> Text:
+    cells = line.rstrip("\r").split("\t")
+    if len(cells) != len(header):
+        raise ValueError(f"{len(cells)} columns, expected {len(header)} as in the header")
+    texts = [cells[places[f"text{number}"]].strip() for number in range(len(task.texts))]
+    for text, spellings in zip(texts, task.texts):
+        if not text:
+            raise ValueError(f"the column {spellings[0]} is empty")
+    label = None
+    if "label" in places:
+        word = cells[places["label"]].strip()
+        if word not in task.classes:
+            raise ValueError(f"label {word!r}, expected one of {', '.join(task.classes)}")
+        label = task.classes.index(word)
+    uid = cells[places["uid"]] if "uid" in places else place.rpartition(":")[2]
+    return Text(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)
+
+
+def measured(task: GlueTask, pairs: Pairs) -> dict[str, float]:
+    """The task's metrics."""
+    return {metric.__name__: metric(pairs) for metric in task.metrics}
+
+
+def all_have_labels(samples: Iterable[Text]) -> bool:
+    """Whether something can be measured."""
+    return all(sample.label is not None for sample in samples)

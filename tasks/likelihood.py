@@ -1,0 +1,235 @@
+"""What a language model says of ids: how likely continuations are, and how it continues; under any layout.
+
+    requests -> inputs that differ -> batches by length -> data ranks share them, stages pass them on -> the same on all ranks
+
+An answer does not depend on the batch it was found in: rows are filled up at their ends, which a causal network does not
+see. All ranks are asked the same, and all get every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.parallel import collectives
+from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.schedules import forward_only
+from megatron.core.pipeline_parallel.transfers import script
+from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.sampling import Sampling, draw
+from megatron.training.loaded import Loaded
+from tasks.zeroshot import likeliest
+
+Ids = tuple[int, ...]
+Batch = Sequence[Ids]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """At most `rows` inputs together, and at most `tokens` ids, padding included; a single input may be longer."""
+
+    rows: int
+    tokens: int | None = None
+
+    def cut(self, inputs: Sequence[Ids]) -> list[Batch]:
+        """Inputs in batches, the longest first."""
+        batches: list[list[Ids]] = []
+        for ids in sorted(inputs, key=lambda ids: (-len(ids), ids)):
+            full = not batches or len(batches[-1]) == self.rows or (
+                self.tokens is not None and (len(batches[-1]) + 1) * len(batches[-1][0]) > self.tokens)
+            if full:
+                batches.append([])
+            batches[-1].append(ids)
+        return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How likely is `continuation` after `context`? Ids, at least one each."""
+
+    context: Ids
+    continuation: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """loglikelihood: sum of the log-probabilities (nats). greedy: whether each token is the likeliest at its place."""
+
+    loglikelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """ids: at least one, `num_tokens` fewer than the network has positions. ended: asked of the new ids after each of them.
+
+    seed: of this prompt's draws, whatever else is in its batch.
+    """
+
+    ids: Ids
+    num_tokens: int
+    ended: Callable[[list[int]], bool]
+    sampling: Sampling = Sampling(0.0)
+    seed: int = 0
+
+
+def loglikelihoods(loaded: Loaded, requests: Sequence[Request], *, max_length: int, size: BatchSize) -> list[Answer]:
+    """Answers in the order of the requests. What is longer than `max_length` inputs loses its first ids.
+
+    Requests with equal inputs, as answers of a multiple choice that differ in their last id, are computed once.
+    """
+    inputs = [(request.context + request.continuation)[-(max_length + 1):][:-1] for request in requests]
+    asked: dict[Ids, list[int]] = {}
+    for number, ids in enumerate(inputs):
+        assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
+        asked.setdefault(ids, []).append(number)
+    axis, found = loaded.mesh.dp, {}
+    mine = size.cut(list(asked))[axis.rank::axis.size]
+
+    def keep(microbatch: int, logits: Tensor) -> None:
+        batch = mine[microbatch]
+        numbers = [number for ids in batch for number in asked[ids]]
+        rows = [row for row, ids in enumerate(batch) for _ in asked[ids]]
+        found.update(zip(numbers, _judged(loaded, logits, rows, [inputs[n] for n in numbers], [requests[n].continuation for n in numbers])))
+
+    with _shown(loaded, mine, "loglikelihoods") as bar:
+        _forward(loaded, mine, keep, bar)
+    gathered = _everywhere(loaded, found)
+    return [gathered[number] for number in range(len(requests))]
+
+
+def _judged(loaded: Loaded, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]) -> list[Answer]:
+    """logits: [s, b, v/tp], padded columns included; rows: each request's row of the batch. Only asked places are looked at."""
+    columns = [row for row, ids in zip(rows, continuations, strict=True) for _ in ids]
+    places = [place for ids, asked in zip(inputs, continuations, strict=True) for place in range(len(ids) - len(asked), len(ids))]
+    targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
+    chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
+    axis, true_size = loaded.mesh.tp, loaded.config.model.true_vocab_size
+    right = likeliest(chosen, axis, true_size) == targets
+    losses = cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
+    lengths = [len(ids) for ids in continuations]
+    return [Answer(-float(loss.double().sum()), bool(hits.all())) for loss, hits in zip(losses.split(lengths), right.split(lengths))]
+
+
+def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
+    """New ids after each prompt, until it is ended or has its number of them; the end of document is the last, if it comes.
+
+    Every step computes the whole of each text anew.
+    """
+    numbers: dict[Ids, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        numbers.setdefault(prompt.ids, []).append(number)
+    axis, found = loaded.mesh.dp, {}
+    batches = size.cut([prompt.ids for prompt in prompts])
+    places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
+    mine = places[axis.rank::axis.size]
+    for batch in _shown(loaded, mine, "continuations"):
+        found.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
+    gathered = _everywhere(loaded, found)
+    return [gathered[number] for number in range(len(prompts))]
+
+
+def _continued(loaded: Loaded, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The new ids of one batch; the same on every stage and tensor rank."""
+    new: list[list[int]] = [[] for _ in prompts]
+    draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
+    active = list(range(len(prompts)))
+    while active := [row for row in active if not _is_over(prompts[row], new[row], loaded.tokenizer.eod)]:
+        texts = [prompts[row].ids + tuple(new[row]) for row in active]
+        tokens = torch.zeros(len(active), dtype=torch.int64, device=loaded.mesh.device)
+
+        def keep(_: int, logits: Tensor) -> None:
+            places = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
+            last = _whole_rows(loaded, logits[places, torch.arange(len(texts), device=logits.device)])
+            for place, row in enumerate(active):
+                tokens[place] = draw(last[place:place + 1], prompts[row].sampling, draws[row])[0]
+
+        _forward(loaded, [texts], keep)
+        collectives.broadcast(tokens, loaded.mesh.pp, loaded.mesh.pp.size - 1)
+        for row, token in zip(active, tokens.tolist()):
+            new[row].append(token)
+    return new
+
+
+def _is_over(prompt: Prompt, new: list[int], eod: int) -> bool:
+    return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
+
+
+def _whole_rows(loaded: Loaded, logits: Tensor) -> Tensor:
+    """logits: [b, v/tp]. Returns [b, v] without padding, in fp32 (fp64 for fp64), the same on every tensor rank."""
+    whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[:, :loaded.config.model.true_vocab_size]
+    return whole if whole.dtype == torch.float64 else whole.float()
+
+
+def frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before and behind every text."""
+    bare, whole = tokenizer.tokenize_marked("1"), tokenizer.tokenize("1")
+    first = next((first for first in range(len(whole) - len(bare) + 1) if whole[first:first + len(bare)] == bare), None)
+    if first is None:
+        raise ConfigError("the tokenizer puts ids around a text that depend on the text; what is the text's own cannot be told apart")
+    return whole[:first], whole[first + len(bare):]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The executor's view of a forward pass over batches. keep: takes the number of a batch and its logits, on the last stage."""
+
+    loaded: Loaded
+    batches: Sequence[Batch]
+    keep: Callable[[int, Tensor], None]
+    bar: tqdm | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return self.loaded.mesh.device
+
+    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+        """The message of the stage before."""
+        batch = self.batches[microbatch]
+        return (self.loaded.stages[stage // self.loaded.mesh.pp.size].message_shape(len(batch), len(batch[0])),)
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One stage on one batch; rows are filled up to the length of the first, the longest."""
+        chunk, batch = self.loaded.stages[stage // self.loaded.mesh.pp.size], self.batches[microbatch]
+        ids = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=self.device)
+        output = chunk(ids=ids, hidden=received[0] if received else None)
+        if self.bar is not None and chunk is self.loaded.stages[0]:
+            self.bar.update()
+        if not chunk.stage.heads:
+            return (output,)
+        self.keep(microbatch, output)
+        return ()
+
+    def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
+        """Never asked: the plan has no backward passes."""
+
+    def reduce(self, stage: int) -> None:
+        """Never asked."""
+
+
+def _forward(loaded: Loaded, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None) -> None:
+    """Run all batches through all stages."""
+    axis = loaded.mesh.pp
+    if batches:
+        plan = script(forward_only(axis.size, len(loaded.stages), len(batches)), axis.rank)
+        run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
+
+
+def _shown(loaded: Loaded, batches: Sequence[Any], title: str) -> tqdm:
+    """A progress bar over batches, on the first rank and on terminals only."""
+    return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
+
+
+def _everywhere(loaded: Loaded, found: dict[int, Any]) -> dict[int, Any]:
+    """What the ranks found, of all data ranks, on all ranks."""
+    speaks = loaded.stages[-1].stage.heads and loaded.mesh.tp.is_first
+    everyone = collectives.gather_objects(found if speaks else {}, loaded.mesh.world)
+    return {number: answer for theirs in everyone for number, answer in theirs.items()}

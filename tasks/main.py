@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Evaluate or finetune: `torchrun --nproc_per_node N tasks/main.py --task NAME <flags>`; `--help` lists the flags in groups.
+
+    python tasks/main.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load runs/gpt --use-checkpoint-args
+    python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv dev_mismatched.tsv --epochs 5 \\
+        --pretrained-checkpoint runs/bert ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.training.arguments import parse_args
+from megatron.training.place import launcher_place
+from tasks.flags import ZERO_SHOT, TaskConfig, defaults_of
+
+if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
+    PLACE = launcher_place()
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv))
+
+from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron
+from tasks.finetune import finetune
+from tasks.zeroshot import run_zero_shot
+
+
+@entry
+def main() -> None:
+    """Initialize and do the task."""
+    task = from_namespace(TaskConfig, ARGS)
+    if task.task is None:
+        raise ConfigError("no --task is given; --help names them")
+    run = initialize_megatron(ARGS)
+    if task.task in ZERO_SHOT:
+        run_zero_shot(run, task)
+    else:
+        finetune(run, task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""RACE (Lai et al., 2017): a passage, a question, four answers.
+
+A folder of .txt files, each a JSON object (or several, a line each) with `article`, `questions`, `options` and `answers`.
+Every answer becomes one text [CLS] question and answer [SEP] article [SEP]; the head gives each a score, and the four
+scores of a question are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.indexed import DataError
+
+CHOICES = 4  # at most; a question with fewer is scored over those it has
+MOST_QUESTION_TOKENS = 128  # of question and answer together; the rest is the article's
+_LETTERS = "ABCD"
+_GAP = re.compile("_+")
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. answers: question and answer as one text, for each of two to four. label: number of the right one."""
+
+    uid: str
+    article: str
+    answers: tuple[str, ...]
+    label: int
+    place: str
+
+
+def read_race(folder: str | Path) -> list[Question]:
+    """The questions of a folder, its files in the order of their names. `DataError` lists all that cannot be used."""
+    paths = sorted(Path(folder).glob("*.txt"))
+    if not paths:
+        raise DataError(f"{folder} is no folder with .txt files of RACE")
+    questions, problems = [], []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"{path} cannot be read: {error}")
+            continue
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                found, wrong = _questions(line, f"{path}:{number}")
+                questions += found
+                problems += wrong
+    if problems:
+        rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise DataError("\n  ".join([f"{len(problems)} passages or questions of {folder} cannot be used", *problems[:_SHOWN], *rest]))
+    return questions
+
+
+def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
+    """The questions of one passage, and what is wrong with it."""
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        return [], [f"{place}: not JSON: {error}"]
+    lists = [content.get(name) for name in ("questions", "options", "answers")] if isinstance(content, dict) else [None]
+    if not all(isinstance(entry, list) for entry in lists) or not isinstance(content.get("article"), str):
+        return [], [f"{place}: expected an object with a text `article` and lists `questions`, `options` and `answers`"]
+    if len({len(entry) for entry in lists}) != 1:
+        sizes = ", ".join(str(len(entry)) for entry in lists)
+        return [], [f"{place}: questions, options and answers differ in number: {sizes}"]
+    if not content["article"].strip():
+        return [], [f"{place}: the article is empty"]
+    found, wrong = [], []
+    for number, (question, options, answer) in enumerate(zip(*lists), 1):
+        problem = _problem(question, options, answer)
+        if problem:
+            wrong.append(f"{place}, question {number}: {problem}")
+            continue
+        texts = tuple(joined(question, option) for option in options)
+        found.append(Question(f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}", content["article"], texts,
+                              _LETTERS.index(answer), place))
+    return found, wrong
+
+
+def _problem(question: Any, options: Any, answer: Any) -> str:
+    if not isinstance(question, str):
+        return "it is no text"
+    if not isinstance(options, list) or not 2 <= len(options) <= CHOICES or not all(isinstance(option, str) for option in options):
+        return f"expected two to {CHOICES} options that are texts"
+    letters = tuple(_LETTERS[:len(options)])
+    return "" if answer in letters else f"answer {answer!r}, expected one of {', '.join(letters)}"
+
+
+def joined(question: str, answer: str) -> str:
+    """Question and answer as one text: the answer in the question's gap, or behind it."""
+    return _GAP.sub(lambda _: answer, question) if "_" in question else f"{question} {answer}"
+
+
+def overall(results: Sequence[tuple[int, int]]) -> float:
+    """Share of right answers over several folders, by (right, all) of each."""
+    return sum(right for right, _ in results) / max(1, sum(count for _, count in results))

@@ -1,0 +1,128 @@
+"""Labelled texts as samples of ids for an encoder: [CLS] first [SEP] second [SEP], types 0 and 1, and which tokens are padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.tokenizers.base import Tokenizer
+from tasks.glue import Text
+from tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
+
+Sample = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """How texts become rows of `length` ids."""
+
+    tokenizer: Tokenizer
+    length: int
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("cls", "sep", "pad") if getattr(self.tokenizer, name) is None]
+        if missing:
+            raise ConfigError(f"this task needs a tokenizer with the tokens {', '.join(missing)}, as --tokenizer-type "
+                              "BertWordPieceLowerCase has them")
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        flat, lengths = self.tokenizer.encode_flat(texts)
+        return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if len(texts) else []
+
+    def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """(ids, types, padding mask: int64 [length] each; tokens cut off). What is too long loses its end."""
+        tokenizer = self.tokenizer
+        ids = [tokenizer.cls, *first, tokenizer.sep]
+        types = [0] * len(ids)
+        if second is not None:
+            ids += [*second, tokenizer.sep]
+            types += [1] * (len(second) + 1)
+        lost = max(0, len(ids) - self.length)
+        if lost:
+            ids, types = [*ids[:self.length - 1], tokenizer.sep], types[:self.length]
+        rest = self.length - len(ids)
+        mask = [1] * len(ids) + [0] * rest
+        return (np.array(ids + [tokenizer.pad] * rest, np.int64), np.array(types + [0] * rest, np.int64), np.array(mask, np.int64), lost)
+
+
+class PairSamples:
+    """Sentences or pairs of sentences with a class each.
+
+    A sample holds tokens, types, padding_mask (int64 [length]), labels, index (int64 [1]), loss_mask (float32 [1]; 0 without
+    a label). cut: places of the texts that are longer than a row.
+    """
+
+    def __init__(self, texts: Sequence[Text], encoder: Encoder) -> None:
+        self.texts, self.encoder = texts, encoder
+        firsts = encoder.ids([text.first for text in texts])
+        seconds = encoder.ids([text.second or "" for text in texts])
+        self._ids = list(zip(firsts, seconds))
+        special = 2 if texts and texts[0].second is None else 3
+        self.cut = [f"{text.place} ({len(a) + len(b) + special} tokens)" for text, (a, b) in zip(texts, self._ids)
+                    if len(a) + len(b) + special > encoder.length]
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample."""
+        text, (first, second) = self.texts[index], self._ids[index]
+        ids, types, mask, _ = self.encoder.row(first, None if text.second is None else second)
+        return {"tokens": ids, "types": types, "padding_mask": mask, **_labelled(index, text.label)}
+
+
+class ChoiceSamples:
+    """Questions with several answers, one of them right.
+
+    A sample holds tokens, types, padding_mask (int64 [4, length]), labels, index (int64 [1]), loss_mask (float32 [1]) and
+    choices (float32 [4]; 0 for an answer, minus infinity where there is none). A question with fewer than four answers
+    repeats its first, without a chance. cut: places of the texts that are longer than a row.
+    """
+
+    def __init__(self, questions: Sequence[Question], encoder: Encoder) -> None:
+        self.questions, self.encoder = questions, encoder
+        articles = list(dict.fromkeys(question.article for question in questions))
+        self._articles = dict(zip(articles, encoder.ids(articles)))
+        flat = encoder.ids([answer for question in questions for answer in question.answers])
+        self._answers, at = [], 0
+        for question in questions:
+            self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at:at + len(question.answers)]])
+            at += len(question.answers)
+        longest = [max(map(len, answers)) + len(self._articles[question.article]) + 3
+                   for question, answers in zip(questions, self._answers)]
+        self.cut = [f"{question.place} ({size} tokens)" for question, size in zip(questions, longest) if size > encoder.length]
+
+    def __len__(self) -> int:
+        """The number of questions."""
+        return len(self.questions)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample."""
+        question, answers = self.questions[index], self._answers[index]
+        article, missing = self._articles[question.article], CHOICES - len(answers)
+        rows = [self.encoder.row(answer, article)[:3] for answer in [*answers, *answers[:1] * missing]]
+        ids, types, mask = (np.stack(column) for column in zip(*rows))
+        chances = np.array([0.0] * len(answers) + [-np.inf] * missing, np.float32)
+        return {"tokens": ids, "types": types, "padding_mask": mask, "choices": chances, **_labelled(index, question.label)}
+
+
+def _labelled(index: int, label: int | None) -> Sample:
+    return {"labels": np.array([label or 0], np.int64), "index": np.array([index], np.int64),
+            "loss_mask": np.array([label is not None], np.float32)}
+
+
+def about_long_texts(samples: PairSamples | ChoiceSamples, name: str, length: int, *, refuse: bool) -> str:
+    """A sentence about the texts that lose their ends, or nothing; `DataError` instead with `refuse`."""
+    if not samples.cut:
+        return ""
+    first = ", ".join(samples.cut[:3]) + (", ..." if len(samples.cut) > 3 else "")
+    said = f"{name}: {len(samples.cut)} of {len(samples)} samples are longer than --seq-length {length}: {first}"
+    if refuse:
+        raise DataError(f"{said}; give a larger --seq-length, or --long-texts cut")
+    return f"{said}; they lose their ends"

@@ -1,0 +1,238 @@
+"""Language models scored as they are: perplexity of a text (WIKITEXT103), and the last word of passages (LAMBADA).
+
+A task is a data set of windows and a score of every window; the passes over the stages are those of evaluation in
+training, so that a model of any layout is scored where it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.indexed import DataError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.data import all_once
+from megatron.training.evaluate import evaluate
+from megatron.training.reading import needs_text
+from megatron.training.run import Run
+from megatron.training.stages import Trainer, build_trainer
+from tasks.detokenize import detokenized
+from tasks.flags import TaskConfig
+
+LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
+_SCORES = "scores"
+
+
+class TokenWindows:
+    """Windows of `length` tokens, each `stride` further on than the last; what a window scores no other does.
+
+    ids: the whole text. The first window scores all its labels, the others their last `stride`. fill: stands behind the end.
+    """
+
+    def __init__(self, ids: Sequence[int], *, length: int, stride: int, fill: int) -> None:
+        if not 1 <= stride <= length:
+            raise ConfigError(f"--overlapping-eval {stride} is not between 1 and --seq-length {length}")
+        if len(ids) < 2:
+            raise DataError("the text has fewer than two tokens: there is nothing to predict")
+        self.ids, self.length, self.stride, self.fill = np.array(ids, np.int64), length, stride, fill
+        self.labels = len(ids) - 1
+
+    def __len__(self) -> int:
+        """The number of windows."""
+        return 1 + max(0, -(-(self.labels - self.length) // self.stride))
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """tokens, labels, position_ids: int64 [length]; loss_mask: float32 [length], 1 at labels that are scored here."""
+        start = index * self.stride
+        window = np.full(self.length + 1, self.fill, np.int64)
+        held = self.ids[start:start + self.length + 1]
+        window[:len(held)] = held
+        mask = np.zeros(self.length, np.float32)
+        mask[0 if index == 0 else self.length - self.stride:len(held) - 1] = 1.0
+        return _sample(window, mask)
+
+
+class LastWords:
+    """Passages whose last word is to be predicted.
+
+    passages: ids of the beginning and of the word. A passage that is longer than `length` loses its first tokens.
+    """
+
+    def __init__(self, passages: Sequence[tuple[list[int], list[int]]], *, length: int, fill: int) -> None:
+        self.passages, self.length, self.fill = passages, length, fill
+
+    def __len__(self) -> int:
+        """The number of passages."""
+        return len(self.passages)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """tokens, labels, position_ids: int64 [length]; loss_mask: float32 [length], 1 where the word is predicted."""
+        beginning, word = self.passages[index]
+        ids = (beginning + word)[-(self.length + 1):]
+        window = np.full(self.length + 1, self.fill, np.int64)
+        window[:len(ids)] = ids
+        mask = np.zeros(self.length, np.float32)
+        mask[len(ids) - 1 - len(word):len(ids) - 1] = 1.0
+        return _sample(window, mask)
+
+
+def _sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": window[:-1], "labels": window[1:].copy(), "loss_mask": mask,
+            "position_ids": np.arange(len(mask), dtype=np.int64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text to score. original_words: words of the file as it is published, white space between."""
+
+    windows: TokenWindows
+    original_words: int
+
+
+def read_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> Text:
+    """The text of a file, as WIKITEXT103 scores it."""
+    text = _text_of(path)
+    ids = tokenizer.tokenize(detokenized(text, path).strip())
+    return Text(TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" ")))
+
+
+def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, strict: bool) -> LastWords:
+    """The passages of LAMBADA: JSON lines with a `text` each. `DataError` names every line that cannot be used."""
+    passages, problems = [], []
+    for path in paths:
+        for number, line in enumerate(_text_of(path).splitlines(), 1):
+            try:
+                passages.append(_passage(line, tokenizer, strict=strict, length=length))
+            except ValueError as error:
+                problems.append(f"{path}:{number}: {error}")
+    if problems or not passages:
+        raise DataError("\n  ".join([f"{len(problems)} lines of the passages cannot be used", *problems[:20]]))
+    return LastWords(passages, length=length, fill=tokenizer.eod)
+
+
+def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> tuple[list[int], list[int]]:
+    content = json.loads(line)
+    text = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(text, str) or len(text.split()) < 2:
+        raise ValueError("expected an object whose `text` has two words or more")
+    if strict:
+        last = text.split()[-1]
+        beginning, word = tokenizer.tokenize(text[:text.rfind(last)].strip()), tokenizer.tokenize(" " + last)
+    else:
+        ids = tokenizer.tokenize(text)
+        beginning, word = ids[:-1], ids[-1:]
+    if not beginning or not word or len(word) > length:
+        raise ValueError(f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window")
+    return beginning, word
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    """The id with the largest logit at each place; the first, where several are equal.
+
+    logits: [..., v/tp], padded columns included. Returns int64 [...].
+    """
+    columns = logits.shape[-1]
+    valid = true_vocab_size - axis.rank * columns
+    if valid < columns:
+        logits = logits.clone()
+        logits[..., max(0, valid):] = float("-inf")
+    largest, place = logits.float().max(dim=-1)
+    best = collectives.all_reduce(largest.clone(), axis, "max")
+    nowhere = torch.full_like(place, torch.iinfo(torch.int64).max)
+    mine = torch.where(largest == best, place + axis.rank * columns, nowhere)
+    return -collectives.all_reduce(-mine, axis, "max")
+
+
+def perplexity_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    """One microbatch through one stage, scored by the loss of its tokens."""
+    batch = next(batches)
+    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
+    return output, lambda losses: masked_loss(losses, batch.loss_mask)
+
+
+def last_word_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    """One microbatch through one stage, scored by the passages whose every asked token is the likeliest."""
+    batch = next(batches)
+    output = stage(ids=batch.tokens, hidden=batch.hidden)
+
+    def score(logits: Tensor) -> Loss:
+        found = likeliest(logits.detach(), run.mesh.tp, run.config.model.true_vocab_size).t()
+        asked = batch.loss_mask > 0
+        right = ((found == batch.labels) | ~asked).all(dim=1) & asked.any(dim=1)
+        pair = torch.stack((right.sum(), asked.any(dim=1).sum())).to(batch.loss_mask.dtype)
+        return pair[0], pair[1], {_SCORES: pair}
+
+    return output, score
+
+
+def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
+    """Score the model of `--load` on every file of `--valid-data`. Returns the last file's results, by name."""
+    paths = task.valid_data or ()
+    if not paths:
+        raise ConfigError(f"--task {task.task} needs --valid-data")
+    wiki = task.task == "WIKITEXT103"
+    length = run.config.train.seq_length
+    trainer = build_trainer(run, language_model, perplexity_step if wiki else last_word_step)
+    if not Checkpoint(trainer).resume():
+        raise ConfigError("a zero-shot task scores a trained model: give its checkpoint by --load")
+    results: dict[str, float] = {}
+    for path in paths:
+        if wiki:
+            text = read_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
+            results = perplexities(mean_score(trainer, text.windows), text)
+        else:
+            passages = read_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
+            results = accuracy(mean_score(trainer, passages), len(passages))
+        run.say(f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+    return results
+
+
+def mean_score(trainer: Trainer, windows: TokenWindows | LastWords) -> float:
+    """The mean of what the trainer's forward step scores over all windows, each seen once."""
+    run, full = trainer.run, trainer.batches.full
+    batches = all_once(run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
+    (score,) = evaluate(trainer, batches, -(-len(windows) // full)).values()
+    return score
+
+
+def perplexities(loss: float, text: Text) -> dict[str, float]:
+    """What is stated of a mean loss per token.
+
+    The adjusted perplexity shares the whole loss among the words of the published file, so that tokenizers compare.
+    """
+    ratio = text.windows.labels / max(1, text.original_words - 1)
+    return {"avg loss": loss, "ppl": math.exp(min(LARGEST_EXPONENT, loss)),
+            "adjusted ppl": math.exp(min(LARGEST_EXPONENT, loss * ratio)), "token ratio": ratio}
+
+
+def accuracy(share: float, passages: int) -> dict[str, float]:
+    """What is stated of a share of right predictions."""
+    return {"number correct": round(share * passages), "total examples": passages, "avg accuracy": share}
+
+
+def language_model(run: Run, stage: StageSpec) -> GPTModel:
+    """One pipeline stage."""
+    return GPTModel(stage, run.build)

@@ -1,0 +1,199 @@
+"""Finetuning: it learns, every layout says the same, weights are adopted, and what is written down is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.run import RunConfig
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.models.bert import BERTModel
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.run import Run
+from megatron.training.stages import Trainer, build_trainer
+from megatron.training.step import train_step
+from tasks import finetune
+from tasks.finetune import Epochs, Judged, Sets
+from tasks.flags import TaskConfig, defaults_of
+from tasks.glue import Text
+from tasks.race import Question
+from tasks.texts import ChoiceSamples, Encoder, PairSamples
+from tests.helpers import tiny
+from tests.helpers.architecture import ROOT
+from tests.helpers.mnli import write_mnli
+from tests.helpers.world import Worlds
+
+VOCABULARY = ROOT / "examples/data/demo-bert-vocab.txt"
+LENGTH = 16
+WORDS = "the state of union people war whale ship sea men".split()
+
+
+def tokenizer() -> Tokenizer:
+    """Word pieces of the demo corpus."""
+    return build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(VOCABULARY)))
+
+
+def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
+    """Random texts with labels."""
+    random = np.random.default_rng(8)
+    encoder = Encoder(tokenizer(), LENGTH)
+
+    def text() -> str:
+        return " ".join(random.choice(WORDS, int(random.integers(1, 7))))
+
+    if task == "RACE":
+        return ChoiceSamples([Question(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}") for i in range(count)],
+                             encoder)
+    return PairSamples([Text(str(i), text(), text(), i % 3, f"x:{i}") for i in range(count)], encoder)
+
+
+def config_of(world_size: int, **changes: Any) -> RunConfig:
+    """A tiny encoder's config, with the vocabulary of the demo corpus."""
+    config = tiny.config(world_size, architecture="bert", make_vocab_size_divisible_by=2, **changes)
+    return tiny.with_vocabulary(replace(config, model=replace(config.model, padded_vocab_size=None)), tokenizer().vocab_size)
+
+
+def trainer_of(task: str, **changes: Any) -> Trainer:
+    """A tiny encoder with the task's head, on this process's ranks."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    config = config_of(size, micro_batch_size=2, **changes)
+    run = replace(tiny.run_of(config), tokenizer=tokenizer())
+    return build_trainer(run, lambda run, stage: finetune.model_of(run, stage, TaskConfig(task=task)), finetune.judging)  # type: ignore[arg-type]
+
+
+def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Judged]:
+    """On every rank: what is said after an epoch with a last batch that is not full."""
+    trainer = trainer_of(task, **changes)
+    epochs = Epochs(trainer.run, samples(task), full=8, keep_last=True)
+    batches = epochs.batches(0)
+    for _ in range(epochs.steps):
+        train_step(trainer, batches)
+    return finetune.predictions(trainer, samples(task))
+
+
+@pytest.mark.parametrize("task", ["MNLI", "RACE"])
+@pytest.mark.parametrize(("ranks", "changes"), [(2, {}), (2, {"pipeline_model_parallel_size": 2}),
+                                                (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
+def test_every_layout_learns_and_says_the_same(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
+    changes = {**changes, "fp64": True, "num_layers": 2}
+    alone = after_an_epoch(task, {"fp64": True, "num_layers": 2})
+    for found in world(ranks).run(after_an_epoch, task, changes):
+        assert [(row.index, row.predicted, row.label) for row in found] == [(row.index, row.predicted, row.label) for row in alone]
+        assert np.allclose([row.scores for row in found], [row.scores for row in alone], rtol=1e-5, atol=1e-7)
+
+
+def test_an_answer_that_is_not_there_is_never_chosen() -> None:
+    found = finetune.predictions(trainer_of("RACE"), samples("RACE"))
+    assert all(row.predicted < 2 + row.index % 3 for row in found)
+    assert any(row.scores[3] == -np.inf for row in found)
+
+
+def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
+    run = trainer_of("MNLI").run
+    epochs = Epochs(run, samples("MNLI"), full=8, keep_last=True)
+    seen = []
+    for epoch in range(2):
+        rows = [(int(i), float(m)) for batch in epochs.batches(epoch) for i, m in zip(batch.extras["index"][:, 0], batch.loss_mask[:, 0])]
+        assert len(rows) == 16 and sorted(i for i, mask in rows if mask) == list(range(11))
+        seen.append([i for i, mask in rows if mask])
+    assert seen[0] != seen[1]
+    dropped = Epochs(run, samples("MNLI"), full=8, keep_last=False)
+    assert dropped.steps == 1 and sum(len(batch.labels) for batch in dropped.batches(0)) == 8
+    with pytest.raises(ConfigError, match="11 samples, less than one --global-batch-size of 16"):
+        Epochs(run, samples("MNLI"), full=16, keep_last=False)
+
+
+def bert_checkpoint(folder: Path, **changes: Any) -> Trainer:
+    """Save a tiny BERT."""
+    config = config_of(1, save=str(folder), async_save=False, **changes)
+    trainer = build_trainer(replace(tiny.run_of(config), tokenizer=tokenizer()), _bert, finetune.judging)
+    with torch.no_grad():
+        for param in trainer.stages[0].parameters():
+            param += 0.25  # not what the seed draws
+    Checkpoint(trainer).save()
+    return trainer
+
+
+def _bert(run: Run, stage: Any) -> BERTModel:
+    return BERTModel(stage, run.build)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_of_a_pretrained_bert_are_adopted_with_a_head_of_its_own(tmp_path: Path, bf16: bool) -> None:
+    pretrained = dict(bert_checkpoint(tmp_path, bf16=bf16).stages[0].named_parameters())
+    trainer = trainer_of("MNLI", bf16=bf16, pretrained_checkpoint=str(tmp_path))
+    initial = {name: param.clone() for name, param in trainer.stages[0].named_parameters()}
+    finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task="MNLI", epochs=1))
+    for name, param in trainer.stages[0].named_parameters():
+        assert torch.equal(param, initial[name] if name.startswith("classification_head") else pretrained[name]), name
+    masters = {segment.name: tensor for slot, segment, tensor in trainer.optimizer.slots() if slot == "master"}
+    assert bool(masters) == bf16
+    for name, master in masters.items():
+        assert torch.equal(master.to(torch.bfloat16), dict(trainer.stages[0].named_parameters())[name].detach().flatten()), name
+
+
+def test_a_gpt_is_refused(tmp_path: Path) -> None:
+    config = tiny.config(1, save=str(tmp_path), async_save=False)
+    Checkpoint(tiny.trainer_of(tiny.run_of(config))).save()
+    trainer = trainer_of("MNLI", pretrained_checkpoint=str(tmp_path))
+    with pytest.raises(CheckpointError, match="holds a GPT; this task finetunes a BERT"):
+        finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task="MNLI", epochs=1))
+
+
+def test_evaluation_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give it by --load"):
+        finetune.load_pretrained(Checkpoint(trainer_of("MNLI")), TaskConfig(task="MNLI"))
+
+
+def test_predictions_are_written_with_the_names_of_the_classes(tmp_path: Path) -> None:
+    run, texts = trainer_of("MNLI").run, samples("MNLI", 2)
+    rows = [Judged(0, 2, 0, (0.1, 0.2, 0.7)), Judged(1, 1, None, (0.0, 1.0, 0.5))]
+    task = TaskConfig(task="MNLI", output_file=str(tmp_path / "a" / "said.jsonl"))
+    finetune.write_predictions(task, Sets(None, (texts,), ("dev.tsv",)), [rows], run)
+    found = [json.loads(line) for line in (tmp_path / "a" / "said.jsonl").read_text().splitlines()]
+    assert found == [
+        {"file": "dev.tsv", "uid": "0", "prediction": "neutral", "label": "contradiction",
+         "scores": {"contradiction": 0.1, "entailment": 0.2, "neutral": 0.7}},
+        {"file": "dev.tsv", "uid": "1", "prediction": "entailment", "scores": {"contradiction": 0.0, "entailment": 1.0, "neutral": 0.5}}]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["said.jsonl"]
+
+
+def test_flags_have_the_defaults_of_their_task() -> None:
+    assert defaults_of(["main.py", "--task", "LAMBADA"])["skip_train"] and "architecture" not in defaults_of(["--task", "LAMBADA"])
+    assert defaults_of(["--task=MNLI"]) | {"skip_train": True, "architecture": "bert"} == defaults_of(["--task=MNLI"])
+    assert not defaults_of(["--task=MNLI", "--epochs", "3"])["skip_train"]
+
+
+@pytest.mark.slow
+def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path) -> None:
+    train, dev, other = (write_mnli(tmp_path / name, count, seed) for seed, (name, count) in
+                         enumerate((("train.tsv", 400), ("dev_matched.tsv", 60), ("dev_mismatched.tsv", 41))))
+    model = ("--task MNLI --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+             f"--vocab-file {VOCABULARY} --valid-data {dev} {other} --num-workers 0").split()
+    learning = (f"--train-data {train} --epochs 4 --micro-batch-size 8 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.065 "
+                f"--save {tmp_path / 'out'} --output-file {tmp_path / 'said.jsonl'} --log-interval 10").split()
+
+    def said(*words: str) -> str:
+        done = subprocess.run([sys.executable, "tasks/main.py", *model, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return done.stdout
+
+    last = said(*learning).splitlines()[-1]
+    rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    right = sum(row["prediction"] == row["label"] for row in rows)
+    assert len(rows) == 101 and right / len(rows) > 0.95, last
+    assert f"MNLI overall: accuracy: {100 * right / 101:.2f} % ({right} of 101 right)" in said("--load", str(tmp_path / "out"))

@@ -1,0 +1,186 @@
+"""Zero-shot scores: every label once, the published definitions, and the numbers of another implementation of GPT-2."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.parallel.mesh import Axis
+from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
+from megatron.training.stages import Trainer, build_trainer
+from tasks import zeroshot
+from tasks.detokenize import detokenized
+from tasks.zeroshot import LastWords, Text, TokenWindows, likeliest, read_passages, read_text
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
+from tests.parity.test_published import ours_and_theirs
+
+IDS = np.random.default_rng(4).integers(0, tiny.VOCABULARY, 61).tolist()
+PASSAGES = [(IDS[i:i + 5 + i % 7], IDS[i + 20:i + 21 + i % 3]) for i in range(13)]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 20))
+def test_every_label_is_scored_once_with_as_much_context_as_there_is(count: int, length: int, stride: int) -> None:
+    stride = min(stride, length)
+    windows = TokenWindows(list(range(count)), length=length, stride=stride, fill=999)
+    seen = []
+    for index in range(len(windows)):
+        sample = windows[index]
+        assert sample["loss_mask"].sum() > 0, "a window that scores nothing"
+        for place in np.flatnonzero(sample["loss_mask"]):
+            label = int(sample["labels"][place])
+            seen.append(label)
+            context = sample["tokens"][:place + 1]
+            assert context.tolist() == list(range(label - len(context), label))
+            assert len(context) >= min(label, length - stride + 1)
+    assert seen == list(range(1, count))
+
+
+@pytest.mark.parametrize("stride", [0, 9])
+def test_a_stride_outside_the_window_is_refused(stride: int) -> None:
+    with pytest.raises(ConfigError, match=f"--overlapping-eval {stride} is not between 1 and --seq-length 8"):
+        TokenWindows([1, 2, 3], length=8, stride=stride, fill=0)
+
+
+def scored(changes: dict[str, Any], task: str) -> float:
+    """On every rank: the score of the tiny GPT."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    run = tiny.run_of(tiny.config(size, openai_gelu=True, micro_batch_size=2, **changes))
+    return score_of(build_trainer(run, tiny.gpt, step_of(task)), task)
+
+
+def step_of(task: str) -> Any:
+    """The task's forward step."""
+    return zeroshot.perplexity_step if task == "perplexity" else zeroshot.last_word_step
+
+
+def score_of(trainer: Trainer, task: str) -> float:
+    """The mean score of the task's small data."""
+    length = trainer.run.config.train.seq_length
+    windows = TokenWindows(IDS, length=length, stride=5, fill=0) if task == "perplexity" else LastWords(PASSAGES, length=length, fill=0)
+    return zeroshot.mean_score(trainer, windows)
+
+
+def theirs(published: Any, task: str, length: int) -> float:
+    """The same score by the published model, a window or passage at a time, with all the context that a window has."""
+    with torch.no_grad():
+        if task == "perplexity":
+            losses, start = [], 0
+            while not losses or start + length - 5 < len(IDS) - 1:
+                logits = published(torch.tensor([IDS[start:start + length]])).logits[0]
+                labels = torch.tensor(IDS[start + 1:start + length + 1])
+                new = F.cross_entropy(logits[:len(labels)], labels, reduction="none")
+                losses += (new if start == 0 else new[length - 5:]).tolist()
+                start += 5
+            assert len(losses) == len(IDS) - 1
+            return sum(losses) / len(losses)
+        right = 0
+        for beginning, word in PASSAGES:
+            logits = published(torch.tensor([beginning + word])).logits[0]
+            right += logits[len(beginning) - 1:-1].argmax(dim=-1).tolist() == word
+        return right / len(PASSAGES)
+
+
+@pytest.mark.parametrize("task", ["perplexity", "last words"])
+def test_scores_are_those_of_the_published_model(task: str) -> None:
+    trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
+    trainer.forward_step = step_of(task)
+    expected = theirs(published.eval(), task, trainer.run.config.train.seq_length)
+    assert score_of(trainer, task) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_right_word_counts() -> None:
+    trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
+    trainer.forward_step = zeroshot.last_word_step
+    passages = []
+    for number in range(9):  # every third word is what the model says next; of the others the second token is wrong
+        beginning = IDS[number:number + 6]
+        word: list[int] = []
+        for _ in range(2):
+            with torch.no_grad():
+                word.append(int(published(torch.tensor([beginning + word])).logits[0, -1].argmax()))
+        if number % 3:
+            word[1] = (word[1] + 1) % tiny.VOCABULARY
+        passages.append((beginning, word))
+    assert zeroshot.mean_score(trainer, LastWords(passages, length=16, fill=0)) == pytest.approx(3 / 9)
+
+
+@pytest.mark.parametrize("task", ["perplexity", "last words"])
+@pytest.mark.parametrize(("ranks", "changes"), [(2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}),
+                                                (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
+def test_layouts_give_the_serial_score(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
+    found = world(ranks).run(scored, changes, task)
+    assert found == pytest.approx([scored({}, task)] * ranks, rel=1e-5)
+
+
+def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
+    logits = torch.zeros(2, 3, 8)
+    logits[..., 6:] = 5.0
+    logits[0, 1, 4] = 1.0
+    found = likeliest(logits, Axis("tp"), 6)
+    assert found.tolist() == [[0, 4, 0], [0, 0, 0]]
+
+
+def test_published_text_is_written_as_people_write_it() -> None:
+    text = " = Robert = \n He had a guest @-@ starring role , in the 1 @,@ 000 m ( 3 @.@ 5 ft ) race ; \" so \" he 's told . \n"
+    expected = " = Robert =\nHe had a guest-starring role, in the 1,000 m (3.5 ft) race; \"so\" he's told.\n"
+    assert detokenized(text, "data/wiki.test.tokens") == expected
+    assert detokenized(text, "data/other.txt") == text
+
+
+def test_words_of_the_published_file_are_counted_before_it_is_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.txt"
+    path.write_text("one @-@ two three", encoding="utf-8")
+    text = read_text(str(path), ByteTokenizer(), length=8, stride=4)
+    assert text.original_words == 4 and bytes(text.windows.ids.tolist()) == b"one-two three"
+
+
+def test_perplexities_are_those_of_the_definition() -> None:
+    text = Text(TokenWindows(list(range(11)), length=8, stride=8, fill=0), original_words=6)
+    found = zeroshot.perplexities(2.0, text)
+    assert found == {"avg loss": 2.0, "ppl": pytest.approx(math.e ** 2), "adjusted ppl": pytest.approx(math.e ** 4), "token ratio": 2.0}
+
+
+def test_strict_passages_end_with_the_whole_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "lambada.jsonl"
+    path.write_text(json.dumps({"text": "He sat on the old chair"}) + "\n", encoding="utf-8")
+    (strict,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=True).passages
+    assert (bytes(strict[0]), bytes(strict[1])) == (b"He sat on the old", b" chair")
+    (loose,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=False).passages
+    assert (bytes(loose[0]), bytes(loose[1])) == (b"He sat on the old chai", b"r")
+
+
+def test_a_long_passage_loses_its_first_tokens() -> None:
+    sample = LastWords([(list(range(20)), [20, 21])], length=8, fill=0)[0]
+    assert sample["tokens"].tolist() == list(range(13, 21)) and sample["labels"].tolist() == list(range(14, 22))
+    assert np.flatnonzero(sample["loss_mask"]).tolist() == [6, 7]
+
+
+def test_every_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lambada.jsonl"
+    path.write_text('{"text": "1 2 3"}\nnot json\n{"other": 1}\n{"text": "5"}\n', encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        read_passages([str(path)], NullTokenizer(9), length=8, strict=True)
+    assert all(f"{path}:{number}: " in str(caught.value) for number in (2, 3, 4))
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8"), (b"x", "fewer than two tokens")])
+def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read_text(str(path), ByteTokenizer(), length=8, stride=4)
+
