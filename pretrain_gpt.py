@@ -25,7 +25,7 @@ from megatron.training.run import Run
 
 
 def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:
-    """Training, validation and test windows of tokens."""
+    """Training, validation and test samples: windows of tokens, or with --sft conversations."""
     train, valid, test = samples
     return build_datasets(run.config.data, sequence_length=run.config.train.seq_length, seed=run.config.train.seed,
                           train_samples=train, valid_samples=valid, test_samples=test, tokenizer=run.tokenizer)

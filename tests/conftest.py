@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -45,3 +46,13 @@ def one_thread_and_one_seed() -> None:
     """Every test starts alike."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """No test leaves a handler behind: a later one, or the run itself, would die of it in silence."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    assert after == before, f"the test changed the handlers of {[str(n) for n in numbers]} from {before} to {after}"

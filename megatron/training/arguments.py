@@ -190,8 +190,12 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     fields = {field.name for field, _ in flag_fields(RunConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= {field.name for field, _ in flag_fields(TokenizerConfig)}
-    if args.load == args.save and newest(args.load) is None:
-        return  # the first start of a launcher that also resumes
-    for name, value in checkpoint_values(args.load, args.ckpt_step).items():
+    values = None
+    if newest(args.load) is None:
+        if args.load == args.save:
+            return  # the first start of a launcher that also resumes
+        from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
+        values = foreign_settings(args.load, args.ckpt_step)
+    for name, value in (checkpoint_values(args.load, args.ckpt_step) if values is None else values).items():
         if name in fields:
             setattr(args, name, value)

@@ -114,8 +114,8 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def _kernels(config: RunConfig, device: torch.device) -> Kernels:
-    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.reset_attention_mask,
-                attention_dropout=config.model.attention_dropout)
+    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
+                padding=config.model.architecture != "gpt", attention_dropout=config.model.attention_dropout)
     return select(need, {"attention": config.model.attention_backend})
 
 

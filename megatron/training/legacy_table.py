@@ -61,14 +61,16 @@ RENAMES = (
     Rename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
     Rename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
     Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
+    Rename("--s3-cache-path", ("--object-storage-cache-path",)),
     Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
 )
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
-    ("--position-embedding-type", "yarn mrope relative", "this kind of position is not built yet; choose rope or learned_absolute"),
+    ("--position-embedding-type", "yarn mrope", "this kind of position is not built yet; choose rope or learned_absolute"),
     ("--optimizer", "muon dist_muon adaptive_muon lion soap", "this optimizer is not built yet; choose adam or sgd"),
-    ("--dataloader-type", "external", "loaders from outside are not built yet; choose single or cyclic"),
+    ("--sft-tokenizer-prompt-format", "nemotron-h-aligned nemotron-nano-v2 identity default",
+     "this format is not built in; choose chatml, llama2, llama3 or mistral, or tokenizer and the model's own --chat-template"),
     ("--recompute-modules", "moe moe_act shared_experts mla_up_proj",
      "the module to recompute belongs to a kind of layer that is not built yet; choose core_attn, layernorm or mlp"),
 )
@@ -131,13 +133,15 @@ IGNORED = (
                  "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
     Group("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
           values="dist-ckpt-strictness"),
-    Group("ignored", "training waits until a checkpoint is written; what is written is the same",
-          switches="async-save use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
+    Group("ignored", "--async-save writes from a thread of each rank, and needs no other process",
+          switches="use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
           values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
-    Group("ignored", "it concerns a kind of tokenizer that --tokenizer-type cannot choose yet",
-          switches="trust-remote-code tokenizer-sentencepiece-legacy no-tokenizer-sentencepiece-ignore-extra-whitespaces "
-                   "tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens",
-          values="tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens"),
+    Group("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
+    Group("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
+          switches="tokenizer-hf-no-use-fast"),
+    Group("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
+                     "model's own pieces alone", switches="tokenizer-sentencepiece-legacy"),
+    Group("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
     Group("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
     Group("ignored", "--profile always records with PyTorch's profiler, shapes included",
           switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
@@ -157,13 +161,12 @@ IGNORED = (
 LATER = (
     Group("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
           switches="use-te", values="transformer-impl=local|transformer_engine te-precision-config-file"),
-    Group("later", "encoder-decoder and BERT models are not built yet; for a decoder give --num-layers and --seq-length",
-          switches="bert-no-binary-head output-bert-embeddings",
-          values="encoder-num-layers decoder-num-layers encoder-seq-length decoder-seq-length mask-prob=0.15 "
-                 "short-seq-prob=0.1 vocab-extra-ids=0 relative-attention-num-buckets=32 "
-                 "relative-attention-max-distance=128 pipeline-model-parallel-split-rank "
-                 "encoder-tensor-model-parallel-size=0 encoder-pipeline-model-parallel-size=0 "
-                 "bert-embedder-type bert-load"),
+    Group("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
+          values="bert-embedder-type bert-load"),
+    Group("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
+                     "split say, on the same ranks; see --pipeline-model-parallel-layout",
+          values="pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size=0 "
+                 "encoder-pipeline-model-parallel-size=0"),
     Group("later", "the gpt-oss variants of gating and softmax are not built yet",
           values="glu-linear-offset=0 activation-func-clamp-value softmax-type=vanilla"),
     Group("later", "muP is not built yet", switches="use-mup",
@@ -257,26 +260,17 @@ LATER = (
           switches="enable-cuda-graph external-cuda-graph optimizer-cuda-graph",
           values="cuda-graph-impl=none cuda-graph-modules cuda-graph-warmup-steps=3 cuda-graph-scope"),
     Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
-          switches="full-validation multiple-validation-sets",
+          switches="multiple-validation-sets",
           values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
     Group("later", "checks of gradients, loss spikes and replicas are not built yet; a value that is not finite stops a run",
           switches="check-for-large-grads check-for-spiky-loss",
           values="check-weight-hash-across-dp-replicas-interval"),
-    Group("later", "fill-in-the-middle samples are not built yet", switches="fim-data",
-          values="fim-rate=0.5 fim-spm-rate=0.5 fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token "
-                 "fim-middle-token fim-suffix-token fim-pad-token fim-eod-token"),
-    Group("later", "fine-tuning on conversations is not built yet", switches="sft",
-          values="sft-tokenizer-prompt-format=nemotron-h-aligned chat-template finetune-hf-dataset"),
-    Group("later", "masks by document lengths are not built yet; --reset-attention-mask keeps documents apart",
-          switches="dataloader-inter-document-masking"),
-    Group("later", "this tokenizer setting is not built yet", switches="use-gigatoken",
-          values="tokenizer-special-tokens tokenizer-metadata null-tokenizer-eod-id null-tokenizer-pad-id"),
     Group("later", "only this project's own checkpoint format is written and read so far, as --ckpt-format torch_dist",
           values="ckpt-format=torch_dist dist-ckpt-format=torch_dist ckpt-convert-format ckpt-convert-save"),
     Group("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
     Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
-          switches="load-main-params-from-ckpt verify-integrity", values="override-ckpt-iteration"),
+          switches="load-main-params-from-ckpt", values="override-ckpt-iteration"),
     Group("later", "this report is not built yet",
           switches="log-energy log-max-attention-logit log-straggler disable-straggler-on-startup "
                    "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
@@ -346,6 +340,8 @@ LATER = (
 )
 
 REFUSED = (
+    Group("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
+          values="finetune-hf-dataset"),
     Group("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
           values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
     Group("refused", "a model is described by flags here, not by an import path; leave it out", values="spec=local"),
@@ -353,12 +349,13 @@ REFUSED = (
           switches="use-mp-args-from-checkpoint-args"),
     Group("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
           switches="standalone-embedding-stage"),
+    Group("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
+    Group("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
+          switches="no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
     Group("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
                      "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
     Group("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
           values="data-impl=mmap|infer"),
-    Group("refused", "data is read from a file system; copy or mount the object storage",
-          values="object-storage-cache-path s3-cache-path"),
     Group("refused", "steps are not run again to look for faulty hardware; a loss that is not finite stops the run",
           values="rerun-mode=disabled|validate_results error-injection-rate=0 error-injection-type=transient_error "
                  "result-rejected-tracker-filename gpu-sniff-test-interval=0"),
@@ -382,7 +379,7 @@ REFUSED = (
                  "evidence-data-path retriever-report-topk-accuracies block-data-path embedding-path "
                  "indexer-batch-size indexer-log-interval"),
     Group("refused", "image classification and its pretraining are out of scope",
-          switches="no-data-sharding vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
+          switches="vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
           values="num-classes classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
                  "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
                  "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "

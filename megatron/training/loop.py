@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -14,13 +12,13 @@ import torch
 from megatron.core.config.flags import to_values
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing.saver import Outcome
+from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
-from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
-from megatron.training.data import Dataset, microbatches, needs_text, samples_needed, take
+from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
 from megatron.training.evaluate import evaluate
 from megatron.training.metrics import (
     Meter,
@@ -36,20 +34,8 @@ from megatron.training.run import Run
 from megatron.training.stages import ForwardStep, ModelProvider, Trainer, build_trainer
 from megatron.training.step import train_step
 from megatron.training.timers import times_scalars, times_text
-from megatron.training.watch import Profile, Watch
+from megatron.training.watch import NotFinite, Profile, Watch
 from megatron.training.writers import Writers
-
-Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
-DatasetProvider = Callable[[Run, tuple[int, int, int]], Datasets]
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Microbatches of each split, for this rank. A split without data is None."""
-
-    train: Iterator[Batch] | None
-    valid: Iterator[Batch] | None
-    test: Iterator[Batch] | None
 
 
 def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_step: ForwardStep) -> None:
@@ -62,29 +48,8 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
     checkpoint = Checkpoint(trainer)
     checkpoint.resume()
     trainer.batches.check(run.progress.consumed_train_samples)
-    data = build_data(trainer, datasets)
-    Session(trainer, checkpoint, data).run()
-
-
-def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
-    """The microbatches that come next, from the counters alone. Rank 0 builds index caches first, the others read them."""
-    run, progress = trainer.run, trainer.progress
-    reads = needs_text(run.config, trainer.specs)
-    counts = samples_needed(run.config, trainer.batches)
-    if run.mesh.world.is_first:
-        found = provider(run, counts)
-    collectives.barrier(run.mesh.world)
-    if not run.mesh.world.is_first:
-        found = provider(run, counts)
-    if found[0] is None and not run.config.train.skip_train:
-        raise DataError("the training split holds no data; give it a share in --split")
-
-    def iterate(dataset: Dataset | None, consumed: int) -> Iterator[Batch] | None:
-        return None if dataset is None else microbatches(run, dataset, consumed_samples=consumed, reads=reads)
-
-    # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
-    seen = 0 if run.config.train.skip_train else progress.consumed_valid_samples
-    return Data(iterate(found[0], progress.consumed_train_samples), iterate(found[1], seen), iterate(found[2], 0))
+    with closing(build_data(trainer, datasets)) as data:
+        Session(trainer, checkpoint, data).run()
 
 
 class Session:
@@ -103,21 +68,32 @@ class Session:
         self.since = time.perf_counter()
         self.steps_since = 0
         self.reported_memory = False
+        self.failed_saves = 0
+        self.notes: dict[int, str] = {}  # iteration that is being saved -> its line in progress.txt
 
     def run(self) -> None:
         """Train until there is a reason to stop; then evaluate and save."""
-        progress, reason = self.trainer.progress, ""
         self._describe()
         with closing(self.writers), self._watch() as watch:
-            if not self.config.train.skip_train:
-                self.since = time.perf_counter()
-                # Asked after a step, never before the first: a run that resumes where it exited must get on.
-                while progress.iteration < self.total and not reason:
-                    self._one_iteration(watch)
-                    if progress.iteration < self.total:
-                        reason = watch.reason_to_stop(progress.iteration)
-            self._resolve(watch)
+            try:
+                reason = "" if self.config.train.skip_train else self._train(watch)
+                self._resolve(watch)
+            except NotFinite:  # of which all ranks know: they can still end a save together
+                self._settle(self.checkpoint.finish())
+                raise
             self._finish(reason, watch)
+
+    def _train(self, watch: Watch) -> str:
+        """Iterate to the end, or until there is a reason to stop, which is returned."""
+        progress, reason = self.trainer.progress, ""
+        self.checkpoint.prepare()
+        self.since = time.perf_counter()
+        # Asked after a step, never before the first: a run that resumes where it exited must get on.
+        while progress.iteration < self.total and not reason:
+            self._one_iteration(watch)
+            if progress.iteration < self.total:
+                reason = watch.reason_to_stop(progress.iteration)
+        return reason
 
     def _one_iteration(self, watch: Watch) -> None:
         progress, train = self.trainer.progress, self.config.train
@@ -135,11 +111,12 @@ class Session:
             empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
         if self._due(self.config.log.log_interval) or progress.iteration == 1:
             self._report(watch)
-        if self._due(train.eval_interval) and train.eval_iters and self.data.valid is not None:
+        if self._due(train.eval_interval) and self.data.valid is not None:
             self._evaluate(watch)
         after = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         if self._due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
             self._save(watch)
+        self._settle(self.checkpoint.poll())
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.trainer.progress.iteration % interval == 0
@@ -180,50 +157,82 @@ class Session:
         self.since, self.steps_since = time.perf_counter(), 0
 
     def _evaluate(self, watch: Watch) -> None:
-        """The mean validation loss over --eval-iters global batches."""
+        """The mean validation loss over --eval-iters global batches, or over all of the validation data."""
         progress, train = self.trainer.progress, self.config.train
         paused = time.perf_counter()
         self._resolve(watch)
         watch.around_evaluation()
-        losses = evaluate(self.trainer, self.data.valid, train.eval_iters)
-        progress.consumed_valid_samples += train.eval_iters * self.trainer.batches.full
+        with self.data.valid.next() as (batches, iterations):
+            losses = evaluate(self.trainer, batches, iterations)
+        if not self.config.data.full_validation:
+            progress.consumed_valid_samples += iterations * self.trainer.batches.full
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
 
     def _save(self, watch: Watch) -> None:
-        if self.config.checkpoint.save and self.checkpoint.last_saved != self.trainer.progress.iteration:
+        """Begin to save, if that is asked for and has not been done in this iteration."""
+        iteration = self.trainer.progress.iteration
+        if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
             self._resolve(watch)
-            self.checkpoint.save()
-            self._note_progress("Saved checkpoint")
+            ended = self.checkpoint.begin_save()
+            self.notes[iteration] = self._progress_text("Saved checkpoint")
+            for outcome in ended:
+                self._settle(outcome)
             self.since += time.perf_counter() - paused
 
-    def _note_progress(self, event: str) -> None:
-        """A line in SAVE/progress.txt (`--log-progress`)."""
-        folder = self.config.checkpoint.save
-        if not (self.config.log.log_progress and folder and self.mesh.world.is_first):
+    def _settle(self, outcome: Outcome | None) -> None:
+        """Record how a save ended, if one did."""
+        if outcome is None:
             return
+        self.failed_saves += bool(outcome.problems)
+        self.writers.saved(outcome.iteration, seconds=outcome.seconds, blocked=outcome.blocked, size=outcome.size,
+                           failures=self.failed_saves)
+        text = self.notes.pop(outcome.iteration)
+        if not outcome.problems:
+            self._note_progress(text)
+
+    def _progress_text(self, event: str) -> str:
+        """A line for SAVE/progress.txt, as things are now."""
         progress, devices = self.trainer.progress, self.mesh.world.size
         seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
         done = progress.floating_point_operations - self.flops_at_start
         facts = progress_facts(progress.iteration, job_tflops=done / seconds / devices / 1e12, total_flops=progress.floating_point_operations,
                                total_tokens=progress.consumed_tokens)
-        line = progress_line(event, now=datetime.now(), job_id=launcher_place().job, num_devices=devices, facts=facts)
-        with open(Path(folder) / "progress.txt", "a", encoding="utf-8") as file:
-            file.write(line)
+        return progress_line(event, now=datetime.now(), job_id=launcher_place().job, num_devices=devices, facts=facts)
+
+    def _note_progress(self, text: str) -> None:
+        """Append to SAVE/progress.txt (`--log-progress`)."""
+        folder = self.config.checkpoint.save
+        if self.config.log.log_progress and folder and self.mesh.world.is_first:
+            try:
+                with open(Path(folder) / "progress.txt", "a", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:  # a full disk ends no run
+                self.log.warning(f"{folder}/progress.txt cannot be written: {error.strerror}")
 
     def _finish(self, reason: str, watch: Watch) -> None:
         """Save, and evaluate if the run came to its end."""
         progress, train = self.trainer.progress, self.config.train
         if not train.skip_train:
+            self._settle(self.checkpoint.finish())  # if it is of this very iteration and failed, here is another chance
             self._save(watch)
+            self._settle(self.checkpoint.finish())
         if reason:
             self.trainer.run.say(reason)
-            return
-        for name, batches in (("validation", self.data.valid), ("test", self.data.test)):
-            if batches is not None and train.eval_iters:
-                losses = evaluate(self.trainer, batches, train.eval_iters)
+        else:
+            self._evaluate_at_end()
+        if self.config.checkpoint.save and not train.skip_train and self.checkpoint.last_saved != progress.iteration:
+            raise CheckpointError(f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above")
+
+    def _evaluate_at_end(self) -> None:
+        """One evaluation of each split that is there."""
+        progress = self.trainer.progress
+        for name, evaluations in (("validation", self.data.valid), ("test", self.data.test)):
+            if evaluations is not None:
+                with evaluations.next() as (batches, iterations):
+                    losses = evaluate(self.trainer, batches, iterations)
                 self.writers.validation(losses, iteration=progress.iteration,
                                         consumed_samples=progress.consumed_train_samples, final=name)
 
@@ -250,7 +259,7 @@ class Session:
         largest = max(rank_memory(self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size,
                                   num_microbatches=count), key=lambda held: held.total)
         self.trainer.run.say(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
-        self._note_progress("Starting job")
+        self._note_progress(self._progress_text("Starting job"))
 
 
 def _total_iterations(trainer: Trainer) -> int:
@@ -264,5 +273,6 @@ def _work(trainer: Trainer) -> Work:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
     peak = config.log.peak_tflops or known_peak(name_of(trainer.run.mesh.device), config.precision.dtype)
-    return Work(seq_length=length, causal_flops=flops_per_sample(config.model, length, "causal"),
-                square_flops=flops_per_sample(config.model, length, "square"), num_devices=trainer.run.mesh.world.size, peak=peak)
+    causal, square = (flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
+                      for count in ("causal", "square"))
+    return Work(seq_length=length, causal_flops=causal, square_flops=square, num_devices=trainer.run.mesh.world.size, peak=peak)

@@ -90,9 +90,18 @@ class BatchSchedule:
                     f"{self.unit}; choose {choices}, or round down with --decrease-batch-size-if-needed")
         return ""
 
-    def iterations(self, samples: int) -> int:
-        """How many whole steps fit into the first `samples` samples; a last partial batch is not run."""
-        consumed = steps = 0
+    def samples_of(self, steps: int, consumed: int = 0) -> int:
+        """How many samples the next `steps` steps take in, when `consumed` samples came before."""
+        begin = consumed
+        for end in [start for start, _ in self.steps[1:]]:
+            size = self.at(consumed).global_batch_size
+            here = min(steps, max(0, -(-(end - consumed) // size)))
+            consumed, steps = consumed + here * size, steps - here
+        return consumed + steps * self.at(consumed).global_batch_size - begin
+
+    def iterations(self, samples: int, consumed: int = 0) -> int:
+        """How many whole steps lie between `consumed` and `samples` samples; a last partial batch is not run."""
+        steps = 0
         ends = [start for start, _ in self.steps[1:]] + [samples]
         for end in ends:
             size = self.at(consumed).global_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules import stages_of
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
@@ -20,8 +23,10 @@ from megatron.training.batch import Batch, LossFunction
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.run import Progress, Run
 
-ModelProvider = Callable[[Run, StageSpec], GPTModel]
-ForwardStep = Callable[[Run, Iterator[Batch], GPTModel], tuple[torch.Tensor, LossFunction]]
+Network = GPTModel | BERTModel | T5Model
+ModelProvider = Callable[[Run, StageSpec], Network]
+# (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
+ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class Trainer:
     run: Run
     forward_step: ForwardStep
     specs: tuple[StageSpec, ...]
-    stages: list[GPTModel]
+    stages: list[Network]
     parallels: list[DataParallel]
     optimizer: Optimizer
     schedule: Schedule | None
@@ -78,7 +83,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
 
 
-def _wrap(run: Run, stage: GPTModel) -> DataParallel:
+def _wrap(run: Run, stage: Network) -> DataParallel:
     parallel, precision = run.config.parallel, run.config.precision
     size: int | None = None
     if parallel.ddp_num_buckets is not None:

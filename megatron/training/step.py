@@ -36,20 +36,19 @@ class StepWork:
         self._scale = self._loss_scale()
 
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """One message of hidden states."""
-        train = self.trainer.run.config.train
-        return (self.trainer.stages[0].message_shape(train.micro_batch_size, train.seq_length),)
+        """What the stage says."""
+        return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].receives(self.trainer.run.config.train)
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch; the last stage gives the scaled loss."""
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
         batch = self._batch(microbatch)
         if received:
-            batch = replace(batch, hidden=received[0])
+            batch = replace(batch, hidden=received[0], message=received)
         with self.trainer.run.timers("forward-compute", 2):
             output, loss_function = self.trainer.forward_step(self.trainer.run, iter((batch,)), chunk)
         if not chunk.stage.heads:
-            return (output,)
+            return output if isinstance(output, tuple) else (output,)
         total, count, report = loss_function(output)
         self.reports.append(report)
         self.count += count.detach()

@@ -130,6 +130,12 @@ class Writers:
         if self._log.log_memory_to_tensorboard:
             self._write({MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration)
 
+    def saved(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
+        """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
+        self._record("checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures)
+        self._write({"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},
+                    iteration=iteration)
+
     def times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
         """Show a block of timers and record them."""
         self.text(text)

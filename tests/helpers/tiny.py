@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import pretrain_bert
+import pretrain_t5
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import RunConfig
@@ -77,9 +79,25 @@ def samples(settings: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     kept[:, 0] = True
     ends = random.random(shape) < 0.15
     documents = np.cumsum(ends, axis=1) - ends
+    if settings.model.architecture != "gpt":
+        return _with_padding(settings, random, window, kept)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
     return {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy(), "loss_mask": kept.astype(np.float32),
             "documents": documents, "positions": np.arange(shape[1]) - starts}
+
+
+def _with_padding(settings: RunConfig, random: np.random.Generator, window: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
+    """The global batch of a BERT or a T5: rows of very uneven length, and what else their samples hold."""
+    train = settings.train
+    lengths = random.integers(1, train.seq_length + 1, (len(window), 1))
+    padding = np.arange(train.seq_length) < lengths
+    if settings.model.architecture == "bert":
+        return {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy(), "loss_mask": (kept & padding).astype(np.int64),
+                "types": random.integers(0, 2, padding.shape), "padding_mask": padding.astype(np.int64),
+                "is_random": random.integers(0, 2, len(window))}
+    size = train.decoder_seq_length
+    return {"tokens": window[:, :-1].copy(), "enc_mask": padding.astype(np.int64), "loss_mask": kept[:, :size].astype(np.int64),
+            "text_dec": random.integers(0, VOCABULARY, (len(window), size)), "labels": random.integers(0, VOCABULARY, (len(window), size))}
 
 
 def batches(run: Run, iteration: int) -> Iterator[Batch]:
@@ -92,9 +110,14 @@ def batches(run: Run, iteration: int) -> Iterator[Batch]:
                 for name, array in whole.items()}
         yield Batch(tokens=rows["tokens"], labels=rows["labels"], loss_mask=rows["loss_mask"],
                     positions=rows["positions"] if data.reset_position_ids else None,
-                    documents=rows["documents"] if data.reset_attention_mask else None)
+                    documents=rows["documents"] if data.reset_attention_mask else None,
+                    extras={name: row for name, row in rows.items() if name not in Batch.__slots__})
+
+
+PROVIDERS = {"gpt": (gpt, forward_step), "bert": (pretrain_bert.model, pretrain_bert.forward_step),
+             "t5": (pretrain_t5.model, pretrain_t5.forward_step)}
 
 
 def trainer_of(run: Run) -> Trainer:
-    """A trainer of the tiny GPT."""
-    return build_trainer(run, gpt, forward_step)
+    """A trainer of the tiny network that the config speaks of."""
+    return build_trainer(run, *PROVIDERS[run.config.model.architecture])

@@ -24,7 +24,9 @@ from megatron.core.distributed import ddp, finalize
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models import gpt, heads
+from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer import clip, optimizer
 from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
@@ -36,7 +38,8 @@ from megatron.core.pipeline_parallel.executor import _Walk
 from megatron.core.tensor_parallel import linear, loss
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer import attention
+from megatron.core.tensor_parallel.region import Region
+from megatron.core.transformer import attention, stack
 from megatron.core.transformer.stack import Stack
 from megatron.training import stages
 from megatron.training.step import StepWork
@@ -193,6 +196,36 @@ def _forget_documents(self: GPTModel, *, documents: Tensor | None = None, **keyw
     return _forward(self, documents=documents if self.embedding is not None else None, **keywords)
 
 
+# Encoders, and what travels with their messages.
+
+_bert, _t5, _bias_of = BERTModel.forward, T5Model.forward, T5Model._bias
+
+
+def _forget_padding(self: BERTModel, *, padding: Tensor | None, **keywords: Any) -> Any:
+    return _bert(self, padding=padding if self.embedding is not None else None, **keywords)
+
+
+def _forget_padding_of_the_memory(self: T5Model, *, encoder_padding: Tensor | None, **keywords: Any) -> Any:
+    return _t5(self, encoder_padding=encoder_padding if self.encoder is not None else None, **keywords)
+
+
+def _let_go_of(place: int) -> Callable[..., Any]:
+    def forward(self: T5Model, *, message: tuple[Tensor, ...] | None = None, **keywords: Any) -> Any:
+        if message is not None:
+            message = tuple(tensor.detach() if index == place else tensor for index, tensor in enumerate(message))
+        return _t5(self, message=message, **keywords)
+
+    return forward
+
+
+def _tables_swapped(self: T5Model, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
+    return _bias_of(self, [table.flip(0) for table in tables] if self.embedding is None else tables, x, causal=causal)
+
+
+def _recompute_first_input_only(function: Any, streams: Any, x: Tensor, *others: Tensor | None, axis: Axis | None = None) -> Tensor:
+    return recompute.recompute(function, streams, x, *(None if o is None else o.detach() for o in others), axis=axis)
+
+
 # Microbatches.
 
 _walk_backward, _batch, _before_backward, _scaled = _Walk._backward, StepWork._batch, StepWork.before_backward, StepWork._scaled
@@ -315,4 +348,24 @@ DEFECTS: tuple[Defect, ...] = (
            ((DataParallel, "start_gather", _keep_the_last_piece),)),
     Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
            ((DataParallel, "zero_gradients", _keep_gradients),)),
+    Defect("padding is left out on the first stage only", (("pp4 mb2", "bert-published"), ("pp2 vpp2", "bert")),
+           ((BERTModel, "forward", _forget_padding),)),
+    Defect("stages without encoder layers see padding of the memory", (("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),),
+           ((T5Model, "forward", _forget_padding_of_the_memory),)),
+    Defect("the gradient of the decoder's embedding does not come back", (("pp2", "t5"), ("pp2 vpp3", "t5-v1.0")),
+           ((T5Model, "forward", _let_go_of(0)),)),
+    Defect("the gradient of the memory does not come back", (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
+           ((T5Model, "forward", _let_go_of(1)),)),
+    Defect("the gradient of the bias tables does not come back", (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
+           ((T5Model, "forward", _let_go_of(2)),)),
+    Defect("later stages take the encoder's bias for the decoder's", (("pp2 first-layers4", "t5-v1.1"),),
+           ((T5Model, "_bias", _tables_swapped),)),
+    Defect("recomputation loses the gradients of memory and bias", (("recompute-uniform recompute-layers2 pp2 mb2", "t5-v1.0"),),
+           ((stack, "recompute", _recompute_first_input_only),)),
+    Defect("each tensor rank pools the first position of its own piece", (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
+           ((Region, "first", lambda self, x: x[0]),)),
+    Defect("the masked-word transform's gradients are not summed under sequence parallelism", (("tp2 sp mb4", "bert-words"),),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "lm_head.dense" in s.name)),)),
+    Defect("gradients of token types are not summed under sequence parallelism", (("tp2 sp mb2", "bert"),),
+           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "tokentype" in s.name)),)),
 )

@@ -59,6 +59,12 @@ _LLAMA: Changes = {
     "add_bias_linear": False, "group_query_attention": True, "num_query_groups": 4, "untie_embeddings_and_output_weights": True,
 }
 _MEAN: Changes = {"calculate_per_token_loss": False}
+_BERT: Changes = {"architecture": "bert"}
+_T5: Changes = {"architecture": "t5", "decoder_num_layers": 2, "decoder_seq_length": 8}  # six layers in one line
+_T5_PUBLISHED: Changes = {
+    **_T5, "position_embedding_type": "relative", "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+    "normalization": "RMSNorm", "add_bias_linear": False, "softmax_scale": 0.5,
+}
 
 MODELS: dict[str, Changes] = {
     "gpt": {},
@@ -93,6 +99,15 @@ MODELS: dict[str, Changes] = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},  # equal only where the random streams are the serial run's
     "mean": _MEAN,
     "mean-llama": {**_LLAMA, **_MEAN},
+    "bert": _BERT,
+    "bert-published": {**_BERT, "norm_after_residual": True, "embedding_layernorm": True},
+    "bert-words": {**_BERT, "bert_binary_head": False, "untie_embeddings_and_output_weights": True},
+    "bert-mean": {**_BERT, **_MEAN},
+    "t5": _T5,
+    "t5-v1.0": {**_T5_PUBLISHED, "relu": True, "scale_tied_logits": True},
+    "t5-v1.1": {**_T5_PUBLISHED, "geglu": True, "openai_gelu": True, "ffn_hidden_size": 48, "untie_embeddings_and_output_weights": True},
+    "t5-rope": {**_T5, "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
+    "t5-dropout": {**_T5_PUBLISHED, "hidden_dropout": 0.1, "attention_dropout": 0.1},  # as "dropout"
 }
 
 ROWS: tuple[tuple[str, str], ...] = (
@@ -186,6 +201,36 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("dp2", "mean"),
     ("tp2 sp pp2", "mean-llama"),
     ("pp2 vpp2 dp2 zero average", "mean"),
+    # encoders of pairs of texts
+    ("tp2", "bert"),
+    ("tp2 sp mb2", "bert"),
+    ("tp4 sp mb4", "bert-published"),
+    ("tp2 sp mb4", "bert-words"),
+    ("pp2 vpp2", "bert"),
+    ("pp4 mb2", "bert-published"),
+    ("mb4 dp2", "bert"),
+    ("dp2 zero overlap-reduce overlap-gather bucket700", "bert-published"),
+    ("dp2", "bert-mean"),
+    ("recompute-all-parts tp2 sp pp2 mb2", "bert-published"),
+    ("recompute-uniform tp2 distribute-saved mb2", "bert"),
+    ("tp2 sp pp2 dp2 zero average", "bert"),
+    # encoders and decoders in one line
+    ("tp2 mb4", "t5"),
+    ("tp4 sp mb2", "t5-v1.0"),
+    ("tp2 sp mb4", "t5-v1.1"),
+    ("tp4 mb4", "t5-rope"),
+    ("pp2", "t5"),
+    ("pp2 first-layers4", "t5-v1.1"),
+    ("pp2 vpp3", "t5-v1.0"),
+    ("pp2 vpp3 blocking mb2", "t5-v1.1"),
+    ("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),
+    ("pp4 layout=E|t*5|t|L gpipe", "t5-rope"),
+    ("mb4 dp2 zero", "t5"),
+    ("recompute-uniform recompute-layers2 pp2 mb2", "t5-v1.0"),
+    ("recompute-all-parts tp2 sp pp2 mb2", "t5-v1.1"),
+    ("recompute-uniform", "t5-dropout"),
+    ("recompute-all-parts", "t5-dropout"),
+    ("tp2 sp pp2 vpp3 dp2 zero average", "t5-v1.0"),
 )
 
 

@@ -34,6 +34,9 @@ HALF_ROWS: tuple[tuple[str, str, Changes], ...] = (
     ("tp2 recompute-all-parts mb2", "qk-norm", {"bf16": True}),
     ("tp2 pp2 mb2", "llama", {"fp16": True, "loss_scale": 256.0}),
     ("dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0}),
+    ("tp2 sp pp2 mb2", "bert", {"bf16": True}),
+    ("pp2 vpp3 mb2", "t5-v1.1", {"bf16": True}),
+    ("pp2 vpp3 mb2", "t5-v1.0", {"bf16": True, "fp32_residual_connection": True}),
     ("tp2 sp dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0, "accumulate_allreduce_grads_in_fp32": True}),
 )
 

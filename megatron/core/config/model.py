@@ -17,15 +17,20 @@ class RopeConfig:
     How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
     """
 
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "learned_absolute", "how positions are told to the network")
+    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
+        "learned_absolute", "how positions are told to the network; relative: T5's bias of the scores by distance")
+    relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart")
+    relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike")
     rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs instead of the two halves of a head")
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "divide positions by this factor (linear interpolation)")
-    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does (original length 8192)")
+    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rope_scaling_low_freq_factor: float = flag(1.0, "turns over the original length below which --use-rope-scaling is full")
+    rope_scaling_high_freq_factor: float = flag(4.0, "turns over the original length above which --use-rope-scaling is none")
+    rope_scaling_original_length: int = flag(8192, "positions that the network was trained on before --use-rope-scaling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class ModelConfig:
     """
 
     num_layers: int | None = flag(None, "number of transformer layers")
+    encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers")
+    decoder_num_layers: int | None = flag(None, "T5: layers of the decoder; left out: as many as the encoder has")
     hidden_size: int | None = flag(None, "width of the residual stream")
     ffn_hidden_size: int | None = flag(None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64")
     num_attention_heads: int | None = flag(None, "number of query heads")
@@ -55,6 +62,8 @@ class ModelConfig:
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
     quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)")
     squared_relu: bool = flag(False, "MLP with the square of ReLU")
+    relu: bool = flag(False, "MLP with ReLU (T5 v1.0)")
+    geglu: bool = flag(False, "gated MLP with GELU; with --openai-gelu by its tanh formula (T5 v1.1)")
     openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function")
     qk_layernorm: bool = flag(False, "norm of every query and key head")
     init_method_std: float = flag(0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)")
@@ -63,10 +72,16 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers")
     attention_dropout: float = flag(0.1, "dropout of attention probabilities")
     apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)")
+    norm_after_residual: bool = flag(False, "norms stand after each residual sum and none ends the network (published BERT)")
+    embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
+    softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)")
+    scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)")
+    bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head")
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
         "auto", "attention kernel; unfused and local are the plain formula")
     rope: RopeConfig = RopeConfig()
+    architecture: Literal["gpt", "bert", "t5"] = "gpt"  # said by the entry script
 
     def resolve(self) -> ModelConfig:
         """Fill in the sizes that follow from others; fields already given stay as they are."""
@@ -77,6 +92,11 @@ class ModelConfig:
             values["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads and not self.group_query_attention:
             values["num_query_groups"] = self.num_attention_heads
+        if self.num_layers is None:
+            values["num_layers"] = self.encoder_num_layers
+        if self.architecture == "t5":
+            values["encoder_num_layers"] = self.encoder_num_layers or self.num_layers
+            values["decoder_num_layers"] = self.decoder_num_layers or values["encoder_num_layers"]
         return dataclasses.replace(self, **values)  # type: ignore[arg-type]
 
     def with_vocabulary(self, true_vocab_size: int, tensor_size: int) -> ModelConfig:
@@ -88,12 +108,12 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its first matrix."""
-        return self.swiglu or self.quick_geglu
+        return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def activation(self) -> str:
-        """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu or squared_relu."""
-        chosen = {"silu": self.swiglu, "quick_gelu": self.quick_geglu, "squared_relu": self.squared_relu,
+        """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu, relu or squared_relu."""
+        chosen = {"silu": self.swiglu, "quick_gelu": self.quick_geglu, "squared_relu": self.squared_relu, "relu": self.relu,
                   "gelu_tanh": self.openai_gelu}
         return next((name for name, on in chosen.items() if on), "gelu")
 

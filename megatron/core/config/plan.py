@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.flags import refuse
+from megatron.core.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,16 @@ class StageSpec:
     heads: bool
 
 
-def layer_plans(num_layers: int) -> tuple[LayerPlan, ...]:
-    """The rows of a plain decoder."""
-    return tuple(LayerPlan(index) for index in range(num_layers))
+def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
+    """The rows of a plain decoder, of an encoder (not causal), or of a decoder that looks at one (cross)."""
+    return tuple(LayerPlan(index, causal=causal, cross=cross) for index in range(num_layers))
+
+
+def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """The rows of the whole network: of T5 the encoder's and then the decoder's, each numbered from 0."""
+    if model.architecture == "t5":
+        return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
+    return layer_plans(model.num_layers, causal=model.architecture == "gpt")
 
 
 def partition(

@@ -7,10 +7,10 @@ process group. `says` gives the numbers and the nearest values that would do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron.core.config.flags import ConfigError, spelling
-from megatron.core.config.plan import StageSpec, layer_plans, partition, virtual_size
+from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
 from megatron.core.config.run import RunConfig
 
 
@@ -35,10 +35,10 @@ def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
     model, parallel = config.model, config.parallel
     ends = {"account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
             "account_for_loss": parallel.account_for_loss_in_pipeline_split}
-    layout = parallel.pipeline_model_parallel_layout
-    chunks = virtual_size(model.num_layers, pp=parallel.pp, chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
+    layout, rows = parallel.pipeline_model_parallel_layout, layer_rows(model)
+    chunks = virtual_size(len(rows), pp=parallel.pp, chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
                           layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage, layout=layout, **ends)
-    return partition(layer_plans(model.num_layers), pp=parallel.pp, vpp=chunks, layout=layout,
+    return partition(rows, pp=parallel.pp, vpp=chunks, layout=layout,
                      first_layers=parallel.decoder_first_pipeline_num_layers,
                      last_layers=parallel.decoder_last_pipeline_num_layers, **ends)
 
@@ -62,8 +62,10 @@ def _positive(setting: Setting) -> str:
     counts = {"num_layers": run.model, "hidden_size": run.model, "num_attention_heads": run.model, "ffn_hidden_size": run.model,
               "kv_channels": run.model, "num_query_groups": run.model, "make_vocab_size_divisible_by": run.model,
               "tensor_model_parallel_size": run.parallel, "pipeline_model_parallel_size": run.parallel,
+              "encoder_num_layers": run.model, "decoder_num_layers": run.model, "decoder_seq_length": run.train,
               "seq_length": run.train, "micro_batch_size": run.train, "global_batch_size": run.train,
-              "log_interval": run.log, "save_interval": run.checkpoint, "eval_interval": run.train}
+              "log_interval": run.log, "save_interval": run.checkpoint, "eval_interval": run.train,
+              "save_keep_last": run.checkpoint, "save_retain_interval": run.checkpoint}
     wrong = [f"{spelling(name)} {getattr(part, name)}" for name, part in counts.items()
              if getattr(part, name) is not None and getattr(part, name) < 1]
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
@@ -135,7 +137,8 @@ def _pipeline(s: Setting) -> str:
     try:
         stages = stages_of(s.run)
     except ConfigError as error:
-        return "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+        said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+        return said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ") if s.run.model.architecture == "t5" else said
     if parallel.pp == 1 and len(stages) > 1:
         return (f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
                 f"--pipeline-model-parallel-size 2 or more, or leave out what asks for chunks")
@@ -182,7 +185,8 @@ def _formats(s: Setting) -> str:
 
 def _activations(s: Setting) -> str:
     model = s.run.model
-    chosen = [spelling(name) for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(model, name)]
+    names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
+    chosen = [spelling(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
@@ -233,6 +237,121 @@ def _data(s: Setting) -> str:
         return f"{' and '.join(given)} each say what to read; keep one"
     if not given:
         return "nothing says what to read; give --data-path, paths for each split, or --mock-data"
+    if data.full_validation and data.dataloader_type == "external":
+        return ("--full-validation must know how much there is, which the iterables of --dataloader-type external do not "
+                "say; choose single or cyclic, or --eval-iters")
+    return ""
+
+
+def _fill(s: Setting) -> str:
+    fill = s.run.data.fill
+    given = [spelling(field.name) for field in fields(fill)
+             if field.name != "fim_data" and getattr(fill, field.name) != field.default]
+    if not fill.fim_data:
+        return f"{', '.join(given)}: for --fim-data only; add it" if given else ""
+    problems = []
+    if s.run.data.chat.sft:
+        problems.append("--fim-data rearranges documents, and --sft reads conversations; keep one")
+    lacking = [spelling(name) for name in ("fim_prefix_token", "fim_middle_token", "fim_suffix_token") if getattr(fill, name) is None]
+    if lacking:
+        problems.append(f"--fim-data needs {', '.join(lacking)}: tokens of the vocabulary that stand before the three parts")
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        rate = getattr(fill, name)
+        if rate is not None and not 0 <= rate <= 1:
+            problems.append(f"{spelling(name)} {rate:g} is a probability, from 0 to 1")
+    if fill.fim_fragment_rate is not None and fill.fim_split_sample is None:
+        problems.append("--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments")
+    return "\n  ".join(problems)
+
+
+def _chat(s: Setting) -> str:
+    data, problems = s.run.data, []
+    if not data.chat.sft:
+        return ("" if data.chat.sft_tokenizer_prompt_format == "tokenizer"
+                else "--sft-tokenizer-prompt-format is for --sft only; add it")
+    if data.eod_mask_loss:
+        problems.append("--eod-mask-loss has no place under --sft: the loss is on the answers and on the token that ends each; "
+                        "leave it out")
+    if s.run.tokenizer.chat_template is not None and data.chat.sft_tokenizer_prompt_format != "tokenizer":
+        problems.append(f"--chat-template and --sft-tokenizer-prompt-format {data.chat.sft_tokenizer_prompt_format} both say "
+                        "how a conversation is written; keep one")
+    return "\n  ".join(problems)
+
+
+def _lengths(s: Setting) -> str:
+    """What the lengths and depths of an encoder and a decoder must keep to."""
+    model, train, problems = s.run.model, s.run.train, []
+    if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
+        problems.append(f"--num-layers {model.num_layers} and --encoder-num-layers {model.encoder_num_layers} both say how deep "
+                        "the encoder is; keep one")
+    if train.encoder_seq_length is not None and train.encoder_seq_length != train.seq_length:
+        problems.append(f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
+                        "encoder reads; keep one")
+    if model.architecture != "t5":
+        given = {"--decoder-num-layers": model.decoder_num_layers, "--decoder-seq-length": train.decoder_seq_length}
+        names = [name for name, value in given.items() if value is not None]
+        return "\n  ".join([*problems, *([f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"]
+                                         if names else [])])
+    length, tp = train.decoder_seq_length, s.run.parallel.tp
+    if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
+        problems.append(f"--decoder-seq-length {length} is longer than --max-position-embeddings {model.max_position_embeddings}; "
+                        f"give at least {length} positions")
+    if s.run.parallel.sequence_parallel and length % tp:
+        problems.append(f"--sequence-parallel cannot cut --decoder-seq-length {length} over --tensor-model-parallel-size {tp}; "
+                        f"choose {length // tp * tp or tp} or {-(-length // tp) * tp}")
+    if train.seq_length < 4 or length < 4:
+        problems.append(f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4")
+    return "\n  ".join(problems)
+
+
+def _masked_text(s: Setting) -> str:
+    """What belongs to masked text, and what to windows of text only."""
+    model, data, masking = s.run.model, s.run.data, s.run.data.masking
+    if model.architecture == "gpt":
+        given = [spelling(field.name) for field in fields(masking) if getattr(masking, field.name) != field.default]
+        return f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out" if given else ""
+    problems = []
+    if not 0 < masking.mask_prob < 1:
+        problems.append(f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1")
+    if not 0 <= masking.short_seq_prob <= 1:
+        problems.append(f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1")
+    windows = {"reset_position_ids": data.reset_position_ids, "reset_attention_mask": data.reset_attention_mask,
+               "eod_mask_loss": data.eod_mask_loss, "dataloader_inter_document_masking": data.dataloader_inter_document_masking,
+               "fim_data": data.fill.fim_data, "sft": data.chat.sft}
+    names = [spelling(name) for name, on in windows.items() if on]
+    if names:
+        problems.append(f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out")
+    if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
+        problems.append(f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5")
+    return "\n  ".join(problems)
+
+
+def _relative(s: Setting) -> str:
+    """T5's bias belongs to T5."""
+    model, rope = s.run.model, s.run.model.rope
+    if rope.position_embedding_type != "relative":
+        return ""
+    if model.architecture != "t5":
+        return "--position-embedding-type relative is for pretrain_t5.py only; choose learned_absolute or rope"
+    if rope.relative_attention_num_buckets < 4 or rope.relative_attention_num_buckets % 4:
+        return (f"--relative-attention-num-buckets {rope.relative_attention_num_buckets} must be a multiple of 4: the encoder needs "
+                "near and far distances in both directions")
+    if rope.relative_attention_max_distance <= rope.relative_attention_num_buckets // 2:
+        return (f"--relative-attention-max-distance {rope.relative_attention_max_distance} is told apart by half of "
+                f"--relative-attention-num-buckets {rope.relative_attention_num_buckets} already; choose more than half of it")
+    return ""
+
+
+def _norms(s: Setting) -> str:
+    model = s.run.model
+    if model.norm_after_residual and model.apply_residual_connection_post_layernorm:
+        return "--norm-after-residual and --apply-residual-connection-post-layernorm place the norms differently; keep one"
+    if model.norm_after_residual and model.fp32_residual_connection:
+        return "--fp32-residual-connection has no residual to keep under --norm-after-residual, which norms it; drop one of them"
+    if model.architecture != "bert" and (model.norm_after_residual or model.embedding_layernorm):
+        return "--norm-after-residual and --embedding-layernorm are for pretrain_bert.py only; leave them out"
+    if model.softmax_scale is not None and model.softmax_scale <= 0:
+        return f"--softmax-scale {model.softmax_scale:g} must be above 0"
     return ""
 
 
@@ -250,6 +369,15 @@ def _checkpoints(s: Setting) -> str:
     if checkpoint.save_retain_interval and checkpoint.save_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         problems.append(f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
                         f"{checkpoint.save_interval}")
+    if checkpoint.require_iteration is not None and checkpoint.load is None:
+        problems.append(f"--require-iteration {checkpoint.require_iteration} has no folder to look into; give --load")
+    if checkpoint.require_iteration is not None and checkpoint.ckpt_step is not None:
+        problems.append(f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
+                        f"{checkpoint.ckpt_step} chooses one; give one of them")
+    if checkpoint.export_hf is not None and checkpoint.save is None:
+        problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
+    if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
+        problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
     if checkpoint.use_checkpoint_args and checkpoint.load is None:
         problems.append("--use-checkpoint-args has no checkpoint to read; give --load")
     return "\n  ".join(problems)
@@ -261,11 +389,13 @@ RULES = (
     Rule("world-size", _world), Rule("heads-over-tensor", _heads), Rule("query-groups", _groups),
     Rule("ffn-over-tensor", _width), Rule("head-size", _head_size), Rule("positions", _positions),
     Rule("sequence-parallel", _sequence_parallel), Rule("pipeline-split", _pipeline), Rule("global-batch", _batch),
-    Rule("vocabulary", _vocabulary),
+    Rule("vocabulary", _vocabulary), Rule("encoder-and-decoder", _lengths),
 )
 ALWAYS = (
     Rule("duration", _duration), Rule("learning-rate", _rate), Rule("number-formats", _formats),
     Rule("activation", _activations), Rule("recompute", _recompute), Rule("overlap", _overlap), Rule("data", _data),
+    Rule("fill-in-the-middle", _fill), Rule("conversations", _chat),
+    Rule("masked-text", _masked_text), Rule("relative-positions", _relative), Rule("norms", _norms),
     Rule("dropout", _dropout), Rule("checkpoints", _checkpoints),
 )
 

@@ -21,6 +21,8 @@ class TrainConfig:
     """
 
     seq_length: int | None = flag(None, "tokens in one sample")
+    encoder_seq_length: int | None = flag(None, "T5: tokens that the encoder reads; the same as --seq-length")
+    decoder_seq_length: int | None = flag(None, "T5: tokens that the decoder writes; left out: --seq-length")
     micro_batch_size: int | None = flag(None, "samples in one forward pass of a rank")
     global_batch_size: int | None = flag(None, "samples in one step; left out: micro batch times data-parallel size")
     rampup_batch_size: tuple[int, ...] | None = flag(None, "start, increment and samples of a growing global batch")
@@ -75,6 +77,10 @@ class CheckpointConfig:
     load: str | None = flag(None, "folder to resume from; empty is accepted only when it is also --save")
     save_interval: int | None = flag(None, "iterations between checkpoints", also=("--persistent-save-interval",))
     save_retain_interval: int | None = flag(None, "keep only checkpoints that are multiples of this, and the newest")
+    save_keep_last: int | None = flag(None, "keep this many of the newest checkpoints, beside those of --save-retain-interval")
+    export_hf: str | None = flag(None, "folder in which each saved checkpoint also becomes a Hugging Face folder, iter_NNNNNNN")
+    export_hf_like: str | None = flag(None, "Hugging Face folder whose tokenizer files and token ids go into those of --export-hf")
+    async_save: bool = flag(True, "train on while a checkpoint is written; takes host memory for a copy of it")
     save_optim: bool = flag(True, "save optimizer state")
     save_rng: bool = flag(True, "save random streams")
     load_optim: bool = flag(True, "load optimizer state")
@@ -82,6 +88,10 @@ class CheckpointConfig:
     finetune: bool = flag(False, "load weights only, and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet")
     ckpt_step: int | None = flag(None, "iteration to load, instead of the newest")
+    require_iteration: int | None = flag(None, "stop unless the newest checkpoint is of this iteration, and sound")
+    verify_integrity: bool = flag(
+        True, "read all of a checkpoint before it is loaded, and go back to an older one if any bit of it has changed")
+    allow_other_tokenizer: bool = flag(False, "load a checkpoint that was trained with another tokenizer")
     use_checkpoint_args: bool = flag(False, "take the model's shape and tokenizer from the checkpoint")
     use_tokenizer_model_from_checkpoint_args: bool = flag(True, "with --use-checkpoint-args, its tokenizer too")
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load has no checkpoint, even when it is also --save")
@@ -146,8 +156,12 @@ class RunConfig:
         Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut.
         """
         train, model, parallel, recompute = self.train, self.model.resolve(), self.parallel, self.recompute
-        if model.max_position_embeddings is None:
-            model = dataclasses.replace(model, max_position_embeddings=train.seq_length)
+        if train.seq_length is None:
+            train = dataclasses.replace(train, seq_length=train.encoder_seq_length)
+        if model.architecture == "t5" and train.decoder_seq_length is None:
+            train = dataclasses.replace(train, decoder_seq_length=train.seq_length)
+        if model.max_position_embeddings is None and train.seq_length is not None:
+            model = dataclasses.replace(model, max_position_embeddings=max(train.seq_length, train.decoder_seq_length or 0))
         if parallel.sequence_parallel and parallel.tp == 1:
             parallel = dataclasses.replace(parallel, sequence_parallel=False)
         if train.global_batch_size is None and train.micro_batch_size is not None:

@@ -21,7 +21,7 @@ from megatron.core.parallel.rng import RandomStreams
 class _Recompute(Function):
     @staticmethod
     def forward(context: Any, function: Callable[..., Tensor], streams: RandomStreams, axis: Axis | None,
-                *tensors: Tensor) -> Tensor:
+                *tensors: Tensor | None) -> Tensor:
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
         context.shape = tensors[0].shape
@@ -35,7 +35,7 @@ class _Recompute(Function):
         kept = list(context.saved_tensors)
         if context.axis is not None:
             kept[0] = collectives.all_gather(kept[0], context.axis).view(context.shape)
-        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in
+        inputs = [None if tensor is None else tensor.detach().requires_grad_(needs) for tensor, needs in
                   zip(kept, context.needs_input_grad[3:], strict=True)]
         now = context.streams.state()
         context.streams.load(context.states)
@@ -43,15 +43,15 @@ class _Recompute(Function):
             output = context.function(*inputs)
         context.streams.load(now)
         torch.autograd.backward(output, gradient)
-        return (None, None, None, *(tensor.grad for tensor in inputs))
+        return (None, None, None, *(None if tensor is None else tensor.grad for tensor in inputs))
 
 
 def _own_piece(tensor: Tensor, axis: Axis) -> Tensor:
     return collectives.cut(tensor.reshape(-1), axis)
 
 
-def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor, axis: Axis | None = None) -> Tensor:
-    """function(*tensors), keeping only the inputs.
+def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor | None, axis: Axis | None = None) -> Tensor:
+    """function(*tensors), keeping only the inputs. The function is called with None where None is given.
 
     axis: keep the first input in pieces over this axis (`--distribute-saved-activations`); its size must divide the
     input's number of elements. At least one input must require a gradient for the function's parameters to get theirs.

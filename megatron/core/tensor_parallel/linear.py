@@ -77,6 +77,20 @@ class ColumnLinear(nn.Module):
         return enter_linear(x, self.weight, self.bias, self.region)
 
 
+class Linear(nn.Module):
+    """A linear layer that is whole on every rank. sum_over: axes whose ranks each see a share of the positions."""
+
+    def __init__(self, input_size: int, output_size: int, *, init: Initial, mesh: Mesh, dtype: torch.dtype,
+                 sum_over: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype)
+        self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", sum_over=sum_over), mesh, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
 class RowLinear(nn.Module):
     """A linear layer whose input is cut. Its bias is added once, after the sum."""
 

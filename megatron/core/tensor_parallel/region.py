@@ -36,6 +36,16 @@ class Region:
         """Positions that a rank holds between regions."""
         return sequence // self.axis.size if self.sequence_parallel else sequence
 
+    def whole_length(self, held: int) -> int:
+        """Positions of the whole sequence, when a rank holds so many between regions."""
+        return held * self.axis.size if self.sequence_parallel else held
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first position of a tensor [s or s/tp, ...] between regions, on every rank."""
+        if not self.sequence_parallel:
+            return x[0]
+        return collectives.reduce_then_identity(x[0] * float(self.axis.is_first), self.axis)
+
     @property
     def outside_sums(self) -> tuple[str, ...]:
         """Axes over which gradients of parameters used between regions must be summed."""

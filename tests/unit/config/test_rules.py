@@ -14,6 +14,9 @@ GOOD: dict[str, Any] = {
 TP4, PP2 = {"tensor_model_parallel_size": 4}, {"pipeline_model_parallel_size": 2}
 GQA = {"group_query_attention": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+BERT: dict[str, Any] = {"architecture": "bert"}
+T5: dict[str, Any] = {"architecture": "t5", "num_layers": None, "encoder_num_layers": 4, "decoder_num_layers": 3, "decoder_seq_length": 16}
+FIM: dict[str, Any] = {"fim_data": True, "fim_prefix_token": "<p>", "fim_middle_token": "<m>", "fim_suffix_token": "<s>"}
 
 # (name of the rule, world size, what is changed, words that the message must hold)
 BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
@@ -71,11 +74,43 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("data", 1, {"data_path": ("x",)}, ("--mock-data and --data-path",)),
     ("data", 1, {"mock_data": False}, ("nothing says what to read",)),
     ("data", 1, {"train_data_path": ("x",)}, ("paths for each split",)),
+    ("fill-in-the-middle", 1, {"fim_rate": 0.7, "fim_eod_token": "x"}, ("--fim-rate, --fim-eod-token: for --fim-data only",)),
+    ("fill-in-the-middle", 1, {"fim_data": True, "fim_prefix_token": "x"}, ("needs --fim-middle-token, --fim-suffix-token",)),
+    ("fill-in-the-middle", 1, {**FIM, "fim_rate": 1.5, "fim_fragment_rate": -1.0}, ("--fim-rate 1.5", "--fim-fragment-rate -1", "--fim-split-sample")),
+    ("fill-in-the-middle", 1, {**FIM, "sft": True}, ("--sft reads conversations; keep one",)),
+    ("conversations", 1, {"sft_tokenizer_prompt_format": "chatml"}, ("for --sft only",)),
+    ("conversations", 1, {"sft": True, "eod_mask_loss": True}, ("--eod-mask-loss has no place under --sft",)),
+    ("conversations", 1, {"sft": True, "chat_template": "x", "sft_tokenizer_prompt_format": "llama3"}, ("keep one",)),
     ("dropout", 1, {"hidden_dropout": 1.0}, ("--hidden-dropout 1.0",)),
     ("dropout", 1, {"attention_dropout": -0.1}, ("--attention-dropout -0.1",)),
     ("checkpoints", 1, {"save_interval": 10}, ("give --save",)),
     ("checkpoints", 1, {"save": "x", "save_interval": 10, "save_retain_interval": 15}, ("not a multiple",)),
     ("checkpoints", 1, {"use_checkpoint_args": True}, ("give --load",)),
+    ("checkpoints", 1, {"require_iteration": 5}, ("--require-iteration 5", "give --load")),
+    ("checkpoints", 1, {"load": "x", "require_iteration": 5, "ckpt_step": 3}, ("give one of them",)),
+    ("checkpoints", 1, {"export_hf": "x"}, ("--export-hf x", "give --save")),
+    ("checkpoints", 1, {"export_hf_like": "x"}, ("give --export-hf",)),
+    ("positive", 1, {**T5, "decoder_num_layers": -1, "decoder_seq_length": 0}, ("--decoder-num-layers -1", "--decoder-seq-length 0")),
+    ("pipeline-split", 2, {**T5, **PP2}, ("--encoder-num-layers + --decoder-num-layers 7", "6 or 8")),
+    ("encoder-and-decoder", 1, {**T5, "num_layers": 5}, ("--num-layers 5 and --encoder-num-layers 4", "keep one")),
+    ("encoder-and-decoder", 1, {**T5, "encoder_seq_length": 64}, ("--seq-length 32 and --encoder-seq-length 64",)),
+    ("encoder-and-decoder", 1, {"decoder_num_layers": 2, "decoder_seq_length": 16}, ("--decoder-num-layers, --decoder-seq-length", "pretrain_t5.py")),
+    ("encoder-and-decoder", 1, {**T5, "decoder_seq_length": 64, "max_position_embeddings": 32}, ("--decoder-seq-length 64", "at least 64")),
+    ("encoder-and-decoder", 4, {**T5, **TP4, "sequence_parallel": True, "decoder_seq_length": 18}, ("16 or 20",)),
+    ("encoder-and-decoder", 1, {**T5, "decoder_seq_length": 3}, ("at least 4",)),
+    ("masked-text", 1, {"mask_prob": 0.3}, ("--mask-prob", "pretrain_bert.py")),
+    ("masked-text", 1, {**BERT, "mask_prob": 0.0}, ("--mask-prob 0",)),
+    ("masked-text", 1, {**T5, "short_seq_prob": 1.5}, ("--short-seq-prob 1.5",)),
+    ("masked-text", 1, {**BERT, "reset_attention_mask": True, "eod_mask_loss": True}, ("--reset-attention-mask, --eod-mask-loss", "pretrain_gpt.py")),
+    ("masked-text", 1, {**BERT, "seq_length": 4}, ("at least 5",)),
+    ("relative-positions", 1, {"position_embedding_type": "relative"}, ("pretrain_t5.py",)),
+    ("relative-positions", 1, {**T5, "position_embedding_type": "relative", "relative_attention_num_buckets": 6}, ("multiple of 4",)),
+    ("relative-positions", 1, {**T5, "position_embedding_type": "relative", "relative_attention_max_distance": 16}, ("more than half",)),
+    ("norms", 1, {**BERT, "norm_after_residual": True, "apply_residual_connection_post_layernorm": True}, ("keep one",)),
+    ("norms", 1, {**BERT, "norm_after_residual": True, "fp32_residual_connection": True}, ("drop one",)),
+    ("norms", 1, {"embedding_layernorm": True}, ("pretrain_bert.py",)),
+    ("norms", 1, {"softmax_scale": 0.0}, ("--softmax-scale 0",)),
+    ("activation", 1, {"geglu": True, "relu": True, "ffn_hidden_size": 64}, ("--relu and --geglu",)),
 )
 
 
@@ -97,6 +132,8 @@ def test_a_bad_setting_breaks_its_rule_and_the_message_says_what_to_do(name: str
     (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}),
     (2, {**PP2, "pipeline_model_parallel_layout": "Et*3|t*5L"}), (1, {"hidden_size": 60, "kv_channels": 8}), (1, {"bf16": True, "grad_reduce_in_bf16": True}),
     (1, {"fp16": True, "loss_scale": 2.0}), (1, {**FULL, "recompute_num_layers": 2}), (1, {"recompute_activations": True}),
+    (1, T5), (1, {**T5, "geglu": True, "openai_gelu": True, "position_embedding_type": "relative"}),
+    (1, {**BERT, "norm_after_residual": True, "embedding_layernorm": True}), (7, {**T5, "pipeline_model_parallel_size": 7}),
     (1, {"sequence_parallel": True}), (2, {"overlap_param_gather": True, "use_distributed_optimizer": True}),
     (1, {"train_iters": None, "train_samples": 100}), (1, {"train_iters": None, "lr": None, "skip_train": True}),
     (4, {"global_batch_size": 20, "decrease_batch_size_if_needed": True}), (1, {"save": "x", "save_interval": 10, "save_retain_interval": 20})])
@@ -130,6 +167,7 @@ def test_stages_follow_the_flags() -> None:
     assert layers(**PP2, num_layers_per_virtual_pipeline_stage=2) == layers(**PP2, num_virtual_stages_per_pipeline_rank=2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layers(**PP2, decoder_first_pipeline_num_layers=3) == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert layers(**PP2, pipeline_model_parallel_layout="Et*7|tL") == [[*range(7)], [7]]
+    assert layers(**T5, **PP2, decoder_first_pipeline_num_layers=5) == [[0, 1, 2, 3, 0], [1, 2]], "encoder and decoder are one line"
 
 
 def test_divisors_are_shown_in_order_and_not_all() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.inference.generate import generate_text
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpointing import Checkpoint
@@ -98,7 +101,7 @@ def test_the_text_does_not_depend_on_the_layout_that_wrote_the_checkpoint(
 
 
 @pytest.mark.parametrize("changes, words", [
-    (["--load", "no/such/folder"], "CheckpointError: --load no/such/folder holds no complete checkpoint"),
+    (["--load", "no/such/folder"], "CheckpointError: no/such/folder holds no checkpoint"),
     (["--ckpt-step", "9"], "it has: 2"),
 ])
 def test_a_checkpoint_that_is_not_there_is_named_without_a_traceback(
@@ -108,12 +111,46 @@ def test_a_checkpoint_that_is_not_there_is_named_without_a_traceback(
     assert caught.value.code == 1 and words in capsys.readouterr().err
 
 
+def demo_run(folder: Path) -> tuple[str, dict[str, Path]]:
+    """A run with a byte-level BPE, and its files."""
+    files = {"vocab_file": folder / "vocab.json", "merge_file": folder / "merges.txt"}
+    for path in files.values():
+        shutil.copyfile(ROOT / "examples" / "data" / f"demo-{path.name}", path)
+    changes = {**MODEL, "tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, **{name: str(path) for name, path in files.items()}}
+    config = tiny.config(save=str(folder / "run"), **changes)
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = replace(config, model=replace(config.model, padded_vocab_size=None))
+    trainer = tiny.trainer_of(replace(tiny.run_of(tiny.with_vocabulary(config, tokenizer.vocab_size)), tokenizer=tokenizer))
+    Checkpoint(trainer).save()
+    return str(folder / "run"), files
+
+
 def test_a_tokenizer_file_that_is_gone_is_named_and_can_be_given_anew(
         tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trained({"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, "vocab_file": "gone.json", "merge_file": "gone.txt"}, str(tmp_path))
+    run, files = demo_run(tmp_path)
+    moved = {name: path.rename(tmp_path / f"moved-{path.name}") for name, path in files.items()}
     with pytest.raises(SystemExit) as caught:
-        tool.main(["--load", str(tmp_path), "--prompt", "a"])
-    assert caught.value.code == 1 and "gone.json" in capsys.readouterr().err
-    data = ROOT / "examples" / "data"
-    tool.main(["--load", str(tmp_path), "--prompt", "", "--num-tokens", "2", "--vocab-file", str(data / "demo-vocab.json"),
-               "--merge-file", str(data / "demo-merges.txt")])
+        tool.main(["--load", run, "--prompt", "a"])
+    assert caught.value.code == 1 and "vocab.json" in capsys.readouterr().err
+    tool.main(["--load", run, "--prompt", "", "--num-tokens", "2", "--vocab-file", str(moved["vocab_file"]),
+               "--merge-file", str(moved["merge_file"])])
+
+
+def test_another_tokenizer_than_that_of_the_run_is_refused(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, _ = demo_run(tmp_path)
+    with pytest.raises(SystemExit):
+        tool.main(["--load", run, "--prompt", "a", "--tokenizer-type", "ByteTokenizer"])
+    assert "was trained with another tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_published_folder_says_what_its_own_programme_says(
+        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    published = pytest.importorskip("tests.unit.tasks.published", reason="transformers is not installed")
+    model = published.write(kind, tmp_path)
+    tokenizer = published.transformers.AutoTokenizer.from_pretrained(tmp_path)
+    asked = tokenizer("The state of the", return_tensors="pt")
+    expected = model.generate(**asked, max_new_tokens=8, do_sample=False)
+    tool.main(["--load", str(tmp_path), "--prompt", "The state of the", "--num-tokens", "8", "--temperature", "0"])
+    assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"

@@ -101,7 +101,7 @@ def test_an_ignored_flag_is_taken_out_with_its_values_and_its_reason(flag):
 @pytest.mark.parametrize("flag, word", [
     ("--num-experts 8", "mixture-of-experts"), ("--context-parallel-size 2", "context parallelism"),
     ("--multi-latent-attention", "latent"), ("--use-torch-fsdp2", "sharding of weights"), ("--fp8-format hybrid", "fp8"),
-    ("--mtp-num-layers 1", "multi-token"), ("--hybrid-layer-pattern M*M-", "Mamba"), ("--encoder-num-layers 6", "BERT"),
+    ("--mtp-num-layers 1", "multi-token"), ("--hybrid-layer-pattern M*M-", "Mamba"), ("--bert-load x", "BERT"),
     ("--inference-max-requests 9", "generation"), ("--grpo-kl-beta 0.1", "reinforcement"), ("--img-h 336", "multimodal"),
     ("--retro-workdir /x", "Retro"), ("--export-quant-cfg fp8", "export"), ("--nproc_per_node 8", "torchrun"),
     ("--spec a.b c", "import path"), ("--data-impl lazy", "PREFIX.bin"), ("--ict-load x", "ICT")])
@@ -140,7 +140,7 @@ def test_a_value_of_our_flag_that_only_megatron_has_is_an_error_with_its_reason(
     assert words == line and error.startswith(f"{flag}: ") and "choose" in error
 
 
-@pytest.mark.parametrize("flag", ["--no-rl-use-sequence-packing", "--no-rl-persist-cuda-graphs", "--disable-async-save"])
+@pytest.mark.parametrize("flag", ["--no-rl-use-sequence-packing", "--no-rl-persist-cuda-graphs", "--disable-use-persistent-ckpt-worker"])
 def test_switching_off_what_is_never_on_is_accepted(flag):
     words, (message,), errors = translated(f"{flag} --seed 1")
     assert words == "--seed 1" and errors == [] and "never on" in message
