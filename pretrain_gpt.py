@@ -40,7 +40,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """One microbatch through one stage; the last gives the loss of every token."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
-                   documents=batch.documents)
+                   documents=batch.documents, side=batch.side)
 
     def loss(losses: torch.Tensor) -> Loss:
         return masked_loss(losses, batch.loss_mask)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.passing import Side
+
 # What a loss function gives: the sum over this microbatch's tokens, their number, and [sum, count] pairs to report.
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
 LossFunction = Callable[[Tensor], Loss]
@@ -20,7 +22,7 @@ class Batch:
     """One microbatch on one stage, [b, s] each; a stage that needs nothing of the text has None.
 
     hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
-    belongs to. extras: what else a kind of sample holds, by its name there.
+    belongs to. extras: what else a kind of sample holds, by its name there. side: where layers note their own losses.
     """
 
     tokens: Tensor | None = None
@@ -31,6 +33,7 @@ class Batch:
     hidden: Tensor | None = None
     message: tuple[Tensor, ...] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    side: Side | None = None
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:

@@ -67,7 +67,6 @@ RENAMES = (
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
-    ("--position-embedding-type", "yarn mrope", "this kind of position is not built yet; choose rope or learned_absolute"),
     ("--optimizer", "muon dist_muon adaptive_muon lion soap", "this optimizer is not built yet; choose adam or sgd"),
     ("--sft-tokenizer-prompt-format", "nemotron-h-aligned nemotron-nano-v2 identity default",
      "this format is not built in; choose chatml, llama2, llama3 or mistral, or tokenizer and the model's own --chat-template"),
@@ -167,54 +166,32 @@ LATER = (
                      "split say, on the same ranks; see --pipeline-model-parallel-layout",
           values="pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size=0 "
                  "encoder-pipeline-model-parallel-size=0"),
-    Group("later", "the gpt-oss variants of gating and softmax are not built yet",
-          values="glu-linear-offset=0 activation-func-clamp-value softmax-type=vanilla"),
     Group("later", "muP is not built yet", switches="use-mup",
           values="mup-base-hidden-size mup-width-mult mup-embedding-mult mup-output-mult mup-base-head-dim "
                  "mup-attn-scale-power"),
-    Group("later", "YaRN, multimodal and per-layer rotary positions are not built yet",
-          switches="yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int",
-          values="rotary-scaling-factor=1 mscale=1 mscale-all-dim=0 yarn-original-max-position-embeddings "
-                 "yarn-beta-fast yarn-beta-slow rope-type=rope no-rope-freq mrope-section"),
-    Group("later", "windows, gates and L2 norms of attention are not built yet",
-          switches="qk-l2-norm attention-output-gate qk-clip",
-          values="window-size=-1,-1 window-attn-skip-freq qk-clip-alpha qk-clip-threshold"),
-    Group("later", "multi-latent attention is not built yet",
-          switches="multi-latent-attention cache-mla-latents mla-down-proj-fusion",
-          values="q-lora-rank kv-lora-rank=32 qk-head-dim=128 qk-pos-emb-head-dim=64 v-head-dim=128"),
-    Group("later", "mixture-of-experts layers are not built yet",
-          switches="moe-router-pre-softmax moe-router-enable-expert-bias moe-router-fusion moe-permute-fusion "
-                   "moe-enable-deepep moe-grouped-gemm moe-shared-expert-gate moe-shared-expert-overlap "
-                   "moe-pad-expert-input-to-capacity moe-use-upcycling moe-layer-recompute moe-per-layer-logging "
-                   "moe-router-force-load-balancing overlap-moe-expert-parallel-comm "
+    Group("later", "latent vectors are not kept by training, and their projections are not fused",
+          switches="cache-mla-latents mla-down-proj-fusion"),
+    Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+          switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
+                   "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
+    Group("later", "this part of mixture-of-experts layers is not built yet",
+          switches="moe-enable-deepep moe-layer-recompute overlap-moe-expert-parallel-comm "
                    "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
-                   "use-grouped-gemm-for-shared-expert moe-enable-routing-replay moe-router-padding-for-quantization "
-                   "moe-router-padding-for-fp8 moe-use-grouped-tensor moe-single-grouped-weight "
-                   "moe-single-grouped-bias moe-permute-fusion-into-hybridep "
+                   "moe-router-padding-for-quantization moe-router-padding-for-fp8 "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
                    "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream moe-extended-tp "
                    "moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
                    "moe-routing-trace-dump-weights",
-          values="num-experts=0 moe-layer-freq=1 moe-ffn-hidden-size moe-router-topk=2 "
-                 "moe-router-load-balancing-type=aux_loss moe-aux-loss-coeff=0 moe-router-score-function=softmax "
-                 "moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk "
-                 "moe-router-bias-update-rate=0.001 moe-router-dtype moe-z-loss-coeff moe-input-jitter-eps "
-                 "moe-token-dispatcher-type=allgather moe-flex-dispatcher-backend=deepep "
-                 "moe-shared-expert-intermediate-size moe-expert-capacity-factor moe-token-drop-policy=probs "
-                 "moe-upcycling-granularity=1 moe-latent-size moe-router-topk-limited-devices "
+          values="moe-flex-dispatcher-backend=deepep moe-latent-size moe-router-topk-limited-devices "
                  "moe-router-quantile-balancing-ema moe-router-force-biased moe-shared-expert-glu-interleave-size "
                  "moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms "
                  "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute "
                  "moe-hybridep-num-sms-preprocessing moe-dispatch-fwd-dtype moe-combine-bwd-dtype "
-                 "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor expert-model-parallel-size=1 "
-                 "expert-tensor-parallel-size=1 expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
+                 "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
+                 "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
-    Group("later", "context parallelism is not built yet", switches="hybrid-context-parallel",
-          values="context-parallel-size=1 cp-comm-type=p2p hierarchical-context-parallel-sizes=1 "
-                 "max-seqlen-per-dp-cp-rank"),
-    Group("later", "multi-token prediction is not built yet",
-          switches="mtp-use-repeated-layer mtp-detach-heads mtp-standalone mtp-hsm",
-          values="mtp-num-layers=0 mtp-loss-scaling-factor=0.1 mtp-hybrid-override-pattern"),
+    Group("later", "this part of multi-token prediction is not built yet",
+          switches="mtp-standalone mtp-hsm", values="mtp-hybrid-override-pattern"),
     Group("later", "Mamba, hybrid and linear-attention layers are not built yet",
           switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
           values="hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio=0 hybrid-mlp-ratio=0 "

@@ -66,7 +66,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """The forward step of pretrain_gpt."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
-                   documents=batch.documents)
+                   documents=batch.documents, side=batch.side)
     return output, lambda losses: masked_loss(losses, batch.loss_mask)
 
 

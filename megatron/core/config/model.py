@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags import flag
+from megatron.core.config.moe import MoEConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class RopeConfig:
     How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
     """
 
-    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
-        "learned_absolute", "how positions are told to the network; relative: T5's bias of the scores by distance")
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
+        "learned_absolute", "how positions are told to the network; yarn: rotations stretched for longer texts; mrope: rotations by "
+        "time, height and width; relative: T5's bias of the scores by distance")
     relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart")
     relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike")
     rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies")
@@ -31,6 +33,49 @@ class RopeConfig:
     rope_scaling_low_freq_factor: float = flag(1.0, "turns over the original length below which --use-rope-scaling is full")
     rope_scaling_high_freq_factor: float = flag(4.0, "turns over the original length above which --use-rope-scaling is none")
     rope_scaling_original_length: int = flag(8192, "positions that the network was trained on before --use-rope-scaling")
+    rope_type: Literal["rope", "yarn"] | None = flag(None, "kind of rotation; left out: as --position-embedding-type says")
+    rotary_scaling_factor: float = flag(1.0, "yarn: how many times longer texts become")
+    yarn_original_max_position_embeddings: int = flag(4096, "yarn: positions that the network was trained on before")
+    yarn_beta_fast: float = flag(32.0, "yarn: pairs that turn more often than this over the original length stay as they are")
+    yarn_beta_slow: float = flag(1.0, "yarn: pairs that turn less often than this are slowed by the whole factor")
+    yarn_correction_range_round_to_int: bool = flag(True, "yarn: the pairs between the two begin and end at whole numbers")
+    mscale: float = flag(1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor")
+    mscale_all_dim: float = flag(0.0, "yarn: how much the scores grow with the logarithm of the factor")
+    mrope_section: tuple[int, ...] | None = flag(None, "mrope: pairs that turn by time, by height and by width")
+    no_rope_freq: str | None = flag(None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none")
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions are rotations of queries and keys."""
+        return self.position_embedding_type in ("rope", "yarn", "mrope")
+
+
+@dataclass(frozen=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention.
+
+    Keys and values are made of one small vector a token, and queries too if asked (DeepSeek-V2, 2024).
+    """
+
+    multi_latent_attention: bool = flag(False, "keys and values come from a latent vector; one rotated key serves all heads")
+    q_lora_rank: int | None = flag(None, "size of the queries' latent vector; left out: queries have none")
+    kv_lora_rank: int = flag(32, "size of the latent vector of keys and values")
+    qk_head_dim: int = flag(128, "sizes of a query and key head that are not rotated")
+    qk_pos_emb_head_dim: int = flag(64, "sizes of a query and key head that are rotated")
+    v_head_dim: int = flag(128, "size of a value head")
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """Multi-token prediction.
+
+    More layers behind the last, each of which predicts one token further (DeepSeek-V3, 2024).
+    """
+
+    mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one")
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses")
+    mtp_use_repeated_layer: bool = flag(False, "one layer serves all depths")
+    mtp_detach_heads: bool = flag(False, "their losses do not train the layers before them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +110,22 @@ class ModelConfig:
     relu: bool = flag(False, "MLP with ReLU (T5 v1.0)")
     geglu: bool = flag(False, "gated MLP with GELU; with --openai-gelu by its tanh formula (T5 v1.1)")
     openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function")
+    activation_func_clamp_value: float | None = flag(
+        None, "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)")
+    glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)")
     qk_layernorm: bool = flag(False, "norm of every query and key head")
+    qk_l2_norm: bool = flag(False, "queries and keys are divided by their root mean square after rotation, without weights")
+    qk_clip: bool = flag(False, "after each step, weights of queries and keys shrink where a head's largest score was too large")
+    qk_clip_threshold: float = flag(100.0, "--qk-clip: largest score that is left alone")
+    qk_clip_alpha: float = flag(0.5, "--qk-clip: share of the shrinking that queries take")
+    window_size: str | None = flag(None, "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all")
+    window_attn_skip_freq: str | None = flag(
+        None, "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+        "vanilla", "attention sinks: one more score of zero, or a learned one a head, that takes weight and gives nothing")
+    attention_logit_softcap: float | None = flag(None, "scores become cap * tanh(score / cap)")
+    final_logit_softcap: float | None = flag(None, "logits become cap * tanh(logit / cap)")
+    attention_output_gate: bool = flag(False, "each head's output is multiplied by a sigmoid of the layer's input")
     init_method_std: float = flag(0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)")
     embedding_init_method_std: float | None = flag(None, "deviation of the initial embeddings, if another")
     init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule")
@@ -81,6 +141,9 @@ class ModelConfig:
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
         "auto", "attention kernel; unfused and local are the plain formula")
     rope: RopeConfig = RopeConfig()
+    mla: MLAConfig = MLAConfig()
+    mtp: MTPConfig = MTPConfig()
+    moe: MoEConfig = MoEConfig()
     architecture: Literal["gpt", "bert", "t5"] = "gpt"  # said by the entry script
 
     def resolve(self) -> ModelConfig:
@@ -92,6 +155,13 @@ class ModelConfig:
             values["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads and not self.group_query_attention:
             values["num_query_groups"] = self.num_attention_heads
+        if self.moe.num_experts and self.moe.moe_ffn_hidden_size is None:
+            width = values.get("ffn_hidden_size", self.ffn_hidden_size)
+            values["moe"] = dataclasses.replace(self.moe, moe_ffn_hidden_size=width)
+        if self.rope.rope_type is None:
+            stretched = self.rope.position_embedding_type == "yarn" or (
+                self.mla.multi_latent_attention and self.rope.position_embedding_type == "rope")
+            values["rope"] = dataclasses.replace(self.rope, rope_type="yarn" if stretched else "rope")
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
         if self.architecture == "t5":
@@ -104,6 +174,14 @@ class ModelConfig:
         multiple = self.make_vocab_size_divisible_by * tensor_size
         padded = self.padded_vocab_size or math.ceil(true_vocab_size / multiple) * multiple
         return dataclasses.replace(self, true_vocab_size=true_vocab_size, padded_vocab_size=padded)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Positions before and after its own that a query of a layer with a window sees, -1 for all."""
+        if self.window_size is None:
+            return None
+        left, right = self.window_size.strip("()").split(",")
+        return int(left), int(right)
 
     @property
     def gated(self) -> bool:

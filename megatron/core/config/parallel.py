@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.core.config.flags import flag
 
+CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -40,9 +42,15 @@ class ParallelConfig:
     ddp_average_in_collective: bool = flag(False, "let the collective average gradients instead of scaling them before")
     overlap_p2p_communication: bool = flag(True, "overlap messages between pipeline stages with compute")
     use_cpu_initialization: bool = flag(False, "draw initial weights on the CPU, the same on every kind of device")
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
+    context_parallel_size: int = flag(1, "ranks that share each sequence")
+    cp_comm_type: tuple[CPComm, ...] = flag(
+        ("p2p",), "how attention sees the whole sequence, once or a layer: p2p sends keys round a ring, a2a trades sequence for "
+        "heads, allgather collects all keys, a2a+p2p does both")
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, "a2a+p2p: ranks of the inner a2a and of the outer ring")
+    hybrid_context_parallel: bool = flag(False, "cut each packed sequence over as many ranks as its length deserves")
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, "--hybrid-context-parallel: most tokens of one sequence on a rank")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer")
+    expert_tensor_parallel_size: int | None = flag(None, "ranks that share each expert's matrices; left out: the tensor size")
 
     @property
     def tp(self) -> int:

@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.model import ModelConfig
+from megatron.core.config.pattern import read_pattern
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One layer. window: (left, right) positions that a query sees beside its own; None is all of them."""
+    """One layer.
+
+    mixer: attention or mla. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
+    mlp: dense or moe.
+    """
 
     index: int
     mixer: str = "attention"
@@ -56,7 +61,36 @@ def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows of the whole network: of T5 the encoder's and then the decoder's, each numbered from 0."""
     if model.architecture == "t5":
         return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
-    return layer_plans(model.num_layers, causal=model.architecture == "gpt")
+    rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
+    return tuple(replace(row, mixer="mla" if model.mla.multi_latent_attention else "attention",
+                         window=model.window if windowed else None, rope=rope, mlp="moe" if moe else "dense")
+                 for row, windowed, rope, moe in zip(rows, _windowed(model), _rotated(model), _with_experts(model), strict=True))
+
+
+def _windowed(model: ModelConfig) -> list[bool]:
+    """Layers that see a window: all but every n-th, counted from one, or those with a 1 in the list."""
+    found = _pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
+    if model.window_size is None:
+        return [False] * model.num_layers
+    return [not found or bool(found[i]) if not isinstance(found, int) else (i + 1) % found != 0 for i in range(model.num_layers)]
+
+
+def _rotated(model: ModelConfig) -> list[bool]:
+    """Layers whose queries and keys are rotated: all but every n-th, counted from one, or those with a 0 in the list."""
+    found = _pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
+    return [not found or not found[i] if not isinstance(found, int) else (i + 1) % found != 0 for i in range(model.num_layers)]
+
+
+def _with_experts(model: ModelConfig) -> list[bool]:
+    """Layers with experts: every n-th from the first on, or those with a 1 in the list."""
+    if not model.moe.num_experts:
+        return [False] * model.num_layers
+    found = _pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
+    return [i % found == 0 if isinstance(found, int) else bool(found[i]) for i in range(model.num_layers)]
+
+
+def _pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
+    return () if text is None else read_pattern(text, model.num_layers, flag)
 
 
 def partition(

@@ -62,6 +62,8 @@ def _positive(setting: Setting) -> str:
     counts = {"num_layers": run.model, "hidden_size": run.model, "num_attention_heads": run.model, "ffn_hidden_size": run.model,
               "kv_channels": run.model, "num_query_groups": run.model, "make_vocab_size_divisible_by": run.model,
               "tensor_model_parallel_size": run.parallel, "pipeline_model_parallel_size": run.parallel,
+              "context_parallel_size": run.parallel, "expert_model_parallel_size": run.parallel,
+              "expert_tensor_parallel_size": run.parallel,
               "encoder_num_layers": run.model, "decoder_num_layers": run.model, "decoder_seq_length": run.train,
               "seq_length": run.train, "micro_batch_size": run.train, "global_batch_size": run.train,
               "log_interval": run.log, "save_interval": run.checkpoint, "eval_interval": run.train,
@@ -72,11 +74,13 @@ def _positive(setting: Setting) -> str:
 
 
 def _world(s: Setting) -> str:
-    needed = s.run.parallel.tp * s.run.parallel.pp
+    tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
+    needed = tp * pp * cp
     if s.world_size % needed == 0:
         return ""
-    return (f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {s.run.parallel.tp} x "
-            f"--pipeline-model-parallel-size {s.run.parallel.pp} = {needed}; start a multiple of {needed} ranks")
+    context = f" x --context-parallel-size {cp}" if cp > 1 else ""
+    return (f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}{context} = {needed}; start a multiple of {needed} ranks")
 
 
 def _heads(s: Setting) -> str:
@@ -106,9 +110,9 @@ def _head_size(s: Setting) -> str:
     if model.hidden_size % model.num_attention_heads and model.kv_channels == model.hidden_size // model.num_attention_heads:
         return (f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
                 f"choose another, or give the size of a head with --kv-channels")
-    if model.rope.position_embedding_type == "rope" and int(model.kv_channels * model.rope.rotary_percent) < 2:
+    if model.rope.rotates and int(model.kv_channels * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of a head of {model.kv_channels} rotates nothing; choose more"
-    if model.rope.position_embedding_type == "rope" and int(model.kv_channels * model.rope.rotary_percent) % 2:
+    if model.rope.rotates and int(model.kv_channels * model.rope.rotary_percent) % 2:
         return (f"--rotary-percent {model.rope.rotary_percent} of --kv-channels {model.kv_channels} is an odd number of "
                 f"sizes, and rotations take two; choose shares that give an even number")
     return ""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import MaskSpec, Scores
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -17,22 +17,31 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, *, scale: float | None = None,
-              bias: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
     """Softmax attention of every query over the keys that the mask lets it see (Vaswani et al., 2017).
 
-    q: [queries, b, n, d]; k, v: [keys, b, g, d], each of the g heads serving n/g query heads. scale: factor of the scores;
-    None: 1/sqrt(d). bias: [1, n, queries, keys], added to the scaled scores. Returns [queries, b, n * d].
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv], each of the g heads serving n/g query heads. Returns
+    [queries, b, n * dv]; zeros for a query that sees no key.
     """
     queries, batch, heads, size = q.shape
     repeat = heads // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scores = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias
-    scores = scores.masked_fill(~mask.visible(queries, k.shape[2], q.device), float("-inf"))
-    weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)
+    found = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    if scores.bias is not None:
+        found = found + scores.bias
+    seen = mask.visible(queries, k.shape[2], q.device)
+    blind = None if mask.is_plain else ~seen.any(dim=-1, keepdim=True)  # the softmax of nothing is not a number
+    found = found.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
+    if scores.sink is not None:
+        sink = scores.sink.to(found.dtype).view(1, -1, 1, 1).expand(*found.shape[:3], 1)
+        found = torch.cat((found, sink), dim=-1)
+    shares = found.softmax(dim=-1)[..., :k.shape[2]]
+    if blind is not None:
+        shares = shares.masked_fill(blind, 0.0)
+    weights = F.dropout(shares, dropout).to(v.dtype)
     return (weights @ v).permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
 
 

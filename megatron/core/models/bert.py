@@ -24,6 +24,7 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
@@ -87,7 +88,7 @@ class BERTModel(nn.Module):
             assert ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        return self.encoder(hidden, MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+        return self.encoder(hidden, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
@@ -63,7 +64,7 @@ class ClassifierModel(nn.Module):
             assert ids is not None and types is not None, "the first stage reads ids and types"
             hidden = self.embedding(ids, positions_of(ids), types)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        x = self.encoder(hidden, MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+        x = self.encoder(hidden, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
         if self.pooler is None or self.dropout is None:
             return x
         pooled = self.dropout(self.pooler(x))

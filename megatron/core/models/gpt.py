@@ -19,6 +19,7 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass, Side
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
@@ -55,11 +56,12 @@ class GPTModel(nn.Module):
         return (self.message_shape(train.micro_batch_size, train.seq_length),)
 
     def forward(self, *, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None,
-                positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+                positions: Tensor | None = None, documents: Tensor | None = None, side: Side | None = None) -> Tensor:
         """Run this stage.
 
         ids: [b, s], read by the first stage. hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s].
-        positions: [b, s] when they do not simply count; documents: [b, s] when documents are kept apart.
+        positions: [b, s] when they do not simply count; documents: [b, s] when documents are kept apart. side: where layers
+        note their own losses.
         Returns the message to the next stage; on the last, the loss of every token [b, s], or logits [s, b, v/tp]
         without labels.
         """
@@ -67,7 +69,7 @@ class GPTModel(nn.Module):
             assert ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, positions_of(ids) if positions is None else positions)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        x = self.decoder(hidden, MaskSpec(causal=True, documents=documents), rotary_of(self.build, hidden, positions))
+        x = self.decoder(hidden, Pass(MaskSpec(documents=documents), rotary_of(self.build, hidden, positions), side=side))
         if self.output_layer is None:
             return x
         return self.output_layer(x, self.output_weight(), labels)

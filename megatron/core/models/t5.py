@@ -23,6 +23,7 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.relative import RelativePositions, score_bias
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
@@ -82,11 +83,11 @@ class T5Model(nn.Module):
         assert message is not None, "a later stage reads the message of the stage before"
         state, memory, *tables = message
         if self.encoder is not None:
-            memory = self.encoder(memory, MaskSpec(causal=False, padding=encoder_padding), rotary_of(self.build, memory),
+            memory = self.encoder(memory, Pass(MaskSpec(causal=False, padding=encoder_padding), rotary_of(self.build, memory)),
                                   bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
         if self.decoder is not None:
-            state = self.decoder(state, MaskSpec(), rotary_of(self.build, state), bias=self._bias(tables, state, causal=True),
-                                 memory=memory, memory_mask=MaskSpec(causal=False, padding=encoder_padding))
+            one = Pass(MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding))
+            state = self.decoder(state, one, bias=self._bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)

@@ -2,6 +2,7 @@
 
 build.py      Build: what every layer constructor receives
 rope.py       rotary tables
+passing.py    what goes through the layers beside the hidden states
 dropout.py    dropout from a named random stream
 attention.py  self attention with grouped heads
 cross_attention.py  attention to what an encoder made

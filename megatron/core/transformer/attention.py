@@ -11,21 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.config.plan import LayerPlan
+from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import Part
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.rope import RotaryTable
 
 
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself."""
 
-    def __init__(self, build: Build, *, rope: bool) -> None:
+    def __init__(self, build: Build, plan: LayerPlan) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
-        self.build, self.rope = build, rope
+        self.build, self.plan = build, plan
         self.head_size = model.kv_channels
         self.heads = model.num_attention_heads // tp
         self.groups = max(1, model.num_query_groups // tp)
@@ -41,16 +43,16 @@ class SelfAttention(nn.Module):
         self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
         self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, mask: MaskSpec, table: RotaryTable | None,
-                bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
 
         Returns the attention's output and the normed input, both like x.
         """
         qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
         q, k, v = self._heads(qkv)
-        if table is not None and self.rope:
-            q, k = self._turn(q, table), self._turn(k, table)
+        if one.table is not None and self.plan.rope:
+            q, k = self._turn(q, one.table), self._turn(k, one.table)
+        mask = one.mask.within(self.plan.window)
         return self.linear_proj(attend(self.build, q, k, v, mask, bias, training=self.training)), normed
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +77,7 @@ def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, bias: 
     def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
         with build.streams.use("cut" if dropout else "default"):
-            return build.kernels.attention(q, k, v, mask, dropout, scale=build.model.softmax_scale, bias=bias)
+            return build.kernels.attention(q, k, v, mask, dropout, Scores(build.model.softmax_scale, bias=bias))
 
     return recompute(core, build.streams, q, k, v, bias) if build.recomputes("core_attn") else core(q, k, v, bias)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.rope import RotaryTable
+from megatron.core.transformer.passing import Pass
 
 
 class Layer(nn.Module):
@@ -28,7 +29,7 @@ class Layer(nn.Module):
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
         self.input_layernorm = None if after_sum else build.norm(model.hidden_size)
-        self.self_attention = SelfAttention(build, rope=plan.rope)
+        self.self_attention = SelfAttention(build, plan)
         self.post_attention_layernorm = build.norm(model.hidden_size) if after_sum else None
         self.pre_cross_attn_layernorm = build.norm(model.hidden_size) if plan.cross else None
         self.cross_attention = CrossAttention(build) if plan.cross else None
@@ -37,24 +38,23 @@ class Layer(nn.Module):
         self.post_mlp_layernorm = build.norm(model.hidden_size) if after_sum else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
-    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None, *, bias: Tensor | None = None,
-                memory: Tensor | None = None, memory_mask: MaskSpec | None = None) -> Tensor:
+    def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
-        bias: [1, n/tp, s, s], added to the scores. memory, memory_mask: what cross attention looks at, and through.
+        bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
-        mixed, normed = self.self_attention(x, self.input_layernorm, mask, table, bias)
+        mixed, normed = self.self_attention(x, self.input_layernorm, one, bias)
         x = self._sum(x, normed, mixed, self.post_attention_layernorm)
         if self.cross_attention is not None:
-            assert memory is not None and memory_mask is not None, "a layer with cross attention has something to look at"
-            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, memory_mask)
+            assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"
+            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask)
             x = self._sum(x, normed, found, None)
         if self.build.recomputes("mlp"):
-            return recompute(self._mlp, self.build.streams, x)
-        return self._mlp(x)
+            return recompute(partial(self._mlp, one=one), self.build.streams, x)
+        return self._mlp(x, one=one)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        thought, normed = self.mlp(x, self.pre_mlp_layernorm)
+    def _mlp(self, x: Tensor, *, one: Pass) -> Tensor:
+        thought, normed = self.mlp(x, self.pre_mlp_layernorm, one)
         return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
     def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:

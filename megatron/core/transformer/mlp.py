@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron.core.parallel.spec import Part
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass
 
 
 class MLP(nn.Module):
@@ -25,7 +26,7 @@ class MLP(nn.Module):
             region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.act = build.kernels.gated_activation if model.gated else build.kernels.activation
 
-    def forward(self, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
         wide, normed = self.build.normed_linear(norm, self.linear_fc1, x)
         return self.linear_fc2(self.act(wide, self.build.model.activation)), normed

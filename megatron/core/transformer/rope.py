@@ -50,7 +50,7 @@ def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> 
     """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s]
     when they do not simply count.
     """
-    if build.model.rope.position_embedding_type != "rope":
+    if not build.model.rope.rotates:
         return None
     length = build.region.whole_length(hidden.shape[0])
     places = torch.arange(length, device=hidden.device)[None] if positions is None else positions

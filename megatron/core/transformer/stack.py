@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.rope import RotaryTable
+from megatron.core.transformer.passing import Pass
 
 
 class Stack(nn.Module):
@@ -27,15 +26,14 @@ class Stack(nn.Module):
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
 
-    def forward(self, x: Tensor, mask: MaskSpec, table: RotaryTable | None, *, bias: Tensor | None = None,
-                memory: Tensor | None = None, memory_mask: MaskSpec | None = None) -> Tensor:
+    def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
         bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
-        looks at, through memory_mask.
+        looks at.
         """
         for group, drop in self._groups():
-            run = _Run(group, mask, table, memory_mask)
+            run = _Run(group, one)
             if drop and self.training:
                 x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
             else:
@@ -59,10 +57,10 @@ class Stack(nn.Module):
 class _Run:
     """Some layers one after the other, as a function of what has a gradient."""
 
-    def __init__(self, layers: list[Layer], mask: MaskSpec, table: RotaryTable | None, memory_mask: MaskSpec | None) -> None:
-        self.layers, self.mask, self.table, self.memory_mask = layers, mask, table, memory_mask
+    def __init__(self, layers: list[Layer], one: Pass) -> None:
+        self.layers, self.one = layers, one
 
     def __call__(self, x: Tensor, bias: Tensor | None, memory: Tensor | None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.mask, self.table, bias=bias, memory=memory, memory_mask=self.memory_mask)
+            x = layer(x, self.one, bias=bias, memory=memory)
         return x

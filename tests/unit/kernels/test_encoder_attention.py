@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.table import CANDIDATES, Need, select
 from megatron.core.config.flags import ConfigError
 
@@ -41,7 +41,7 @@ def test_attention_is_the_formula_forward_and_backward(candidate, queries: int, 
     shapes = [(queries, B, N, D), (5, B, groups, D), (5, B, groups, D), (1, N, queries, 5)]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes[:4 if biased else 3]]
     mask, bias = MaskSpec(causal=causal, padding=PADDING if padded else None), inputs[3] if biased else None
-    found = candidate.call(*inputs[:3], mask, scale=0.7, bias=bias)
+    found = candidate.call(*inputs[:3], mask, 0.0, Scores(0.7, bias=bias))
     expected = by_hand(*inputs[:3], bias, mask, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.arange(found.numel(), dtype=found.dtype).view_as(found).sin()

@@ -1,0 +1,39 @@
+"""Which layers have a property, as Megatron's flags say it: a number, or a list of zeros and ones."""
+
+from __future__ import annotations
+
+import ast
+
+from megatron.core.config.flags import ConfigError
+
+
+def read_pattern(text: str, length: int, flag: str) -> int | tuple[int, ...]:
+    """`4` as a number; `([0]*1+[1]*26)` as a tuple of `length` zeros and ones. `ConfigError` names the flag."""
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise ConfigError(f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}") from None
+    if isinstance(found, int):
+        if found < 1:
+            raise ConfigError(f"{flag} {text}: a number of layers is at least 1")
+        return found
+    if len(found) != length or set(found) - {0, 1}:
+        raise ConfigError(f"{flag} {text} is a list of {len(found)}; write {length} zeros and ones, one a layer")
+    return tuple(found)
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_value(item) for item in node.elts]
+        if all(isinstance(item, int) for item in items):
+            return items
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _value(node.left), _value(node.right)
+        lists = isinstance(left, list) + isinstance(right, list)
+        if lists == (2 if isinstance(node.op, ast.Add) else 1):
+            size = len(left) * right if isinstance(left, list) and isinstance(right, int) else 0
+            if 0 <= size <= 100_000:
+                return left + right if isinstance(node.op, ast.Add) else left * right
+    raise ValueError("not a pattern")
