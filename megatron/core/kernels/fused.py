@@ -1,32 +1,55 @@
-"""Kernels that come with torch itself: fused attention and norms."""
+"""Kernels that come with torch itself: fused attention and norms.
+
+Torch's scaled dot product attention knows neither windows nor sinks; both are brought into its form.
+
+A window far shorter than the text is a band. Queries are cut into blocks, each of which meets its own slab of keys only:
+
+    keys     0 1 2 3 4 5 6 7 8 9 ..        window (2, 0), blocks of 4
+    block 0  [. . 0 1 2 3]
+    block 1      [2 3 4 5 6 7]             work grows with block + window, not with the text
+    block 2              [6 7 8 9 ..]
+
+A sink of score z is one more key with a value of zero. To make its score the same for every query, queries and keys get more
+sizes: the query's hold z, the key's one, and those of all other keys zero.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec, Scores
+
+_BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
     """`reference.attention` by torch's scaled dot product attention: the best of its backends for this device.
 
-    q: [queries, b, n, d]; k, v: [keys, b, g, d]. Returns [queries, b, n * dv].
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the
+    backward pass: where torch has no such kernel with dropout, on CPUs, they are computed again.
     """
-    if scores.softcap is not None or scores.sink is not None:
+    if scores.softcap is not None:
         return reference.attention(q, k, v, mask, dropout, scores)
-    queries, batch, heads, _ = q.shape
-    grouped = heads != k.shape[2]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == k.shape[2])
-    seen = None if plain else mask.visible(queries, k.shape[2], q.device)
+    if dropout and q.device.type == "cpu":
+        return checkpoint(_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
+    return _attention(q, k, v, mask, dropout, scores)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    if scores.bias is None and (band := _band(mask, q.shape[0], k.shape[0])):
+        return _banded(q, k, v, mask, band, dropout, scores)
+    queries, keys = q.shape[0], k.shape[0]
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
+    seen = None if plain else mask.visible(queries, keys, q.device)
     if scores.bias is not None:
         seen = scores.bias.to(q.dtype).masked_fill(~seen, float("-inf"))
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=plain and mask.causal,
-                                            scale=scores.scale, enable_gqa=grouped)
-    return output.permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
+    return _joined(_attend(*heads, seen, plain and mask.causal, dropout, scores))
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
@@ -35,6 +58,82 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: fl
         return attention(q, k, v, mask, dropout, scores)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """`reference.rms_norm` by torch's kernel."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores) -> Tensor:
+    """Attention of q: [b, n, queries, d] over k, v: [b, g, keys, d]. seen: what the mask shows, or added to the scores."""
+    scale = q.shape[-1]**-0.5 if scores.scale is None else scores.scale
+    size = v.shape[-1]
+    if scores.sink is not None:
+        q, k, v, seen = _with_sink(q, k, v, seen, scores.sink.to(reference.wide(q.dtype)) / scale, causal)
+    repeats = q.shape[1] // k.shape[1]
+    if seen is not None and q.is_cuda:  # with a mask, only the slow backend takes groups there
+        k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=causal, scale=scale,
+                                            enable_gqa=repeats > 1)
+    if scores.sink is not None:
+        output = output[:, :, int(causal):, :size]
+    return output
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool,
+               ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The inputs of `_attend` with a first key of the scores `sink` [n], before they are scaled.
+
+    Torch counts causality from the first query and the first key; so there a first query is added too, of no use.
+    """
+    high = sink.to(q.dtype)
+    parts = torch.stack((high, (sink - high.to(sink.dtype)).to(q.dtype)), dim=-1)  # a half format alone would round it
+    q = torch.cat((q, parts[None, :, None].expand(q.shape[0], -1, q.shape[2], -1)), dim=-1)
+    k, v = F.pad(k, (0, 2, 1, 0)), F.pad(v, (0, 2, 1, 0))  # backends want values as wide as keys
+    k[:, :, 0, -2:] = 1.0
+    if seen is not None:
+        seen = F.pad(seen, (1, 0), value=True if seen.dtype == torch.bool else 0.0)
+    return (F.pad(q, (0, 0, 1, 0)) if causal else q), k, v, seen
+
+
+def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
+    """Places before and after its own that a query sees, if that is little of the text and texts stand as they are."""
+    if mask.window is None or queries != keys or not (mask.query_places is mask.key_places is mask.query_documents is None):
+        return None
+    left, right = mask.window
+    ahead = 0 if mask.causal else right
+    fits = left >= 0 and ahead >= 0 and 2 * (max(_BLOCK, left + ahead) + left + ahead) <= keys
+    return (left, ahead) if fits else None
+
+
+def _banded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores) -> Tensor:
+    """`attention` in blocks of queries, each with the slab of keys that it may see."""
+    (left, ahead), (length, batch) = band, q.shape[:2]
+    block = max(_BLOCK, left + ahead)
+    count = -(-length // block)
+    slab, rest = block + left + ahead, count * block - length
+
+    def slabs(x: Tensor, value: float = 0.0) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
+        padded = F.pad(x, (0, 0, left, ahead + rest), value=value)
+        return padded.unfold(2, slab, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    queries = F.pad(heads[0], (0, 0, 0, rest)).unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)
+    offset = torch.arange(slab, device=q.device)[None] - left - torch.arange(block, device=q.device)[:, None]
+    near = (offset >= -left) & (offset <= ahead)
+    places = torch.arange(length, device=q.device).view(1, 1, length, 1)
+    there = slabs(places, -1) >= 0
+    seen = (near & there.view(count, 1, slab))[None]
+    if mask.padding is not None:
+        seen = seen & (slabs(mask.padding[:, None, :, None].int()) > 0).view(-1, count, 1, slab)
+    if mask.documents is not None:
+        own = F.pad(mask.documents, (0, rest), value=-1).view(-1, count, block, 1)
+        seen = seen & (own == slabs(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
+    seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+    output = _attend(queries, slabs(heads[1]), slabs(heads[2]), seen, False, dropout, scores)
+    output = output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
+    return _joined(output[:, :, :length])
+
+
+def _joined(output: Tensor) -> Tensor:
+    """[b, n, s, d] to [s, b, n * d]."""
+    return output.permute(2, 0, 1, 3).flatten(2)

@@ -17,6 +17,9 @@ class MaskSpec:
     token. query_places, key_places: int64 [queries] and [keys], where in the whole sequence they stand; without them
     keys count from 0 and the last query stands at the last key. query_documents: [b, queries], where queries are not the
     last of the keys. A query that sees no key at all gets zero.
+
+    length: places of the whole sequence, when queries and keys are only the pieces that a context rank holds; query_places are
+    those of its piece then, documents and padding those of the whole. `context_parallel` makes of it the masks that kernels see.
     """
 
     causal: bool = True
@@ -26,6 +29,7 @@ class MaskSpec:
     query_places: Tensor | None = None
     key_places: Tensor | None = None
     query_documents: Tensor | None = None
+    length: int | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -5,6 +5,8 @@ Sums are taken in fp32 for fp16 and bf16 inputs, and in fp64 for fp64 inputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,15 +47,37 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     return (weights @ v).permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
 
 
+def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = None, block: int = 256) -> Tensor:
+    """The largest scaled score of every head among those that the mask shows, [n]; -inf where it shows none.
+
+    q: [queries, b, n, d]; k: [keys, b, g, d]. Scores of `block` queries are held at a time.
+    """
+    queries, _, heads, size = q.shape
+    keys, groups = k.shape[0], k.shape[2]
+    places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
+    own = mask.query_documents if mask.query_documents is not None or mask.documents is None else mask.documents[:, -queries:]
+    q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
+    k = k.permute(1, 2, 3, 0)[:, :, None]
+    found = q.new_full((groups, heads // groups), float("-inf"), dtype=wide(q.dtype))
+    for start in range(0, queries, block):
+        rows = slice(start, start + block)
+        part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
+        some = (q[..., rows, :] @ k).to(found.dtype) * (size**-0.5 if scale is None else scale)
+        seen = part.visible(some.shape[-2], keys, q.device)[:, :, None]
+        found = torch.maximum(found, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
+    return found.flatten()
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """LayerNorm over the last dimension (Ba et al., 2016)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x over its root mean square, along the last dimension (Zhang and Sennrich, 2019)."""
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """x over its root mean square, along the last dimension (Zhang and Sennrich, 2019), times the weight if there is one."""
     wide_x = x.to(wide(x.dtype))
-    return (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+    normed = (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -72,10 +96,23 @@ def activation(x: Tensor, name: str) -> Tensor:
     return F.relu(x).square()
 
 
-def gated_activation(x: Tensor, name: str) -> Tensor:
-    """activation(gate) * up for x = [gate | up] along the last dimension (Shazeer, 2020)."""
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """What a gated MLP does beside its activation (gpt-oss).
+
+    clamp: gate and linear half are kept below it, and the linear half above its negative. offset: added to the linear half.
+    """
+
+    clamp: float | None = None
+    offset: float = 0.0
+
+
+def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
+    """activation(gate) * (up + offset) for x = [gate | up] along the last dimension (Shazeer, 2020)."""
     gate, up = x.chunk(2, dim=-1)
-    return activation(gate, name) * up
+    if gating.clamp is not None:
+        gate, up = gate.clamp(max=gating.clamp), up.clamp(-gating.clamp, gating.clamp)
+    return activation(gate, name) * (up + gating.offset if gating.offset else up)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -93,3 +130,24 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         across = torch.cat((-second, first), dim=-1)
     turned = (wide_x * cos + across * sin).to(x.dtype)
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b with a matrix and bias of its own for every expert; rows of x are sorted by expert.
+
+    x: [n, in]; weight: [e, out, in]; counts: [e] int64, rows of each expert; bias: [e, out]. Returns [n, out].
+    """
+    rows = x.split(counts.tolist())
+    output = torch.cat([F.linear(own, matrix) for own, matrix in zip(rows, weight.unbind(0), strict=True)])
+    return with_expert_bias(output, bias, counts)
+
+
+def with_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Each row plus the bias [e, out] of the expert that it belongs to."""
+    return rows if bias is None else rows + bias.index_select(0, owners_of(rows, counts))
+
+
+def owners_of(rows: Tensor, counts: Tensor) -> Tensor:
+    """The expert of each row, [n], when so many belong to each."""
+    experts = torch.arange(len(counts), device=counts.device)
+    return experts.repeat_interleave(counts, output_size=len(rows))

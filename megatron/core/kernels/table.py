@@ -12,18 +12,23 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import fused, reference
+from megatron.core.kernels import fused, grouped, reference
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the run asks of its kernels."""
+    """What the run asks of its kernels. window, softcap: some layers see a window, and some scores are capped.
+    uneven_heads: values are of another size than keys.
+    """
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     documents: bool = False
     padding: bool = False
+    window: bool = False
+    softcap: bool = False
     attention_dropout: float = 0.0
+    uneven_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class Kernels:
     activation: Callable = reference.activation
     gated_activation: Callable = reference.gated_activation
     rotary: Callable = reference.rotary
+    grouped_linear: Callable = reference.grouped_linear
     report: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -54,6 +60,12 @@ def _flash_unfit(need: Need) -> str:
         return "documents are kept apart by a mask tensor, which torch's flash backend does not take"
     if need.padding:
         return "padding is left out by a mask tensor, which torch's flash backend does not take"
+    if need.window:
+        return "windows are kept by a mask tensor, which torch's flash backend does not take"
+    if need.softcap:
+        return "it has no cap on scores"
+    if need.uneven_heads:
+        return "it needs values of the size of keys; give --v-head-dim the sum of --qk-head-dim and --qk-pos-emb-head-dim"
     if need.device == "cuda" and need.dtype not in (torch.float16, torch.bfloat16):
         return "on a GPU it needs fp16 or bf16"
     if need.device == "cpu" and need.attention_dropout > 0:
@@ -61,17 +73,30 @@ def _flash_unfit(need: Need) -> str:
     return ""
 
 
+def _fused_unfit(need: Need) -> str:
+    return "it has no cap on scores" if need.softcap else ""
+
+
+def _grouped_mm_unfit(need: Need) -> str:
+    if need.device != "cuda":
+        return "torch's grouped matmul is for GPUs"
+    return "" if need.dtype == torch.bfloat16 else "torch's grouped matmul needs bf16"
+
+
 def _always_fits(_: Need) -> str:
     return ""
 
 
 CANDIDATES = (
-    Candidate("attention", "fused", fused.attention, _always_fits),
+    Candidate("attention", "fused", fused.attention, _fused_unfit),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
+    Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
+    Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
+    Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
 )
 
 

@@ -11,7 +11,8 @@ from megatron.core.kernels.table import CANDIDATES, Candidate, Need, select
 def test_auto_takes_the_first_candidate_that_fits() -> None:
     kernels = select(Need())
     assert kernels.attention is fused.attention and kernels.rms_norm is fused.rms_norm
-    assert dict((op, chosen) for op, chosen, _ in kernels.report) == {"attention": "fused", "rms_norm": "torch"}
+    assert dict((op, chosen) for op, chosen, _ in kernels.report) == {
+        "attention": "fused", "rms_norm": "torch", "grouped_linear": "grouped"}
 
 
 def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
@@ -24,6 +25,8 @@ def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
         select(Need(device="cuda", dtype=torch.float32), {"attention": "flash"})
     with pytest.raises(ConfigError, match="on a CPU it has no dropout"):
         select(Need(attention_dropout=0.1), {"attention": "flash"})
+    with pytest.raises(ConfigError, match="it needs values of the size of keys"):
+        select(Need(uneven_heads=True), {"attention": "flash"})
     with pytest.raises(ConfigError, match="no such kernel"):
         select(Need(), {"attention": "quick"})
 

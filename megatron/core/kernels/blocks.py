@@ -1,0 +1,138 @@
+"""Attention of some queries over some of their keys, such that results over all keys can be made of those over blocks.
+
+    a block gives      output = softmax(scores) v   and   lse = log(sum(exp(scores)))
+    two blocks merge   lse = log(exp(lse1) + exp(lse2)),   output = exp(lse1 - lse) output1 + exp(lse2 - lse) output2
+
+(Milakov and Gimelshein, 2018). The backward pass of a block needs no more than the output and lse over all keys, since
+exp(scores - lse) are its true shares (Dao et al., 2022). Heads come before places here: q [b, n, queries, d], k [b, g, keys,
+d], v [b, g, keys, dv], output [b, n, queries, dv], lse [b, n, queries]; lse is -inf for a query that sees no key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.reference import wide
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How scores are made and seen.
+
+    scale, softcap: as in `Scores`. seen: bool [b or 1, 1, queries, keys]; None: everything. causal: only keys up to the query's
+    own place, of as many keys as queries. kept: [b, n, queries, keys], what dropout multiplies the shares by. fused: torch's own
+    kernels may serve.
+    """
+
+    scale: float
+    softcap: float | None = None
+    seen: Tensor | None = None
+    causal: bool = False
+    kept: Tensor | None = None
+    fused: bool = True
+
+    def suits_flash(self, q: Tensor) -> bool:
+        """Whether torch's flash kernel can compute the block: on a CPU, and of plain scores."""
+        return self.fused and q.device.type == "cpu" and self.softcap is None and self.seen is None and self.kept is None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """The block's output and lse, in the format of wide sums (the output of torch's kernels has been rounded to that of q)."""
+    if block.suits_flash(q):
+        output, lse = _flash(*_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
+        return output[..., :v.shape[-1]].to(lse.dtype), lse
+    scores, _ = _scores(q, k, block)
+    lse = scores.logsumexp(dim=-1)
+    shares = (scores - _finite(lse)[..., None]).exp()
+    if block.kept is not None:
+        shares = shares * _grouped(block.kept, k.shape[1])
+    output = _rows(shares.to(v.dtype)) @ v
+    return output.to(lse.dtype).reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
+def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Block,
+             ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v that come through this block, in the format of wide sums.
+
+    gradient, output, lse: over all keys; gradient and output in the format of v.
+    """
+    if block.suits_flash(q):
+        made, size = _for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
+        dq, dk, dv = _flash_backward(_fill(gradient, size), *made, _fill(output, size), lse, 0.0, block.causal, scale=block.scale)
+        repeats = q.shape[1] // k.shape[1]
+        dk, dv = (x.to(lse.dtype).unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
+        return dq.to(lse.dtype)[..., :q.shape[-1]], dk[..., :k.shape[-1]], dv[..., :v.shape[-1]]
+    groups = k.shape[1]
+    scores, slope = _scores(q, k, block)
+    shares = (scores - _finite(_grouped(lse, groups))[..., None]).exp()
+    rows = _rows(_grouped(gradient, groups))
+    kept = None if block.kept is None else _grouped(block.kept, groups)
+    dropped = shares if kept is None else shares * kept
+    dv = _rows(dropped.to(v.dtype)).transpose(-2, -1) @ rows
+    dshares = (rows @ v.transpose(-2, -1)).to(scores.dtype).view_as(shares)
+    if kept is not None:
+        dshares = dshares * kept
+    mean = (gradient.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
+    dscores = shares * (dshares - _grouped(mean, groups)) * block.scale
+    if slope is not None:
+        dscores = dscores * slope
+    flat = _rows(dscores.to(q.dtype))
+    dq, dk = flat @ k, flat.transpose(-2, -1) @ _rows(_grouped(q, groups))
+    return dq.to(lse.dtype).reshape(q.shape), dk.to(lse.dtype), dv.to(lse.dtype)
+
+
+def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and lse over two sets of keys from those over each."""
+    both = torch.logaddexp(lse, more_lse)
+    finite = _finite(both)
+    return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both
+
+
+def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    """The scores [b, g, n/g, queries, keys], -inf where nothing is seen, and what a cap multiplies their gradients by."""
+    groups, slope = k.shape[1], None
+    rows = _rows(_grouped(q, groups)) @ k.transpose(-2, -1)
+    scores = rows.to(wide(q.dtype)).unflatten(2, (-1, q.shape[2])) * block.scale
+    if block.softcap is not None:
+        capped = torch.tanh(scores / block.softcap)
+        scores, slope = block.softcap * capped, 1 - capped.square()
+    if block.causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    if block.seen is not None:
+        scores = scores.masked_fill(~block.seen[:, :, None], float("-inf"))
+    return scores, slope
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse with 0 for a query that sees nothing: exp(-inf - 0) is the share it gives."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[b, n, ...] as [b, g, n/g, ...]."""
+    return x.unflatten(1, (groups, -1))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[b, g, n/g, queries, ...] as [b, g, n/g * queries, ...]: all queries that share a key head, in one matmul."""
+    return x.flatten(2, 3)
+
+
+def _for_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v for torch's kernel, which wants one number of heads and one size: zeros add nothing to scores and outputs."""
+    repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
+    k, v = (_fill(x, size).repeat_interleave(repeats, dim=1) for x in (k, v))
+    return _fill(q, size), k, v
+
+
+def _fill(x: Tensor, size: int) -> Tensor:
+    """x with zeros up to a last dimension of `size`."""
+    return F.pad(x, (0, size - x.shape[-1]))

@@ -1,0 +1,93 @@
+"""Many small linear layers as one: row i of the input meets the matrix of the expert that it belongs to.
+
+    rows      [ expert 0 | expert 1 | .. | expert 3 ]     sorted by expert, counts = (3, 1, 0, 2)
+    weight    [e, out, in]
+
+`reference.grouped_linear` is the meaning: one matmul an expert. Here it is one op for autograd, which writes each result
+where it belongs; experts with few rows are padded to one batched matmul, since then a call costs more than its work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.kernels import reference
+
+_FEW = 8  # rows an expert, on average, up to which one batched matmul with padding was faster on CPUs
+_WASTE = 4  # padded rows over true ones from which it was not
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.sizes = sizes
+        output = x.new_empty((x.shape[0], weight.shape[1]))
+        for rows, matrix, target in zip(x.split(sizes), weight, output.split(sizes), strict=True):
+            torch.mm(rows, matrix.t(), out=target)
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = context.saved_tensors
+        sizes = context.sizes
+        for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
+        for rows, matrix, gone, back, change in zip(x.split(sizes), weight, gradient.split(sizes), for_x.split(sizes),
+                                                    for_weight, strict=True):
+            torch.mm(gone, matrix, out=back)
+            torch.mm(gone.t(), rows, out=change)  # of no rows: zeros
+        return for_x, for_weight, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`reference.grouped_linear`, with fewer and larger steps. x: [n, in]; weight: [e, out, in]; returns [n, out]."""
+    sizes, experts = counts.tolist(), weight.shape[0]
+    most = max(sizes)
+    few = len(x) <= _FEW * experts and 0 < most * experts <= _WASTE * len(x)
+    output = _padded(x, weight, counts, most) if few else _Grouped.apply(x.contiguous(), weight, sizes)
+    return reference.with_expert_bias(output, bias, counts)
+
+
+def _padded(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
+    """All experts as one batched matmul, each with as many rows as the largest."""
+    owners = reference.owners_of(x, counts)
+    place = owners * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owners]
+    table = x.new_zeros(weight.shape[0] * most, x.shape[1]).index_copy(0, place, x)
+    output = torch.bmm(table.view(weight.shape[0], most, -1), weight.transpose(1, 2))
+    return output.flatten(0, 1).index_select(0, place)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`reference.grouped_linear` by torch's own kernel for GPUs, which needs no word from the host."""
+    if x.shape[-1] % 8 or weight.shape[1] % 8:  # its rows must begin at multiples of 16 bytes
+        return grouped_linear(x, weight, counts, bias)
+    ends = counts.cumsum(0).to(torch.int32)
+    return reference.with_expert_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
+
+
+class _WeighedBias(Function):
+    @staticmethod
+    def forward(context: Any, weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        owners = reference.owners_of(weights, counts)
+        context.save_for_backward(weights, bias, owners)
+        return weights[:, None] * bias.index_select(0, owners)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, bias, owners = context.saved_tensors
+        for_weights = (gradient * bias.index_select(0, owners)).sum(1).to(weights.dtype)
+        for_bias = torch.zeros_like(bias, dtype=gradient.dtype).index_add(0, owners, gradient * weights[:, None])
+        return for_weights, for_bias.to(bias.dtype), None
+
+
+def weighed_bias(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """weight * bias of each row's expert, of which the backward pass keeps no rows.
+
+    weights: [n]; bias: [e, out]; counts: [e], rows of each expert. Returns [n, out].
+    """
+    return _WeighedBias.apply(weights, bias, counts)
