@@ -24,9 +24,11 @@ class DataParallel:
 
     def __init__(self, module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool, bucket_size: int | None,
                  overlap_reduce: bool, overlap_gather: bool, average: bool) -> None:
-        """sharded: every rank owns a range of each bucket (ZeRO-1). average: divide inside the collective."""
+        """sharded: every rank owns a range of each bucket (ZeRO-1). average: divide by the data-parallel size, inside the
+        collective where its ranks are as many; those of experts may be more or fewer.
+        """
         self.module, self.overlap_reduce, self.overlap_gather = module, overlap_reduce, overlap_gather
-        self.op = "avg" if average else "sum"
+        self.divisor = mesh.dp_cp.size if average else None
         self.buckets = make_buckets(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size)
         self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
         self._reducing: list[collectives.Work] = []
@@ -87,7 +89,7 @@ class DataParallel:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._gathering:
             for param in module.parameters(recurse=False):
-                collectives.wait(self._gathering.pop(self._place[param], None))
+                collectives.wait(self._gathering.pop(self._place.get(param, -1), None))  # state of a module is in no bucket
 
     def _arrived(self, view: torch.Tensor, param: nn.Parameter) -> None:
         """A gradient was accumulated: bring it into the buffer, and count."""
@@ -103,7 +105,11 @@ class DataParallel:
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
-        self._reducing.append(_start(bucket, self.op))
+        op = "sum" if self.divisor is None else "avg"
+        if self.divisor is not None and self.divisor != bucket.axis.size:
+            bucket.grad /= self.divisor
+            op = "sum"
+        self._reducing.append(_start(bucket, op))
 
 
 def _start(bucket: Bucket, op: str) -> collectives.Work:

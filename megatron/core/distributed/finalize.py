@@ -1,7 +1,7 @@
 """The sums that layouts ask for, once data-parallel ranks agree.
 
-All of them work on what this rank owns. Tensor ranks cut their buffers alike, and so do the two stages that hold a tied
-matrix; so owned pieces can be summed as they are.
+All of them work on what this rank owns. Tensor ranks cut their buffers alike, as do the ranks that share an expert's
+matrices and the two stages that hold a tied matrix; so owned pieces can be summed as they are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def finalize(segments: Sequence[Segment], mesh: Mesh) -> None:
 
 
 def sum_replicated(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """Parameters that every tensor rank holds but of which each saw only some positions or heads."""
-    _all_reduce_together([s.grad for s in segments if "tp" in s.spec.sum_over], mesh.tp)
+    """Parameters that every tensor rank holds but of which each saw only some positions or heads; of experts likewise."""
+    for axis in ("tp", "etp"):
+        _all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
 
 
 def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
@@ -45,8 +46,9 @@ def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
 
 
 def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """A matrix that embeds on the first stage and predicts on the last."""
-    _all_reduce_together([s.grad for s in segments if s.spec.tied], mesh.embed)
+    """A matrix that embeds on the first stage and predicts on the last, or embeds again for multi-token prediction."""
+    for axis in ("embed", "mtp_embed"):
+        _all_reduce_together([s.grad for s in segments if s.spec.tied and s.spec.tied_over == axis], mesh.axis(axis))
 
 
 def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:

@@ -1,7 +1,8 @@
 """Norm and zeros of the gradient: every element of the network counted exactly once, whatever the layout.
 
-Not counted: replicas on tensor ranks other than the first, copies of shared heads but the first, the second home of a
-tied matrix. Padding is zero, and so adds nothing to a norm; it is left out of counts.
+Not counted: replicas on tensor and data ranks other than the first, copies of shared heads but the first, the second home
+of a tied matrix. Which ranks those are differs between experts and the rest of the network, so sums go over all ranks.
+Padding is zero, and so adds nothing to a norm; it is left out of counts.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from megatron.core.distributed.finalize import copied_ranges
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import flat, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import is_shared_over_tensor, pieces
+from megatron.core.parallel.spec import is_shared_over_tensor, pieces, tensor_axis
 
 _BLOCK = 2**18  # elements whose squares are summed in fp32; on a CPU a sum over 40M would be off by a thousandth
 
 
-def counted_ranges(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Ranges of an owned segment, relative to its start, that this rank counts."""
+def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
+    """Ranges of an owned segment, relative to its start, that this rank counts.
+
+    sharded: data-parallel ranks own different ranges; else they own the same, and the first counts.
+    """
     spec = segment.spec
-    if is_shared_over_tensor(spec) and not mesh.tp.is_first:
+    if not sharded and not mesh.axis(spec.reduce_over).is_first:
         return
-    if spec.tied and not mesh.embed.is_first:
+    if is_shared_over_tensor(spec) and not mesh.axis(tensor_axis(spec)).is_first:
+        return
+    if spec.tied and not mesh.axis(spec.tied_over).is_first:
         return
     start = 0
     for low, high, _, is_first_copy in copied_ranges(segment, mesh):
@@ -36,23 +42,21 @@ def counted_ranges(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     yield start, segment.high - segment.low
 
 
-def _counted(segments: Sequence[Segment], mesh: Mesh, *, of: str) -> list[Tensor]:
-    return [getattr(segment, of)[low:high] for segment in segments for low, high in counted_ranges(segment, mesh) if low < high]
+def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
+    return [getattr(segment, of)[low:high] for segment in segments
+            for low, high in counted_ranges(segment, mesh, sharded=sharded) if low < high]
 
 
 def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
-    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as an fp64 scalar, the same on every rank.
-
-    sharded: data-parallel ranks own different ranges, so their sums are added; else they own the same.
-    """
-    views = _counted(segments, mesh, of=of)
+    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as an fp64 scalar, the same on every rank."""
+    views = _counted(segments, mesh, sharded=sharded, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if views:
         views = [block for view in views for block in view.split(_BLOCK)]
         wide = torch.float64 if views[0].dtype == torch.float64 else torch.float32
         total += torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double().square().sum()
-    return collectives.all_reduce(total, mesh.world if sharded else mesh.model).sqrt()
+    return collectives.all_reduce(total, mesh.world).sqrt()
 
 
 def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Tensor:
@@ -60,9 +64,9 @@ def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Te
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for segment in segments:
         held = [piece.local for piece in pieces(segment.spec, mesh)]
-        for low, high in counted_ranges(segment, mesh):
+        for low, high in counted_ranges(segment, mesh, sharded=sharded):
             for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero
                 zeros += (segment.grad[start - segment.low:stop - segment.low] == 0).sum() - padding
-    return collectives.all_reduce(zeros, mesh.world if sharded else mesh.model)
+    return collectives.all_reduce(zeros, mesh.world)

@@ -6,7 +6,7 @@ bucket): it sees a list of segments. Half-precision weights have fp32 masters; w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.distributed.finalize import finalize
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.groups import Group, group_of
 from megatron.core.optimizer.scaler import LossScaler
+from megatron.core.parallel.boxes import flat
 from megatron.core.parallel.mesh import Mesh
 
 _SLOTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -69,11 +70,13 @@ class Optimizer:
             settings["weight_decay"] = weight_decay if group.decays else 0.0
 
     @torch.no_grad()
-    def step(self, *, multiplier: float | Tensor = 1.0, count_zero_elements: bool = False) -> StepResult:
+    def step(self, *, multiplier: float | Tensor = 1.0, count_zero_elements: bool = False,
+             row_factors: Mapping[str, Tensor] | None = None) -> StepResult:
         """Sum what layouts ask for, clip, and update, once gradients are reduced.
 
-        multiplier: what the gradients still lack beside the loss scale. An overflow of an fp16 run, seen by all ranks
-        in the norm, leaves the weights as they are.
+        multiplier: what the gradients still lack beside the loss scale. row_factors: global name -> what the rows of a
+        parameter that this rank holds are multiplied by after the update, [rows]. An overflow of an fp16 run, seen by all
+        ranks in the norm, leaves the weights as they are.
         """
         finalize(self.segments, self.mesh)
         unscale = multiplier / self.scaler.scale
@@ -86,6 +89,8 @@ class Optimizer:
         if self.config.clip_grad > 0:
             unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
         self._update(unscale)
+        self._scale_rows(row_factors or {})
+        self._publish()
         return StepResult(norm, True, zeros)
 
     def _update(self, factor: float | Tensor) -> None:
@@ -96,8 +101,19 @@ class Optimizer:
             torch._foreach_mul_([master.grad for master in self.masters], factor)
         if self.inner is not None:
             self.inner.step()
-        for master, segment in zip(self.masters, self.segments, strict=True):
+        for master in self.masters:
             master.grad = None
+
+    def _scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        for master, segment in zip(self.masters, self.segments, strict=True):
+            if segment.name in factors:
+                for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
+                    rows = factors[segment.name].narrow(0, box.offset[0], box.shape[0])
+                    master[start - segment.low:stop - segment.low].view(box.shape[0], -1).mul_(rows.to(master.dtype)[:, None])
+
+    def _publish(self) -> None:
+        """The new weights in their own format, on every rank."""
+        for master, segment in zip(self.masters, self.segments, strict=True):
             if master.data_ptr() != segment.data.data_ptr():
                 segment.data.copy_(master)
         for parallel in self.parallels:

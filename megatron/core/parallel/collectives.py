@@ -7,6 +7,7 @@ size 1: this is the only file that asks. Gathers and scatters go along dimension
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,6 +84,18 @@ def cut(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     return tensor.chunk(axis.size)[axis.rank].contiguous()
+
+
+def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]:
+    """Begin to send a tensor to the next rank of the axis, and to take `arriving` from the one before; the first follows the
+    last. Both must be left alone until every work is waited for.
+    """
+    if axis.size == 1:
+        arriving.copy_(tensor)
+        return []
+    after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after, axis.group),
+                                   dist.P2POp(dist.irecv, arriving, before, axis.group)])
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -170,6 +183,17 @@ class _CutThenGather(Function):
         return all_gather(gradient, context.axis), None
 
 
+class _GatherColumnsThenCut(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return torch.cat(all_gather(tensor, axis).chunk(axis.size), dim=-1)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(context.axis.size, dim=-1)[context.axis.rank].contiguous(), None
+
+
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: nothing. Backward: sum the gradient over the axis."""
     return tensor if axis.size == 1 else _IdentityThenReduce.apply(tensor, axis)
@@ -193,3 +217,140 @@ def scatter_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
 def cut_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: keep this rank's piece of a replicated tensor. Backward: gather the gradient."""
     return tensor if axis.size == 1 else _CutThenGather.apply(tensor, axis)
+
+
+class _GatherThenCut(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        context.axis = axis
+        return all_gather(tensor, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return cut(gradient, context.axis), None
+
+
+def gather_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: gather along dimension 0. Backward: keep this rank's piece of a gradient that all ranks hold alike."""
+    return tensor if axis.size == 1 else _GatherThenCut.apply(tensor, axis)
+
+
+# Exchanges of uneven pieces, along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
+
+def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> tuple[Tensor, Work]:
+    """Begin to send the i-th piece of `tensor` to rank i. Returns what comes, laid end to end by sender, and the work."""
+    if axis.size == 1:
+        return tensor, None
+    coming = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    work = dist.all_to_all_single(coming, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
+    return coming, work
+
+
+@dataclass(slots=True)
+class Journey:
+    """An exchange between its departure and its arrival, in the forward and in the backward pass.
+
+    send, receive: rows to and from every rank of the axis. work: what is on its way now. home: the gradient that comes back.
+    """
+
+    send: list[int]
+    receive: list[int]
+    axis: Axis
+    work: Work = None
+    home: Tensor | None = None
+
+
+class _Depart(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, journey: Journey) -> Tensor:
+        context.journey = journey
+        coming, journey.work = start_exchange(tensor, journey.send, journey.receive, journey.axis)
+        return coming
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        journey = context.journey
+        wait(journey.work)
+        home, journey.home = journey.home, None
+        return home, None
+
+
+class _Arrive(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, journey: Journey) -> Tensor:
+        context.journey = journey
+        wait(journey.work)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        journey = context.journey
+        journey.home, journey.work = start_exchange(gradient, journey.receive, journey.send, journey.axis)
+        return gradient, None  # only for autograd, which wants a gradient of the input's shape: `home` has the true one
+
+
+def depart(tensor: Tensor, journey: Journey) -> Tensor:
+    """Start an exchange. What is returned has no values yet: it is for `arrive` only. Backward: wait for the gradient."""
+    return tensor if journey.axis.size == 1 else _Depart.apply(tensor, journey)
+
+
+def arrive(coming: Tensor, journey: Journey) -> Tensor:
+    """Wait for what `depart` started. Backward: start to send the gradient home."""
+    return coming if journey.axis.size == 1 else _Arrive.apply(coming, journey)
+
+
+def exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """Forward: the i-th piece goes to rank i. Backward: gradients go home."""
+    journey = Journey(send, receive, axis)
+    return arrive(depart(tensor, journey), journey)
+
+
+def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    whole = all_gather(_filled(tensor, max(sizes)), axis)
+    return torch.cat([piece[:size] for piece, size in zip(whole.chunk(axis.size), sizes, strict=True)])
+
+
+def _scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    pieces = torch.cat([_filled(piece, max(sizes)) for piece in tensor.split(sizes)])
+    return reduce_scatter(pieces, axis)[:sizes[axis.rank]]
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat((tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))))
+
+
+class _UnevenGather(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+        context.sizes, context.axis = sizes, axis
+        return _gather_uneven(tensor, sizes, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_uneven(gradient, context.sizes, context.axis), None, None
+
+
+class _UnevenScatter(Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+        context.sizes, context.axis = sizes, axis
+        return _scatter_uneven(tensor, sizes, axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_uneven(gradient, context.sizes, context.axis), None, None
+
+
+def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    """`gather_then_scatter` of pieces with these numbers of rows; tensor has sizes[axis.rank] of them."""
+    return tensor if axis.size == 1 else _UnevenGather.apply(tensor, sizes, axis)
+
+
+def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    """`scatter_then_gather` into pieces with these numbers of rows; tensor has sum(sizes) of them."""
+    return tensor if axis.size == 1 else _UnevenScatter.apply(tensor, sizes, axis)
+
+
+def gather_columns_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: gather along the last dimension. Backward: keep this rank's columns, since every rank's gradient is whole."""
+    return tensor if axis.size == 1 else _GatherColumnsThenCut.apply(tensor, axis)

@@ -1,8 +1,8 @@
 """Which ranks share which axis: pure arithmetic, no torch.
 
 Ranks are laid out like digits of a number, the leftmost axis of `order` turning fastest. Dense layers see
-tensor x context x data x pipeline; experts see the same ranks as expert-tensor x expert x expert-data x pipeline, and
-both views agree on the pipeline.
+tensor x context x data x pipeline; experts see the ranks of each pipeline stage, in ascending order, as expert-tensor x
+expert x expert-data. So both views agree on the pipeline, wherever it stands in the order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import product
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.plan import read_layout
 
 RankLists = tuple[tuple[int, ...], ...]
 
@@ -34,11 +35,36 @@ def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, 
     return tuple(sorted(groups))
 
 
+def context_sizes(parallel: ParallelConfig) -> tuple[int, int]:
+    """Ranks of a context group's inner blocks, and how many blocks there are; one rank a block unless sizes are given."""
+    size = parallel.context_parallel_size
+    given = parallel.hierarchical_context_parallel_sizes or (1, size)
+    if len(given) != 2 or given[0] * given[1] != size:
+        raise ConfigError(f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} must be two sizes whose product is "
+                          f"--context-parallel-size {size}")
+    return given
+
+
+def block_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
+    """Neighbours on the data axis that may share a sequence, for every power of two of them.
+
+    None without --hybrid-context-parallel.
+    """
+    found: dict[str, RankLists] = {}
+    lines = axis_ranks(parallel, world_size)["dp_cp"]
+    size = 2
+    while parallel.hybrid_context_parallel and size <= len(lines[0]):
+        found[f"block{size}"] = tuple(line[first:first + size] for line in lines for first in range(0, len(line) - size + 1, size))
+        size *= 2
+    return found
+
+
 def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
     """Every axis of the mesh -> all its groups of global ranks.
 
-    Axes: tp, cp, dp, pp, ep, etp, edp, and the merged dp_cp, tp_cp, model (tensor and pipeline), embed (first and last
-    pipeline stage) and world.
+    Axes: tp, cp, dp, pp, ep, etp, edp, and the merged dp_cp, tp_cp, model (tensor and pipeline), embed (the pipeline stages
+    that hold a tied output matrix: the first, the last, and that of multi-token prediction), mtp_embed (those that embed: the
+    first, and that of multi-token prediction) and world. cp is cp_inner x cp_outer, neighbours and blocks of neighbours.
     """
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.context_parallel_size, parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
@@ -48,16 +74,27 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     if world_size % (etp * ep * pp):
         raise ConfigError(f"{world_size} ranks cannot be divided into expert-tensor {etp} x expert {ep} x pipeline {pp} "
                           f"= {etp * ep * pp}; choose sizes whose product divides the number of ranks")
+    inner = context_sizes(parallel)[0]
     last = ("pp", "dp") if parallel.use_tp_pp_dp_mapping else ("dp", "pp")
-    dense = {"tp": tp, "cp": cp, "pp": pp, "dp": world_size // (tp * pp * cp)}
-    expert = {"tp": etp, "ep": ep, "pp": pp, "dp": world_size // (etp * ep * pp)}
-    dense_order, expert_order = ("tp", "cp", *last), ("tp", "ep", *last)
+    dense = {"tp": tp, "cp_inner": inner, "cp_outer": cp // inner, "pp": pp, "dp": world_size // (tp * pp * cp)}
+    expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp)}
+    dense_order = ("tp", "cp_inner", "cp_outer", *last)
+    context = ("cp_inner", "cp_outer")
     pipelines = rank_lists(dense, dense_order, ("pp",))
     found = {name: rank_lists(dense, dense_order, along) for name, along in {
-        "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "dp_cp": ("cp", "dp"), "tp_cp": ("tp", "cp"),
-        "model": ("tp", "pp"), "world": ("tp", "cp", "dp", "pp")}.items()}
+        "tp": ("tp",), "cp": context, "cp_inner": ("cp_inner",), "cp_outer": ("cp_outer",), "dp": ("dp",),
+        "dp_cp": (*context, "dp"), "tp_cp": ("tp", *context), "model": ("tp", "pp"), "world": dense_order}.items()}
     found["pp"] = pipelines
-    found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines)
-    found |= {name: rank_lists(expert, expert_order, along) for name, along in {
-        "etp": ("tp",), "ep": ("ep",), "edp": ("dp",)}.items()}
+    again = _place_of_m(parallel)
+    found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[-1]))) for line in pipelines)
+    found["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
+    stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
+    found |= {name: tuple(sorted(tuple(stage[place] for place in places) for stage in stages
+                                 for places in rank_lists(expert, tuple(expert), (name,)))) for name in expert}
     return found
+
+
+def _place_of_m(parallel: ParallelConfig) -> int:
+    """The pipeline rank with the layers of multi-token prediction: the last one, if the layout does not say otherwise."""
+    stages = read_layout(parallel.pipeline_model_parallel_layout or "")
+    return next((index % parallel.pp for index, stage in enumerate(stages) if "m" in stage), parallel.pp - 1)

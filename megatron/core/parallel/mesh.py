@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.parallel.grid import axis_ranks, block_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,17 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Where this rank stands. `pp_backward` is the pipeline again, with a group of its own for gradients."""
+    """Where this rank stands. `pp_backward` is the pipeline again, with a group of its own for gradients.
+
+    cp_inner, cp_outer: neighbours on cp, and those at the same place among theirs. blocks: neighbours that may share a sequence
+    under --hybrid-context-parallel, one axis for every number of them.
+    """
 
     device: torch.device
     tp: Axis
     cp: Axis
+    cp_inner: Axis
+    cp_outer: Axis
     dp: Axis
     pp: Axis
     pp_backward: Axis
@@ -60,12 +66,14 @@ class Mesh:
     tp_cp: Axis
     model: Axis
     embed: Axis
+    mtp_embed: Axis
     world: Axis
+    blocks: tuple[Axis, ...] = ()
 
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
-        axes = {field.name: Axis(field.name) for field in fields(Mesh) if field.name != "device"}
+        axes = {field.name: Axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
@@ -79,12 +87,18 @@ class Mesh:
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         axes = {}
         for field in fields(Mesh):
-            if field.name == "device":
+            if field.name in ("device", "blocks"):
                 continue
             if field.name == "pp_backward":
                 made = {}
             axes[field.name] = _axis(field.name, lists[field.name], rank, made, backend, timeout)
-        return Mesh(device=device, **axes)
+        made = {}
+        blocks = tuple(_axis(name, ranks, rank, made, backend, timeout) for name, ranks in block_ranks(parallel, world_size).items())
+        return Mesh(device=device, blocks=blocks, **axes)
+
+    def sharing(self, size: int) -> Axis:
+        """This rank and those with which it shares a sequence that is cut over so many."""
+        return next(axis for axis in (self.cp, *self.blocks) if axis.size == size)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

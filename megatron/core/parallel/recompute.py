@@ -59,7 +59,7 @@ def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors:
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
     """second(first(x)) and first(x), where `second` does not keep first(x) for its backward pass but asks for it again.
 
     Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its own output.
@@ -80,3 +80,50 @@ def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor]
     middle_size = middle.numel()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return second(middle), middle
+
+
+def dropping_outputs(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """use(*make(*tensors)), where neither keeps what `make` made: when the backward pass first needs it, it is made again.
+
+    Cheaper than recomputing both: `use` may be costly, and all it needs again is its input. `make` draws no random numbers,
+    and its own operations keep little beside their inputs.
+    """
+    made = make(*tensors)
+    places = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(made)}
+    again = _MadeAgain(make, tuple(tensor.detach() for tensor in tensors))
+
+    def pack(tensor: Tensor) -> Any:
+        index = places.get(tensor.untyped_storage().data_ptr())
+        return tensor if index is None else again.promise(index, tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return use(*made)
+
+
+class _MadeAgain:
+    """What a function makes, made once more for all promises together, and let go after the last of them."""
+
+    def __init__(self, make: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
+        self.make, self.tensors = make, tensors
+        self.promised = self.open = 0
+        self.made: tuple[Tensor, ...] = ()
+
+    def promise(self, index: int, view: Tensor) -> Callable[[], Tensor]:
+        """A function that gives a view of the same place in what is made again at `index`."""
+        shape = (view.size(), view.stride(), view.storage_offset())
+        self.promised += 1
+
+        def keep() -> Tensor:
+            if not self.made:
+                with torch.no_grad():
+                    self.made, self.open = self.make(*self.tensors), self.promised
+            found = self.made[index].as_strided(*shape)
+            self.open -= 1
+            if not self.open:
+                self.made = ()
+            return found
+
+        return keep

@@ -56,7 +56,8 @@ class ParamSpec:
     """A parameter's place in the whole.
 
     shape: true global shape. sum_over: axes over which every rank's gradient is only a share. reduce_over: data axis
-    that averages it. tied: held by the first and the last pipeline stage. name: global name, filled in by `name_all`.
+    that averages it. tied: held by two pipeline stages or three, which are on axis tied_over. stacked: dimension 0 counts
+    parameters (experts) with initial values of their own. name: global name, filled in by `name_all`.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +67,8 @@ class ParamSpec:
     sum_over: tuple[str, ...] = ()
     reduce_over: str = "dp_cp"
     tied: bool = False
+    tied_over: str = "embed"
+    stacked: bool = False
     name: str = ""
 
 
@@ -132,9 +135,14 @@ def name_all(module: nn.Module) -> None:
             param.spec = dataclasses.replace(spec_of(param), name=path)  # type: ignore[attr-defined]
 
 
+def tensor_axis(spec: ParamSpec) -> str:
+    """The axis whose ranks share each matrix of this parameter: experts have one of their own."""
+    return "etp" if spec.reduce_over == "edp" else "tp"
+
+
 def is_shared_over_tensor(spec: ParamSpec) -> bool:
     """Whether every tensor rank holds the whole parameter."""
-    return not any(cut.axis == "tp" for cut in spec.cuts)
+    return not any(cut.axis == tensor_axis(spec) for cut in spec.cuts)
 
 
 def normal(deviation: float) -> Initial:

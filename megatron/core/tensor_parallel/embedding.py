@@ -39,13 +39,14 @@ class VocabEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """One learned vector a position, whole on every rank."""
+    """One learned vector a position, whole on every rank. tied: held by every stage that embeds."""
 
     def __init__(self, num_positions: int, hidden_size: int, *, init: Initial, region: Region, mesh: Mesh,
-                 dtype: torch.dtype) -> None:
+                 dtype: torch.dtype, tied: bool = False) -> None:
         super().__init__()
         self.region = region
-        spec = ParamSpec((num_positions, hidden_size), init, "matrix", sum_over=region.outside_sums)
+        spec = ParamSpec((num_positions, hidden_size), init, "matrix", sum_over=region.outside_sums, tied=tied,
+                         tied_over="mtp_embed")
         self.weight = parameter(spec, mesh, dtype)
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -81,10 +81,11 @@ class Linear(nn.Module):
     """A linear layer that is whole on every rank. sum_over: axes whose ranks each see a share of the positions."""
 
     def __init__(self, input_size: int, output_size: int, *, init: Initial, mesh: Mesh, dtype: torch.dtype,
-                 sum_over: tuple[str, ...] = ()) -> None:
+                 sum_over: tuple[str, ...] = (), bias: bool = True) -> None:
         super().__init__()
         self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype)
-        self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", sum_over=sum_over), mesh, dtype)
+        spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=sum_over)
+        self.bias = parameter(spec, mesh, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""

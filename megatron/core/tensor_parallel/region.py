@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
@@ -22,15 +23,40 @@ class Region:
     axis: Axis
     sequence_parallel: bool = False
 
+    def enter(self, x: Tensor) -> Tensor:
+        """All positions [s, b, h] of a tensor between regions, of which ranks make different things; gradients are summed."""
+        if self.sequence_parallel:
+            return collectives.gather_then_scatter(x, self.axis)
+        return collectives.identity_then_reduce(x, self.axis)
+
     def exit(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' shares [s, b, h]; returns [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         if self.sequence_parallel:
             return collectives.scatter_then_gather(partial, self.axis)
         return collectives.reduce_then_identity(partial, self.axis)
 
+    def collect(self, columns: Tensor) -> Tensor:
+        """The whole of what a column layer made, [s, b, out/tp] on each rank; returns [s or s/tp, b, out]."""
+        return self.own(collectives.gather_columns_then_cut(columns, self.axis))
+
     def own(self, whole: Tensor) -> Tensor:
         """What a rank keeps between regions of a tensor [s, ...] that all ranks computed: all of it, or its piece."""
         return collectives.cut_then_gather(whole, self.axis) if self.sequence_parallel else whole
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """The tokens [s/tp, b, h] between regions that this rank alone has: what it holds, or where all hold the same, its piece.
+
+        A sequence that the axis does not divide is filled up with zeros, which `whole_tokens` takes off again.
+        """
+        if self.sequence_parallel:
+            return x
+        missing = -x.shape[0] % self.axis.size
+        filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
+        return collectives.cut_then_gather(filled, self.axis)
+
+    def whole_tokens(self, own: Tensor, held: int) -> Tensor:
+        """The way back from `own_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
+        return own if self.sequence_parallel else collectives.gather_then_cut(own, self.axis)[:held]
 
     def length(self, sequence: int) -> int:
         """Positions that a rank holds between regions."""

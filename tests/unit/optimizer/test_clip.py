@@ -17,7 +17,9 @@ from tests.unit.optimizer import ranks
 
 LAYOUTS = [("", "gpt"), ("tp2", "gpt"), ("tp2 sp", "qk-norm"), ("tp4", "mqa"), ("tp4 sp", "gqa2"), ("pp2", "gpt"), ("pp2 vpp2", "untied"),
            ("dp2", "llama"), ("dp2 zero", "llama"), ("dp4 zero buckets3", "gpt"), ("tp2 dp2 zero", "mqa"), ("tp2 pp2", "llama-tied"),
-           ("pp2 dp2 zero", "gpt"), ("pp4 layout=E|tt|tt|L", "gpt"), ("pp4 layout=E|ttt|t|L", "untied"), ("tp4 zero bucket300", "qk-norm")]
+           ("pp2 dp2 zero", "gpt"), ("pp4 layout=E|tt|tt|L", "gpt"), ("pp4 layout=E|ttt|t|L", "untied"), ("tp4 zero bucket300", "qk-norm"),
+           ("ep2 dp4", "moe"), ("tp2 etp1 ep2 dp2", "moe-bias"), ("tp2 ep2 dp2 zero", "moe-shared-bias"), ("etp2 dp4 zero", "moe-bias"),
+           ("tp2 sp etp1 dp2", "moe-shared"), ("pp2 ep2 dp4 zero pp-before-dp", "moe")]
 
 
 def by_hand(model: str) -> tuple[float, int, float]:

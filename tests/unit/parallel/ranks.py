@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -69,3 +70,47 @@ def plain(name: str) -> Any:
         return gathered, piece.clone()
     assert name == "gather_objects", f"no collective is called {name}"
     return collectives.gather_objects(("rank", rank), axis)
+
+
+def exchange_pieces(sizes: dict[int, list[int]]) -> tuple[Tensor, Tensor]:
+    """Send pieces of these sizes; what came, and the gradient of what went under a loss that is linear in what came."""
+    axis = mesh_of(expert_model_parallel_size=4).ep
+    x = value_of(axis.rank, sum(sizes[axis.rank]), 3).requires_grad_()
+    coming = collectives.exchange(x, sizes[axis.rank], [sizes[sender][axis.rank] for sender in range(4)], axis)
+    (coming * value_of(50 + axis.rank, *coming.shape)).sum().backward()
+    return coming.detach(), x.grad
+
+
+def watch_an_exchange() -> list[str]:
+    """The order of starts and waits when something is computed while rows travel, forward and backward."""
+    axis, events = mesh_of(expert_model_parallel_size=2).ep, []
+    start, wait = collectives.start_exchange, collectives.wait
+
+    def said(name: str, call: Any) -> Any:
+        def heard(*arguments: Any) -> Any:
+            events.append(name)
+            return call(*arguments)
+
+        return heard
+
+    with patch.object(collectives, "start_exchange", said("start", start)), patch.object(collectives, "wait", said("wait", wait)):
+        x = value_of(axis.rank, 4, 3).requires_grad_()
+        journey = collectives.Journey([2, 2], [2, 2], axis)
+        coming = collectives.depart(x, journey)
+        other = x * 2.0
+        events.append("other")
+        other.register_hook(lambda gradient: events.append("other backward"))
+        (collectives.arrive(coming, journey).sum() + other.sum()).backward()
+    return events
+
+
+def uneven(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A gather of uneven pieces and its gradient, a scatter into them and its gradient."""
+    axis = mesh_of(expert_model_parallel_size=4).ep
+    x = value_of(axis.rank, sizes[axis.rank], 3).requires_grad_()
+    whole = collectives.uneven_gather_then_scatter(x, sizes, axis)
+    (whole * value_of(50 + axis.rank, *whole.shape)).sum().backward()
+    y = value_of(axis.rank, sum(sizes), 3).requires_grad_()
+    piece = collectives.uneven_scatter_then_gather(y, sizes, axis)
+    (piece * value_of(70 + axis.rank, *piece.shape)).sum().backward()
+    return whole.detach(), x.grad, piece.detach(), y.grad

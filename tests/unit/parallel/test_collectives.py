@@ -19,6 +19,7 @@ PAIRS = {
     "reduce_then_identity": ((4, 3), False, (4, 3), True, lambda xs: [xs[0] + xs[1]]),
     "gather_then_scatter": ((2, 3), False, (4, 3), False, lambda xs: [torch.cat(xs), torch.cat(xs)]),
     "scatter_then_gather": ((4, 3), False, (2, 3), False, lambda xs: [*(xs[0] + xs[1]).chunk(2)]),
+    "gather_then_cut": ((2, 3), False, (4, 3), True, lambda xs: [torch.cat(xs)]),
     "cut_then_gather": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
 }
 
@@ -78,3 +79,31 @@ def test_on_one_rank_every_collective_gives_back_what_it_got() -> None:
     output.zero_()
     assert collectives.start_reduce_scatter(output, x, ALONE) is None and torch.equal(output, x)
     collectives.barrier(ALONE)
+
+
+SIZES = {0: [2, 0, 3, 1], 1: [0, 0, 1, 2], 2: [4, 1, 0, 0], 3: [0, 0, 0, 0]}  # rows that each rank sends to each
+
+
+def test_an_exchange_brings_every_piece_to_its_rank_and_its_gradient_home(world: Worlds) -> None:
+    for rank, (found, gradient) in enumerate(world(4).run(ranks.exchange_pieces, SIZES)):
+        pieces = [value_of(sender, sum(SIZES[sender]), 3).split(SIZES[sender])[rank] for sender in range(4)]
+        assert torch.equal(found, torch.cat(pieces))
+        weights = [value_of(50 + to, sum(SIZES[sender][to] for sender in range(4)), 3).split([SIZES[sender][to] for sender in range(4)])[rank]
+                   for to in range(4)]
+        assert torch.equal(gradient, torch.cat(weights))
+
+
+def test_an_exchange_lets_other_work_run_between_departure_and_arrival(world: Worlds) -> None:
+    for events in world(2).run(ranks.watch_an_exchange):
+        assert events == ["start", "other", "wait", "start", "other backward", "wait"]
+
+
+@pytest.mark.parametrize("sizes", [[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+def test_uneven_pieces_are_gathered_and_scattered_with_the_gradients_of_what_they_do(world: Worlds, sizes: list[int]) -> None:
+    total = sum(sizes)
+    weights = [value_of(50 + rank, total, 3) for rank in range(4)]
+    for rank, (whole, gathered, piece, scattered) in enumerate(world(4).run(ranks.uneven, sizes)):
+        assert torch.equal(whole, torch.cat([value_of(other, sizes[other], 3) for other in range(4)]))
+        torch.testing.assert_close(gathered, sum(weights).split(sizes)[rank])
+        torch.testing.assert_close(piece, sum(value_of(other, total, 3) for other in range(4)).split(sizes)[rank])
+        assert torch.equal(scattered, torch.cat([value_of(70 + other, sizes[other], 3) for other in range(4)]))

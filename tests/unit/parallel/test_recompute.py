@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.recompute import dropping_output, recompute
+from megatron.core.parallel.recompute import dropping_output, dropping_outputs, recompute
 from megatron.core.parallel.rng import RandomStreams
 
 
@@ -109,3 +109,42 @@ def test_the_dropped_output_is_handed_back_and_still_takes_gradients() -> None:
     plain = gradients(lambda a: linear(norm(a)) + norm(a), both, x)
     for a, b in zip(plain, gradients(with_residual, both, x), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def heads_of(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """Two things made of x, one of them a view of what a matrix gave."""
+    made = module(x)
+    return torch.cat((made, x), dim=-1)[..., :6], made
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(a * b) @ b.t()
+
+
+def test_what_is_made_again_for_the_backward_pass_gives_the_same_gradients() -> None:
+    module, x = block(), torch.randn(4, 6).double()
+    plain = gradients(lambda a: product(*heads_of(module, a)), module, x)
+    again = gradients(lambda a: dropping_outputs(lambda one: heads_of(module, one), product, a), module, x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_what_can_be_made_again_is_not_kept() -> None:
+    factor, calls = [1.0], []
+
+    def make(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(factor[0])
+        return (x * factor[0], x + factor[0])
+
+    x = torch.tensor([2.0], requires_grad=True)
+    result = dropping_outputs(make, lambda a, b: a * b, x)
+    factor[0] = 3.0  # what was kept would not know
+    result.backward()
+    assert calls == [1.0, 3.0], "made again once for both"
+    assert result.item() == 2.0 * 3.0 and x.grad.item() == (2.0 + 3.0) * 1.0 + 2.0 * 3.0
+
+
+def test_nothing_is_made_again_when_nothing_is_to_be_trained() -> None:
+    calls = []
+    with torch.no_grad():
+        dropping_outputs(lambda x: calls.append(1) or (x,), torch.exp, torch.ones(2))
+    assert calls == [1]
