@@ -8,4 +8,5 @@ optim.py     optimizer, schedule, precision
 data.py      data and tokenizer
 run.py       training, checkpoints, logging; `RunConfig` holds all of them
 rules.py     every rule between settings, as rows
+attention_rules.py  rows about attention and positions
 """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags import ConfigError, flag
 from megatron.core.config.moe import MoEConfig
 
 
@@ -48,6 +49,11 @@ class RopeConfig:
     def rotates(self) -> bool:
         """Whether positions are rotations of queries and keys."""
         return self.position_embedding_type in ("rope", "yarn", "mrope")
+
+    @property
+    def is_yarn(self) -> bool:
+        """Whether rotations are those of YaRN."""
+        return self.rotates and (self.rope_type or self.position_embedding_type) == "yarn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,9 @@ class ModelConfig:
     attention_dropout: float = flag(0.1, "dropout of attention probabilities")
     apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)")
     norm_after_residual: bool = flag(False, "norms stand after each residual sum and none ends the network (published BERT)")
+    sandwich_norm: bool = flag(False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)")
     embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)")
+    scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
     softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)")
     scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)")
@@ -180,8 +188,10 @@ class ModelConfig:
         """Positions before and after its own that a query of a layer with a window sees, -1 for all."""
         if self.window_size is None:
             return None
-        left, right = self.window_size.strip("()").split(",")
-        return int(left), int(right)
+        found = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
+        if found is None:
+            raise ConfigError(f"--window-size {self.window_size} cannot be read; write two numbers from -1 on, such as 127,0")
+        return int(found[1]), int(found[2])
 
     @property
     def gated(self) -> bool:
@@ -196,9 +206,25 @@ class ModelConfig:
         return next((name for name, on in chosen.items() if on), "gelu")
 
     @property
+    def kernel_wishes(self) -> dict[str, str]:
+        """Op -> the kernel that was asked for."""
+        return {"attention": self.attention_backend, "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop"}
+
+    @property
     def ties_embeddings(self) -> bool:
         """Whether the output layer uses the word embedding's matrix."""
         return not self.untie_embeddings_and_output_weights
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of what positions rotate: a query and key head, or the part of one that latent attention keeps for them."""
+        return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def uneven_heads(self) -> bool:
+        """Whether a value head has another size than a key head."""
+        mla = self.mla
+        return mla.multi_latent_attention and mla.v_head_dim != mla.qk_head_dim + mla.qk_pos_emb_head_dim
 
     @property
     def query_size(self) -> int:

@@ -38,7 +38,7 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = flag(False, "choose at random, for measurements")
     moe_enable_routing_replay: bool = flag(False, "keep each choice of experts, so that a step can be run again with the same")
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", "how tokens reach their experts; flex: the fastest library that is there, else alltoall")
+        "allgather", "how tokens reach their experts; flex: as alltoall, since no library such as DeepEP is called yet")
     moe_grouped_gemm: bool = flag(False, "experts of a rank are one grouped matmul; without it, one matmul each")
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of the expert that every token uses; left out: none")
     moe_shared_expert_gate: bool = flag(False, "a sigmoid of the token weighs the shared expert")
@@ -56,3 +56,8 @@ class MoEConfig:
         """(kind, weight) of every balancing loss; one weight serves all kinds if only one is given."""
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         return tuple(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=True))
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether layers with experts have losses of their own."""
+        return bool(self.num_experts) and (any(weight for _, weight in self.balances) or bool(self.moe_z_loss_coeff))

@@ -29,7 +29,7 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as one layer of the split")
     account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer and loss as one layer of the split")
     pipeline_model_parallel_layout: str | None = flag(
-        None, "the split as a string: E embedding, t layer, L loss, | next stage, *n repeat; e.g. 'Et*3|(tt|)*2L'")
+        None, "the split as a string: E embedding, t layer, m multi-token prediction, L loss, | next stage, *n repeat; e.g. 'Et*3|(tt|)*2mL'")
     sequence_parallel: bool = flag(False, "between matrices, cut the sequence over the tensor ranks")
     use_tp_pp_dp_mapping: bool = flag(False, "lay ranks out tensor, pipeline, data instead of tensor, data, pipeline")
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "transport; auto: nccl on GPUs, gloo on CPUs")

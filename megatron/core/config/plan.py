@@ -41,7 +41,10 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head."""
+    """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head.
+
+    ahead: whether it has what is behind the last layer but the head: the final norm and the layers of multi-token prediction.
+    """
 
     index: int
     count: int
@@ -50,6 +53,7 @@ class StageSpec:
     layers: tuple[LayerPlan, ...]
     embeds: bool
     heads: bool
+    ahead: bool = False
 
 
 def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
@@ -108,7 +112,7 @@ def partition(
 
     first_layers, last_layers: layers on the first and last rank, over all its chunks; the other ranks share the rest
     evenly. account_for_...: count the embedding or the loss as one layer of the even division.
-    layout: the whole cut as a string, such as `Et*3|(tt|)*29L`; see `read_layout`.
+    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`.
     """
     counted = account_for_embedding + account_for_loss
     uneven = first_layers is not None or last_layers is not None
@@ -120,6 +124,7 @@ def partition(
     if layout is not None:
         stages = read_layout(layout)
         problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
+        problems += _ahead_problems(stages, pp)
     elif uneven:
         problems, counts = _uneven(len(layers), pp, vpp, first_layers, last_layers)
     else:
@@ -127,7 +132,8 @@ def partition(
         counts[0] -= account_for_embedding
         counts[-1] -= account_for_loss
     refuse(problems)
-    return _stages(layers, counts, pp)
+    apart = layout is not None and "m" in layout and "m" not in stages[-1]
+    return _stages(layers, counts, pp, ahead=len(counts) - 1 - apart)
 
 
 def virtual_size(
@@ -169,8 +175,8 @@ def virtual_size(
 def read_layout(layout: str) -> tuple[str, ...]:
     """A layout string as one string of letters a stage: `Et*3|(tt|)*2L` is Ettt, tt, tt, L.
 
-    Letters: E embedding, t layer, L output layer and loss. `|` begins the next stage; `x*n` and `(...)*n` repeat;
-    commas and blanks mean nothing.
+    Letters: E embedding, t layer, m layer of multi-token prediction, L output layer and loss. `|` begins the next stage; `x*n`
+    and `(...)*n` repeat; commas and blanks mean nothing.
     """
     groups, problems = [[""]], []
     for token in re.findall(r"\*\d+|.", re.sub(r"[\s,]", "", layout)):
@@ -181,12 +187,10 @@ def read_layout(layout: str) -> tuple[str, ...]:
             groups[-1].append(inner)
         elif re.fullmatch(r"\*\d+", token) and groups[-1][-1]:
             groups[-1][-1] *= int(token[1:])
-        elif token in "EtL|":
+        elif token in "EtmL|":
             groups[-1].append(token)
-        elif token == "m":
-            problems.append("m (multi-token prediction) is not available yet; leave it out")
         else:
-            problems.append(f"{token!r} has no meaning there; use E t L | ( ) and *n after a letter or a group")
+            problems.append(f"{token!r} has no meaning there; use E t m L | ( ) and *n after a letter or a group")
     if len(groups) > 1:
         problems.append("a '(' is never closed")
     refuse(f"--pipeline-model-parallel-layout {layout}: {problem}" for problem in problems)
@@ -242,6 +246,21 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
     return problems
 
 
+def _ahead_problems(stages: tuple[str, ...], pp: int) -> list[str]:
+    """Why the layers of multi-token prediction cannot be where the layout has them."""
+    letters, homes = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
+    layout = f"--pipeline-model-parallel-layout {'|'.join(stages)}"
+    if not homes:
+        return []
+    if len(homes) > 1 or "m" in letters[:letters.rfind("t")] or homes[0] < len(stages) - 2:
+        return [f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
+                "make goes to L only"]
+    if len(stages) - 1 > homes[0] > 0 and homes[0] % pp == 0:
+        return [f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
+                "--pipeline-model-parallel-size 3 or more, or put m beside L"]
+    return []
+
+
 def _multiple_problem(stages: int, pp: int) -> list[str]:
     if stages % pp == 0:
         return []
@@ -254,14 +273,14 @@ def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
     return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
 
 
-def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int) -> tuple[StageSpec, ...]:
-    """The stages with these many layers each, in order."""
+def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int) -> tuple[StageSpec, ...]:
+    """The stages with these many layers each, in order. ahead: the stage behind the last layer."""
     assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
     specs, start = [], 0
     for index, count in enumerate(counts):
         own = tuple(layers[start:start + count])
         specs.append(StageSpec(index=index, count=len(counts), rank=index % pp, chunk=index // pp, layers=own,
-                               embeds=index == 0, heads=index == len(counts) - 1))
+                               embeds=index == 0, heads=index == len(counts) - 1, ahead=index == ahead))
         start += count
     return tuple(specs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
+from megatron.core.config import attention_rules, context_rules, expert_rules, latent_rules, routing_rules
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
 from megatron.core.config.run import RunConfig
@@ -24,10 +25,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`says` returns what is wrong and how to mend it, or an empty string."""
+    """`says` returns what is wrong and how to mend it, or an empty string. sentence: what holds where it is kept."""
 
     name: str
     says: Callable[[Setting], str]
+    sentence: str = ""
 
 
 def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
@@ -53,8 +55,10 @@ def _missing(setting: Setting) -> str:
     run = setting.run
     required = {"num_layers": run.model, "hidden_size": run.model, "num_attention_heads": run.model,
                 "seq_length": run.train, "micro_batch_size": run.train}
-    lacking = [spelling(name) for name, part in required.items() if getattr(part, name) is None]
-    return f"{', '.join(lacking)} must be given" if lacking else ""
+    lacking = [name for name, part in required.items() if getattr(part, name) is None]
+    taken = any(required[name] is run.model for name in lacking) and not run.checkpoint.use_checkpoint_args
+    found = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
+    return f"{', '.join(map(spelling, lacking))} must be given{found}" if lacking else ""
 
 
 def _positive(setting: Setting) -> str:
@@ -106,15 +110,16 @@ def _width(s: Setting) -> str:
 
 
 def _head_size(s: Setting) -> str:
-    model = s.run.model
-    if model.hidden_size % model.num_attention_heads and model.kv_channels == model.hidden_size // model.num_attention_heads:
+    model, latent = s.run.model, s.run.model.mla.multi_latent_attention
+    if not latent and model.hidden_size % model.num_attention_heads and model.kv_channels == model.hidden_size // model.num_attention_heads:
         return (f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
                 f"choose another, or give the size of a head with --kv-channels")
-    if model.rope.rotates and int(model.kv_channels * model.rope.rotary_percent) < 2:
-        return f"--rotary-percent {model.rope.rotary_percent} of a head of {model.kv_channels} rotates nothing; choose more"
-    if model.rope.rotates and int(model.kv_channels * model.rope.rotary_percent) % 2:
-        return (f"--rotary-percent {model.rope.rotary_percent} of --kv-channels {model.kv_channels} is an odd number of "
-                f"sizes, and rotations take two; choose shares that give an even number")
+    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
+    if model.rope.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
+        return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
+    if model.rope.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:
+        return (f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
+                f"choose shares that give an even number")
     return ""
 
 
@@ -144,8 +149,10 @@ def _pipeline(s: Setting) -> str:
         said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
         return said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ") if s.run.model.architecture == "t5" else said
     if parallel.pp == 1 and len(stages) > 1:
+        asking = [spelling(name) for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+                                              "pipeline_model_parallel_layout") if getattr(parallel, name) is not None]
         return (f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
-                f"--pipeline-model-parallel-size 2 or more, or leave out what asks for chunks")
+                f"--pipeline-model-parallel-size 2 or more, or leave out {' and '.join(asking)}")
     return ""
 
 
@@ -354,6 +361,11 @@ def _norms(s: Setting) -> str:
         return "--fp32-residual-connection has no residual to keep under --norm-after-residual, which norms it; drop one of them"
     if model.architecture != "bert" and (model.norm_after_residual or model.embedding_layernorm):
         return "--norm-after-residual and --embedding-layernorm are for pretrain_bert.py only; leave them out"
+    if model.sandwich_norm and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
+        return ("--sandwich-norm has a norm before and behind each sublayer, and --norm-after-residual or "
+                "--apply-residual-connection-post-layernorm place them differently; keep one")
+    if model.sandwich_norm and model.architecture == "t5":
+        return "--sandwich-norm knows no norm behind the cross attention of a T5; leave it out"
     if model.softmax_scale is not None and model.softmax_scale <= 0:
         return f"--softmax-scale {model.softmax_scale:g} must be above 0"
     return ""
@@ -388,19 +400,56 @@ def _checkpoints(s: Setting) -> str:
 
 
 # The second half of these rules can only be asked once sizes are known to be there and positive.
-NEEDS = (Rule("required", _missing), Rule("positive", _positive))
+NEEDS = (
+    Rule("required", _missing, "sizes that follow from nothing else are given"),
+    Rule("positive", _positive, "counts and sizes are at least 1"),
+)
 RULES = (
-    Rule("world-size", _world), Rule("heads-over-tensor", _heads), Rule("query-groups", _groups),
-    Rule("ffn-over-tensor", _width), Rule("head-size", _head_size), Rule("positions", _positions),
-    Rule("sequence-parallel", _sequence_parallel), Rule("pipeline-split", _pipeline), Rule("global-batch", _batch),
-    Rule("vocabulary", _vocabulary), Rule("encoder-and-decoder", _lengths),
+    Rule("world-size", _world, "the ranks are a multiple of tensor x pipeline x context size"),
+    Rule("heads-over-tensor", _heads, "every tensor rank has equally many query heads"),
+    Rule("query-groups", _groups, "query heads are shared out evenly to key/value groups, and groups to tensor ranks"),
+    Rule("ffn-over-tensor", _width, "the width of the MLP can be divided over the tensor ranks"),
+    Rule("head-size", _head_size, "a head has a size, of which rotations take pairs"),
+    Rule("positions", _positions, "no sequence is longer than the positions that the network knows"),
+    Rule("sequence-parallel", _sequence_parallel, "under sequence parallelism, sequences can be cut over the tensor ranks"),
+    Rule("pipeline-split", _pipeline, "the layers can be cut into the pipeline's stages, in one way"),
+    Rule("global-batch", _batch, "the global batch is a whole number of microbatches on every data-parallel rank"),
+    Rule("vocabulary", _vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"),
+    Rule("encoder-and-decoder", _lengths, "encoder and decoder of a T5 have one depth and one length each"),
+    Rule("layer-patterns", lambda s: attention_rules.patterns(s.run),
+         "what says which layers have a property can be read and has a property to speak of"),
+    Rule("attention", lambda s: attention_rules.attention(s.run),
+         "variants of attention and of the gated MLP have sound numbers and fit together"),
+    Rule("rotations", lambda s: attention_rules.positions(s.run), "rotations are stretched in one way, by sound numbers"),
+    Rule("choice-of-experts", lambda s: routing_rules.choice(s.run),
+         "a token can choose as many experts as it shall, and the choice can be learned"),
+    Rule("balance-of-experts", lambda s: routing_rules.balance(s.run), "ways to balance experts fit together and have a weight each"),
+    Rule("experts-over-ranks", lambda s: expert_rules.expert_layout(s.run, s.world_size),
+         "experts and their widths can be divided over the ranks"),
+    Rule("upcycling", lambda s: routing_rules.upcycling(s.run), "the MLPs of a dense checkpoint can become these experts"),
+    Rule("context", lambda s: context_rules.context(s.run), "sequences, heads and networks can be cut over the context ranks"),
+    Rule("hybrid-context", lambda s: context_rules.hybrid(s.run, s.world_size),
+         "sequences cut by their length have ranks, data and a loss that allow it"),
 )
 ALWAYS = (
-    Rule("duration", _duration), Rule("learning-rate", _rate), Rule("number-formats", _formats),
-    Rule("activation", _activations), Rule("recompute", _recompute), Rule("overlap", _overlap), Rule("data", _data),
-    Rule("fill-in-the-middle", _fill), Rule("conversations", _chat),
-    Rule("masked-text", _masked_text), Rule("relative-positions", _relative), Rule("norms", _norms),
-    Rule("dropout", _dropout), Rule("checkpoints", _checkpoints),
+    Rule("duration", _duration, "one flag says how long to train"),
+    Rule("learning-rate", _rate, "a run that trains has a learning rate"),
+    Rule("number-formats", _formats, "one number format is chosen, and what belongs to a format comes with it"),
+    Rule("activation", _activations, "one activation is chosen"),
+    Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("overlap", _overlap, "what is overlapped is done at all, and buckets have one size"),
+    Rule("data", _data, "one thing says what to read"),
+    Rule("fill-in-the-middle", _fill, "fill in the middle has its tokens and sound rates"),
+    Rule("conversations", _chat, "conversations are written in one way and have their own loss"),
+    Rule("masked-text", _masked_text, "masked text and windows of text each have the settings of their own"),
+    Rule("relative-positions", _relative, "relative positions belong to T5 and tell distances apart"),
+    Rule("norms", _norms, "norms stand in one place, of the networks that know it"),
+    Rule("dropout", _dropout, "dropout is a share below 1"),
+    Rule("checkpoints", _checkpoints, "what is said of checkpoints has a folder and does not contradict itself"),
+    Rule("experts", lambda s: expert_rules.experts(s.run), "what is said of experts has experts, and the parts it speaks of"),
+    Rule("latent-attention", lambda s: latent_rules.latents(s.run),
+         "latent attention has sizes and rotations, and nothing that it replaces"),
+    Rule("multi-token-prediction", lambda s: latent_rules.ahead(s.run), "multi-token prediction has layers, and tokens to predict"),
 )
 
 

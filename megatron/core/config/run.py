@@ -60,7 +60,7 @@ class RecomputeConfig:
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, "full: keep the input of every group of layers, or recompute the first layers of each stage")
     recompute_num_layers: int | None = flag(None, "layers in one group (uniform), or layers to recompute (block)")
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = flag(
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...] | None = flag(
         None, "selective: what to recompute (default: core_attn)")
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     distribute_saved_activations: bool = flag(False, "full: keep each saved input in pieces over the tensor ranks")

@@ -4,6 +4,8 @@
 
 The query, key and value matrices are one matrix [q | k | v]; each part is cut over the tensor ranks by itself. With
 fewer key/value heads than tensor ranks, neighbouring ranks hold copies of the same head.
+
+On top, as asked: norms or unit length of query and key heads, windows, sinks, caps on scores, and a gate of the output.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
+from megatron.core.context_parallel.attention import all_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.reference import wide
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import Cut, ParamSpec, Part, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.qk_clip import Peaks
 from megatron.core.transformer.rope import RotaryTable
 
 
@@ -33,15 +38,19 @@ class SelfAttention(nn.Module):
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
         key = Part(model.key_size, copies)
-        self.linear_qkv = ColumnLinear(
-            model.hidden_size, (Part(model.query_size), key, key), bias=model.add_bias_linear or model.add_qkv_bias,
-            init=build.initial(), region=build.region, mesh=build.mesh, dtype=build.dtype)
+        inner = {"bias": model.add_bias_linear or model.add_qkv_bias, "init": build.initial(), "region": build.region,
+                 "mesh": build.mesh, "dtype": build.dtype}
+        self.linear_qkv = ColumnLinear(model.hidden_size, (Part(model.query_size), key, key), **inner)
+        self.linear_gate = (ColumnLinear(model.hidden_size, (Part(model.query_size),), **inner)
+                            if model.attention_output_gate else None)
         self.linear_proj = RowLinear(
             model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
             region=build.region, mesh=build.mesh, dtype=build.dtype)
         # Each rank sees its own heads only, so their gradients are shares of a sum.
         self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
         self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
+        self.softmax_offset = sinks(build) if model.softmax_type == "learnable" else None
+        self.peaks = Peaks() if model.qk_clip else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, one: Pass, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
@@ -52,8 +61,27 @@ class SelfAttention(nn.Module):
         q, k, v = self._heads(qkv)
         if one.table is not None and self.plan.rope:
             q, k = self._turn(q, one.table), self._turn(k, one.table)
+        if self.build.model.qk_l2_norm:
+            q, k = self._scaled(q), self._scaled(k)
         mask = one.mask.within(self.plan.window)
-        return self.linear_proj(attend(self.build, q, k, v, mask, bias, training=self.training)), normed
+        if self.peaks is not None and self.training:
+            self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+        mixed = attend(one.cached(self.build, self.plan.index), q, k, v, mask, bias, training=self.training, sink=self._sink(q))
+        if self.linear_gate is not None:
+            gate = self.linear_gate(normed)
+            mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
+        return self.linear_proj(mixed), normed
+
+    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+        """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`."""
+        model, tp = self.build.model, self.build.mesh.tp
+        groups = shrink.view(model.num_query_groups, -1).amin(dim=1)
+        first = tp.rank * self.heads // (model.num_attention_heads // model.num_query_groups)
+        keys = groups[first:first + self.groups]
+        queries = keys.repeat_interleave(self.heads // self.groups)
+        rows = torch.cat((queries**alpha, keys**(1.0 - alpha), torch.ones_like(keys))).repeat_interleave(self.head_size)
+        linear = self.linear_qkv
+        return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d] and k, v: [s, b, g/tp, d]."""
@@ -63,23 +91,42 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         return q, k, v
 
+    def _scaled(self, x: Tensor) -> Tensor:
+        return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """The score [n/tp] of what takes weight and gives nothing, if there is such."""
+        return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
+
     def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rope.rotary_interleaved)
 
 
-def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, bias: Tensor | None, *, training: bool) -> Tensor:
-    """The attention kernel as the run wants it: with its scale and dropout, recomputed if asked.
+def sinks(build: Build) -> nn.Parameter:
+    """A learned score for every head, cut over the tensor ranks as heads are."""
+    heads = build.model.num_attention_heads
+    spec = ParamSpec((heads,), normal(build.model.init_method_std), "vector", (Cut(0, "tp", (Part(heads),)),))
+    return parameter(spec, build.mesh, build.dtype)
 
-    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; bias: [1, n/tp, queries, keys]. Returns [queries, b, n/tp * d].
+
+def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, bias: Tensor | None, *, training: bool,
+           sink: Tensor | None = None) -> Tensor:
+    """The attention kernel as the run wants it: with its scale, cap and dropout, recomputed if asked.
+
+    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; bias: [1, n/tp, queries, keys]; sink: [n/tp]. Returns [queries, b,
+    n/tp * d].
     """
-    dropout = build.model.attention_dropout if training else 0.0
+    model = build.model
+    dropout = model.attention_dropout if training else 0.0
 
-    def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
         with build.streams.use("cut" if dropout else "default"):
-            return build.kernels.attention(q, k, v, mask, dropout, Scores(build.model.softmax_scale, bias=bias))
+            scores = Scores(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
+            return build.kernels.attention(q, k, v, mask, dropout, scores)
 
-    return recompute(core, build.streams, q, k, v, bias) if build.recomputes("core_attn") else core(q, k, v, bias)
+    return (recompute(core, build.streams, q, k, v, bias, sink) if build.recomputes("core_attn")
+            else core(q, k, v, bias, sink))
 
 
 def positions_of(ids: Tensor) -> Tensor:

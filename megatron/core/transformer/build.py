@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.run import RecomputeConfig
+from megatron.core.context_parallel.attention import over_context
+from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import dropping_output
@@ -30,6 +36,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     recompute: RecomputeConfig = RecomputeConfig()
+    cp_comm_type: tuple[str, ...] = ("p2p",)
 
     @property
     def region(self) -> Region:
@@ -41,6 +48,29 @@ class Build:
         """Format of the residual stream, and so of the messages between stages."""
         wide = self.model.fp32_residual_connection and self.dtype != torch.float64
         return torch.float32 if wide else self.dtype
+
+    def over_context(self, layer: int) -> Build:
+        """The choices for a layer whose attention is to see the whole of a sequence that is cut over the context ranks."""
+        kind = self.cp_comm_type[layer % len(self.cp_comm_type)]
+        return replace(self, kernels=replace(self.kernels, attention=over_context(self.kernels.attention, self.mesh, kind)))
+
+    def places(self, held: int) -> Tensor:
+        """Where in the whole sequence the places stand of which this rank holds so many, int64 [held]."""
+        cp = self.mesh.cp
+        return Zigzag(held * cp.size, cp.size).places(cp.rank, self.mesh.device)
+
+    def causal_mask(self, hidden: Tensor, documents: Tensor | None = None) -> MaskSpec:
+        """The mask of a decoder. hidden: what this rank holds between regions, [s/cp or s/cp/tp, b, h].
+
+        documents: [b, s], of the whole sequence: by their number it is known over how many ranks that is cut.
+        """
+        held = self.region.whole_length(hidden.shape[0])
+        length = held * self.mesh.cp.size if documents is None else documents.shape[1]
+        axis = self.mesh.sharing(length // held)
+        if axis.group is None:
+            return MaskSpec(documents=documents)
+        places = Zigzag(length, axis.size).places(axis.rank, hidden.device)
+        return MaskSpec(documents=documents, query_places=places, length=length)
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation covers `module`."""
@@ -61,7 +91,14 @@ class Build:
         deviation = self.model.embedding_init_method_std
         return self.initial() if deviation is None else normal(deviation)
 
-    def normed_linear(self, norm: nn.Module | None, linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def activation(self, x: Tensor) -> Tensor:
+        """What the MLP does between its matrices. x: [..., f], gated [..., gate f | up f]; returns [..., f]."""
+        model = self.model
+        if not model.gated:
+            return self.kernels.activation(x, model.activation)
+        return self.kernels.gated_activation(x, model.activation, Gating(model.activation_func_clamp_value, model.glu_linear_offset))
+
+    def normed_linear(self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
         """linear(norm(x)) and norm(x), of which the linear layer keeps nothing if norms are recomputed; None: no norm."""
         if norm is not None and self.recomputes("layernorm"):
             return dropping_output(norm, linear, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.rng import RandomStreams
@@ -20,4 +20,4 @@ class Dropout(nn.Module):
         if self.share == 0.0 or not self.training:
             return x
         with self.streams.use(self.stream):
-            return F.dropout(x, self.share)
+            return torch.native_dropout(x, self.share, True)[0]  # keeps a byte an element; on CPUs F.dropout keeps a number

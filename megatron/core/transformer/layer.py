@@ -12,15 +12,19 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import Pass
+
+MIXERS = {"attention": SelfAttention, "mla": MultiLatentAttention}
 
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum.
 
     A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
-    norm(x + attention(x)), then norm(x + mlp(x)).
+    norm(x + attention(x)), then norm(x + mlp(x)); with sandwich_norm x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
     """
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
@@ -28,14 +32,15 @@ class Layer(nn.Module):
         model = build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
+        self.norms_updates, behind = model.sandwich_norm, after_sum or model.sandwich_norm
         self.input_layernorm = None if after_sum else build.norm(model.hidden_size)
-        self.self_attention = SelfAttention(build, plan)
-        self.post_attention_layernorm = build.norm(model.hidden_size) if after_sum else None
+        self.self_attention = MIXERS[plan.mixer](build.over_context(plan.index), plan)
+        self.post_attention_layernorm = build.norm(model.hidden_size) if behind else None
         self.pre_cross_attn_layernorm = build.norm(model.hidden_size) if plan.cross else None
         self.cross_attention = CrossAttention(build) if plan.cross else None
         self.pre_mlp_layernorm = None if after_sum else build.norm(model.hidden_size)
-        self.mlp = MLP(build)
-        self.post_mlp_layernorm = build.norm(model.hidden_size) if after_sum else None
+        self.mlp = MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
+        self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
     def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
@@ -49,7 +54,7 @@ class Layer(nn.Module):
             assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"
             found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask)
             x = self._sum(x, normed, found, None)
-        if self.build.recomputes("mlp"):
+        if self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp"):
             return recompute(partial(self._mlp, one=one), self.build.streams, x)
         return self._mlp(x, one=one)
 
@@ -58,6 +63,8 @@ class Layer(nn.Module):
         return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
     def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
-        """The residual and its update, normed if so. The residual's format may be wider than the norm's."""
+        """The residual and its update, of which one is normed if so. The residual's format may be wider than the norm's."""
+        if self.norms_updates and norm is not None:
+            update, norm = norm(update), None
         total = (normed.to(x.dtype) if self.after_norm else x) + self.dropout(update)
         return total if norm is None else norm(total)

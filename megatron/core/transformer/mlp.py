@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import ParamSpec, Part, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import Pass
@@ -13,20 +14,25 @@ from megatron.core.transformer.passing import Pass
 class MLP(nn.Module):
     """linear_fc2(activation(linear_fc1(x))); gated: linear_fc1 is [gate | up]."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, *, width: int | None = None, weighs: bool = False) -> None:
+        """width: left out, that of the network's MLPs. weighs: the output is multiplied by a sigmoid of the token."""
         super().__init__()
         model = build.model
         self.build = build
-        part = Part(model.ffn_hidden_size)
+        part = Part(model.ffn_hidden_size if width is None else width)
         self.linear_fc1 = ColumnLinear(
             model.hidden_size, (part, part) if model.gated else (part,), bias=model.add_bias_linear,
             init=build.initial(), region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.linear_fc2 = RowLinear(
-            model.ffn_hidden_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
+            part.size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
             region=build.region, mesh=build.mesh, dtype=build.dtype)
-        self.act = build.kernels.gated_activation if model.gated else build.kernels.activation
+        gate = ParamSpec((1, model.hidden_size), build.initial(), "matrix", sum_over=build.region.outside_sums)
+        self.gate_weight = parameter(gate, build.mesh, build.dtype) if weighs else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
         wide, normed = self.build.normed_linear(norm, self.linear_fc1, x)
-        return self.linear_fc2(self.act(wide, self.build.model.activation)), normed
+        output = self.linear_fc2(self.build.activation(wide))
+        if self.gate_weight is not None:
+            output = output * F.linear(normed, self.gate_weight).sigmoid()
+        return output, normed

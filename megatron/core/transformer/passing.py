@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.mask import MaskSpec
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.rope import RotaryTable
 
 
@@ -27,22 +30,37 @@ class _Join(Function):
 class Side:
     """What layers say of one microbatch beside their output: losses that join the objective, and figures to report.
 
-    weight: what a mean over this microbatch's tokens counts in the objective of the step, loss scale included. Layers keep
-    a `Side` from their forward pass, so a recomputed pass finds the one of its own microbatch.
+    weight: what a mean over this microbatch's tokens counts in the objective of the step, loss scale included. sample: number
+    of the microbatch's first sample in the run. Layers keep a `Side` from their forward pass, so a recomputed pass finds the
+    one of its own microbatch. notes: name -> [sum, count].
     """
 
-    def __init__(self, weight: float | Tensor, *, training: bool) -> None:
-        self.weight, self.training = weight, training
-        self.notes: dict[str, list[Tensor]] = {}
+    def __init__(self, weight: float | Tensor, *, training: bool, sample: int = 0) -> None:
+        self.weight, self.training, self.sample = weight, training, sample
+        self.notes: dict[str, Tensor] = {}
+        self._kept: dict[object, Any] = {}
 
     def join(self, x: Tensor, loss: Tensor) -> Tensor:
         """x; its backward pass also brings the gradient of weight * loss, a scalar."""
         return _Join.apply(x, loss, self.weight) if self.training else x
 
-    def note(self, name: str, value: Tensor) -> None:
-        """Keep a detached figure under a name. A pass that is recomputed is heard once."""
+    def once(self, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` gives in the first pass of this microbatch that asks under this key; a recomputed pass finds it again."""
+        if key not in self._kept:
+            with torch.no_grad():
+                self._kept[key] = make()
+        return self._kept[key]
+
+    def note(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
+        """Add to the figure of this name. A pass that is recomputed is heard once.
+
+        Reported is the sum of all totals over the sum of all counts, over all ranks: a rank that holds only a share of what
+        others count gives a count of 0, and one that repeats what others say stays silent.
+        """
         if torch.is_grad_enabled() == self.training:
-            self.notes.setdefault(name, []).append(value.detach())
+            total = total.detach()
+            pair = torch.stack((total, torch.ones_like(total) * count))
+            self.notes[name] = self.notes[name] + pair if name in self.notes else pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +69,17 @@ class Pass:
 
     mask: which keys each query sees; a layer with a window adds it. table: rotations, for layers that have them.
     memory_mask: what cross attention looks through. side: where layers note losses; None when nobody listens.
+    cache: what is known of the texts' beginnings, when they are decoded.
     """
 
     mask: MaskSpec
     table: RotaryTable | None = None
     memory_mask: MaskSpec | None = None
     side: Side | None = None
+    cache: Cache | None = None
+
+    def cached(self, build: Build, layer: int) -> Build:
+        """build, whose attention also sees what the cache holds, if there is one."""
+        if self.cache is None:
+            return build
+        return replace(build, kernels=replace(build.kernels, attention=self.cache.attention(layer, build.kernels.attention)))

@@ -1,4 +1,9 @@
-"""Rotary tables: which angle each position turns each pair by."""
+"""Rotary tables: which angle each position turns each pair by.
+
+A position is one number, or three (time, height, width) of which each pair turns by one: `mrope`, for text among pictures.
+Networks grow into longer texts by slower turns: of all pairs (interpolation), or of those alone that do not come round within
+the original length (Llama 3.1; YaRN, which also makes the rotated sizes larger).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import RopeConfig
+from megatron.core.kernels.reference import wide
 from megatron.core.transformer.build import Build
 
 
@@ -25,6 +31,8 @@ def frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype:
     size = int(head_size * config.rotary_percent) // 2 * 2
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
     found = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
+    if config.is_yarn:
+        return _yarn(found, config)
     return _llama3(found, config) if config.use_rope_scaling else found
 
 
@@ -36,23 +44,55 @@ def _llama3(found: Tensor, config: RopeConfig) -> Tensor:
     return (1 - blend) * found / config.rope_scaling_factor + blend * found
 
 
+def _yarn(found: Tensor, config: RopeConfig) -> Tensor:
+    """Pairs that turn seldom over the original length are slowed by the factor, fast ones kept, those between blended by their
+    number (YaRN; Peng et al., 2023)."""
+    size = 2 * len(found)
+
+    def number(turns: float) -> float:  # of the pair that turns so often over the original length
+        length = config.yarn_original_max_position_embeddings
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    first, last = number(config.yarn_beta_fast), number(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    pairs = torch.arange(len(found), device=found.device, dtype=found.dtype)
+    slowed = ((pairs - first) / (last - first if last != first else 0.001)).clamp(0.0, 1.0)
+    return slowed * found / config.rotary_scaling_factor + (1 - slowed) * found
+
+
+def yarn_growth(config: RopeConfig, share: float) -> float:
+    """How much larger YaRN makes what has this share (`mscale` or `mscale_all_dim`) in the logarithm of its factor."""
+    if not config.is_yarn or config.rotary_scaling_factor <= 1.0:
+        return 1.0
+    return 0.1 * share * math.log(config.rotary_scaling_factor) + 1.0
+
+
 def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype) -> RotaryTable:
-    """The table for these positions, [b or 1, s]."""
-    places = positions.t().to(dtype)
+    """The table for these positions, [b or 1, s], or [3, b or 1, s] by time, height and width."""
+    turns = frequencies(config, head_size, positions.device, dtype)
+    places = positions.transpose(-1, -2).to(dtype)[..., None, None]
+    if positions.dim() == 3:
+        axis = [i % 3 for i, pairs in enumerate(config.mrope_section or ()) for _ in range(pairs)]
+        assert len(axis) == len(turns), "--mrope-section says for every pair what it turns by"
+        places = torch.cat([places[i] for i in axis], dim=-1)
     if config.rotary_seq_len_interpolation_factor:
         places = places / config.rotary_seq_len_interpolation_factor
-    angles = places[:, :, None, None] * frequencies(config, head_size, positions.device, dtype)
+    angles = places * turns
     doubled = angles.repeat_interleave(2, dim=-1) if config.rotary_interleaved else torch.cat((angles, angles), dim=-1)
-    return RotaryTable(doubled.cos(), doubled.sin())
+    # What scores as a whole grow by is no business of the rotation: latent attention takes it back with its scale.
+    growth = yarn_growth(config, config.mscale) / yarn_growth(config, config.mscale_all_dim)
+    return RotaryTable(doubled.cos() * growth, doubled.sin() * growth)
 
 
 def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
-    """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s]
-    when they do not simply count.
+    """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s] or
+    [3, b or 1, s] when they do not simply count. Latent attention rotates a part of its heads only.
     """
     if not build.model.rope.rotates:
         return None
     length = build.region.whole_length(hidden.shape[0])
-    places = torch.arange(length, device=hidden.device)[None] if positions is None else positions
+    places = build.places(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
-    return rotary_table(places, build.model.rope, build.model.kv_channels, dtype=wide)
+    return rotary_table(places, build.model.rope, build.model.rotary_size, dtype=wide)

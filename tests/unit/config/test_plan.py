@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,7 @@ def test_embedding_and_loss_take_a_layers_place_if_asked() -> None:
         ("E,t|t, t|L", ("Et", "tt", "L")),
         ("E|(t|(tt|)*2)*2t L", ("E", "t", "tt", "tt", "t", "tt", "tt", "tL")),
         ("E||tL", ("E", "", "tL")),
+        ("Et*3|(tt|)*29m|L", ("Ettt", *["tt"] * 29, "m", "L")),
         ("E|*3tL", ("E", "", "", "tL")),
         ("(E(t)*12L)", ("Etttttttttttt" "L",)),
     ],
@@ -108,12 +110,22 @@ def test_a_layout_says_what_each_stage_holds() -> None:
         ("Et*|L", r"'\*' has no meaning there"),
         ("Et)|L", r"'\)' has no meaning there"),
         ("E(t|L", r"a '\(' is never closed"),
-        ("Ettm|L", "multi-token prediction.*not available yet"),
     ],
 )
 def test_a_layout_that_cannot_be_read_is_refused(layout: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_layout(layout)
+
+
+def test_the_stage_behind_the_last_layer_is_that_of_m_or_else_the_last() -> None:
+    def behind(**said: Any) -> list[bool]:
+        return [stage.ahead for stage in partition(layer_plans(4), **said)]
+
+    assert behind(pp=2) == [False, True]
+    assert behind(pp=4, layout="Et|tt|t|L") == behind(pp=4, layout="Et|tt|t|mmL") == [False, False, False, True]
+    assert behind(pp=4, layout="Et|tt|tmm|L") == [False, False, True, False]
+    assert behind(pp=3, vpp=2, layout="E|t|t|t|tm|L") == [False] * 4 + [True, False]
+    assert behind(pp=2, layout="Ettttm|L") == [True, False]
 
 
 def test_a_layout_that_is_no_cut_of_the_network_is_refused_with_every_reason() -> None:

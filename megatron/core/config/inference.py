@@ -1,0 +1,46 @@
+"""How text is generated: what is decoded together, and how much memory that may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceConfig:
+    """Text generation.
+
+    Requests are decoded together, each with its own settings; new ones join and finished ones leave at every step.
+    """
+
+    inference_max_requests: int = flag(32, "requests decoded together by each copy of the network; the others wait", also=(
+        "--inference-dynamic-batching-max-requests", "--inference-max-batch-size"))
+    inference_max_waiting_requests: int = flag(1024, "requests that may wait; more are refused")
+    inference_max_seq_length: int | None = flag(None, "tokens of a prompt and its continuation; left out: the network's positions")
+    inference_dynamic_batching_buffer_size_gb: float | None = flag(
+        None, "GB of keys and values kept on each rank; left out: what all requests need at their longest, at most 4 GB")
+    inference_dynamic_batching_block_size: int = flag(16, "tokens whose keys and values are kept, shared and let go together")
+    inference_dynamic_batching_max_tokens: int = flag(2048, "new tokens in one forward pass, of all requests together")
+    inference_dynamic_batching_prefix_caching: bool = flag(True, "texts that begin alike share the keys and values of their beginning")
+    enable_chunked_prefill: bool = flag(True, "a prompt may be read in several forward passes; off: it waits until it fits into one")
+    num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be."""
+        least = {"inference_max_requests": 1, "inference_max_waiting_requests": 0, "inference_dynamic_batching_block_size": 1,
+                 "inference_dynamic_batching_max_tokens": 1, "num_speculative_tokens": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                yield f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give {number} or more"
+        if self.inference_max_seq_length is not None and self.inference_max_seq_length < 2:
+            yield f"--inference-max-seq-length {self.inference_max_seq_length} has no room for a prompt and a token; give 2 or more"
+        size = self.inference_dynamic_batching_buffer_size_gb
+        if size is not None and size <= 0:
+            yield f"--inference-dynamic-batching-buffer-size-gb {size} is no size; give a number above 0"
+        together = self.inference_max_requests * (1 + self.num_speculative_tokens)
+        if self.inference_dynamic_batching_max_tokens < together:
+            yield (f"--inference-dynamic-batching-max-tokens {self.inference_dynamic_batching_max_tokens} is less than "
+                   f"--inference-max-requests {self.inference_max_requests} x (1 + --num-speculative-tokens {self.num_speculative_tokens}) "
+                   f"= {together}; give {together} or more")

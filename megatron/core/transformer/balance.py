@@ -1,0 +1,81 @@
+"""What keeps the choice of experts even.
+
+A balancing loss is E * sum_i f_i P_i, 1 when all is even: f_i is the share of all choices that fell on expert i, P_i the mean
+score that tokens gave it (Fedus et al., 2022). They differ in whose tokens are counted:
+
+    aux_loss          those of the microbatch
+    seq_aux_loss      those of one sequence; the mean over the sequences (DeepSeek-V3, 2024)
+    global_aux_loss   f: those of all microbatches of the step so far, of all data-parallel ranks; P: those of the microbatch
+
+A microbatch lies in pieces on the tensor and context ranks. f is a count, which they sum; P has gradients, and each rank
+joins only its own tokens' share of it. So the shares add up to the loss, and their gradients to its gradient.
+
+Sinkhorn's way needs no loss: it chooses by scores that were made even before (Clark et al., 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+
+_TOLERANCE, _TINY, _MOST_ROUNDS = 1e-4, 1e-8, 10_000
+
+
+def count_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Tensor:
+    """How often each expert was chosen: int64 [groups, e].
+
+    experts: int64 [t, k], where token number i belongs to group i % groups (a sequence, where tokens are [s, b]).
+    """
+    group = torch.arange(experts.shape[0], device=experts.device)[:, None] % num_groups
+    place = (group * num_experts + experts).flatten()
+    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place)).view(num_groups, num_experts)  # bincount would wait for a GPU
+
+
+def balancing_share(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:
+    """This rank's share of a balancing loss without its weight, a scalar.
+
+    scores: [t, e] of this rank's tokens; token i belongs to group i % groups. chosen: [groups, e], all counts that f is made
+    of. num_tokens: of a group, on all ranks.
+    """
+    num_groups, num_experts = chosen.shape
+    fractions = chosen.to(scores.dtype) / chosen.sum(1, keepdim=True).clamp(min=1).to(scores.dtype)
+    mean_scores = scores.view(-1, num_groups, num_experts).sum(0) / num_tokens
+    return num_experts / num_groups * (fractions * mean_scores).sum()
+
+
+def size_share(scores: Tensor, *, num_tokens: int) -> Tensor:
+    """This rank's share of the mean squared log-sum-exp of the router's scores (z-loss, Zoph et al., 2022), a scalar.
+
+    scores: [t, e] before any softmax. num_tokens: on all ranks.
+    """
+    return torch.logsumexp(scores, dim=-1).square().sum() / num_tokens
+
+
+def evened(scores: Tensor, axis: Axis) -> Tensor:
+    """exp(scores) scaled by rows and columns until every token and every expert has about the same sum.
+
+    scores: [t, e]; returns the same shape. All tokens of the axis are made even together.
+    """
+    whole = collectives.all_gather(scores.detach(), axis)
+    whole = (whole - whole.amax(1, keepdim=True)).exp()  # rows are scaled anyway, and large scores would overflow
+    num_tokens, num_experts = whole.shape
+    rows, columns = whole.new_ones(num_tokens), whole.new_ones(num_experts)
+    for _ in range(_MOST_ROUNDS):
+        rows = 1.0 / num_tokens / ((whole * columns).sum(1) + _TINY)
+        before, columns = columns, 1.0 / num_experts / ((rows[:, None] * whole).sum(0) + _TINY)
+        if float((before - columns).abs().mean()) <= _TOLERANCE:
+            break
+    return collectives.cut(whole * columns * rows[:, None], axis)
+
+
+def moved_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+    """The expert bias after a step: up for experts with less than the mean load, down for those with more (Wang et al., 2024).
+
+    bias: [..., e]; load: int64 [..., e].
+    """
+    missing = load.sum(-1, keepdim=True) - load * load.shape[-1]  # e times (mean - load), in whole numbers
+    return bias + rate * missing.sign().to(bias.dtype)

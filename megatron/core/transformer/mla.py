@@ -1,0 +1,150 @@
+"""Multi-head latent attention: keys and values of all heads are made of one small vector a token (DeepSeek-V2, 2024).
+
+    x -> linear_kv_down_proj -> latent [r] -> norm -> linear_kv_up_proj -> of every head a key [dk] and a value [dv]
+                             \\-> shared key [d], rotated, the same for all heads
+    x -> linear_q_proj -> of every head a query [dk + d], of which d are rotated; or by a latent of its own:
+    x -> linear_q_down_proj -> latent [rq] -> norm -> linear_q_up_proj
+
+A head's score is (query . key + rotated query . shared key) * scale. The matrices that make latents are whole on every
+tensor rank; those that make heads of them are cut by head, so that under sequence parallelism only latents are gathered.
+
+Decoding keeps the latent and the shared key of each token, and no head's key or value: a query goes through the key's
+matrix instead, into the space of the latents, and what it finds there through the value's matrix (`absorbed`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.plan import LayerPlan
+from megatron.core.context_parallel.attention import all_keys
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel.recompute import dropping_outputs
+from megatron.core.parallel.spec import Part
+from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
+from megatron.core.transformer.attention import attend
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.qk_clip import Peaks
+from megatron.core.transformer.rope import RotaryTable, yarn_growth
+
+
+class MultiLatentAttention(nn.Module):
+    """Attention of a sequence to itself, by latents."""
+
+    def __init__(self, build: Build, plan: LayerPlan) -> None:
+        super().__init__()
+        model, mla, region = build.model, build.model.mla, build.region
+        self.plan, self.mla = plan, mla
+        self.build = replace(build, model=replace(model, softmax_scale=score_scale(model)))
+        self.heads = model.num_attention_heads // build.mesh.tp.size
+        query = Part(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
+        pair = Part(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
+        made = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
+        cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
+        compressed = mla.q_lora_rank is not None
+        self.linear_q_proj = None if compressed else ColumnLinear(model.hidden_size, (query,), **cut)
+        self.linear_q_down_proj = Linear(model.hidden_size, mla.q_lora_rank, **whole) if compressed else None
+        self.q_layernorm = build.norm(mla.q_lora_rank, kind="qk_norm") if compressed else None
+        self.linear_q_up_proj = ColumnLinear(mla.q_lora_rank, (query,), **cut) if compressed else None
+        self.linear_kv_down_proj = Linear(model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole)
+        self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm")
+        self.linear_kv_up_proj = ColumnLinear(mla.kv_lora_rank, (pair,), **cut)
+        self.linear_proj = RowLinear(
+            model.num_attention_heads * mla.v_head_dim, model.hidden_size, bias=model.add_bias_linear,
+            init=build.initial_output(), region=region, mesh=build.mesh, dtype=build.dtype)
+        self.peaks = Peaks() if model.qk_clip else None
+
+    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
+
+        Returns the attention's output and the normed input, both like x.
+        """
+        (query, latent, shared), normed = self.build.normed_linear(norm, self._down, x)
+        table = one.table if self.plan.rope else None
+        mask = one.mask.within(self.plan.window)
+        if one.cache is not None:
+            kept = torch.cat((self.build.region.enter(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
+            found = self.absorbed(self._query(query, table), kept, mask, one.cached(self.build, self.plan.index))
+            return self.linear_proj(found), normed
+
+        def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
+            return self._query(query, table), *self._key_and_value(latent, shared, table)
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.peaks is not None and self.training:
+                self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+            return attend(self.build, q, k, v, mask, bias, training=self.training)
+
+        if self.build.recomputes("mla_up_proj"):
+            return self.linear_proj(dropping_outputs(up, core, query, latent, shared)), normed
+        return self.linear_proj(core(*up(query, latent, shared))), normed
+
+    def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, build: Build | None = None) -> Tensor:
+        """The same attention without any head's keys and values: what decoding needs of a token is r + d numbers.
+
+        q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the normed latent and the rotated shared key of every
+        token. build: this layer's, with another attention kernel. Returns [queries, b, n/tp * dv].
+        """
+        mla, build = self.mla, self.build if build is None else build
+        of_key, of_value = self.linear_kv_up_proj.weight.unflatten(0, (self.heads, -1)).split(
+            [mla.qk_head_dim, mla.v_head_dim], dim=1)
+        still, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat((torch.einsum("sbnk,nkr->sbnr", still, of_key), turned), dim=-1)
+        key = kept[:, :, None]
+        found = attend(build, query, key, key[..., :mla.kv_lora_rank], mask, None, training=self.training)
+        return torch.einsum("sbnr,nvr->sbnv", found.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
+
+    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+        """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`.
+
+        The rotated key serves all heads, so a head's rotated query shrinks by the whole factor.
+        """
+        mla, tp = self.mla, self.build.mesh.tp
+        own = shrink[tp.rank * self.heads:(tp.rank + 1) * self.heads, None]
+        queries = torch.cat(((own**alpha).expand(-1, mla.qk_head_dim), own.expand(-1, mla.qk_pos_emb_head_dim)), dim=1)
+        keys = torch.cat(((own**(1.0 - alpha)).expand(-1, mla.qk_head_dim), torch.ones_like(own).expand(-1, mla.v_head_dim)), dim=1)
+        query = self.linear_q_proj if self.linear_q_up_proj is None else self.linear_q_up_proj
+        return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
+
+    def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [s or s/tp, b, h]. Returns queries or their latent, the normed latent [s or s/tp, b, r] of keys and values, and
+        the shared key [s, b, 1, d], not yet rotated.
+        """
+        query = self.linear_q_proj(x) if self.linear_q_proj is not None else self.q_layernorm(self.linear_q_down_proj(x))
+        latent, shared = self.linear_kv_down_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1)
+        # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
+        return query, self.kv_layernorm(latent), self.build.region.enter(shared.contiguous())[:, :, None]
+
+    def _query(self, query: Tensor, table: RotaryTable | None) -> Tensor:
+        """Queries or their latent to [s, b, n/tp, dk + d], rotated."""
+        q = query if self.linear_q_up_proj is None else self.linear_q_up_proj(query)
+        still, turned = q.unflatten(-1, (self.heads, -1)).split([self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat((still, self._turn(turned, table)), dim=-1)
+
+    def _key_and_value(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
+        """[s or s/tp, b, r] and [s, b, 1, d] to keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]."""
+        pairs = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1))
+        still, value = pairs.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
+        turned = self._turn(shared, table).expand(-1, -1, self.heads, -1)
+        return torch.cat((still, turned), dim=-1), value
+
+    def _turn(self, x: Tensor, table: RotaryTable | None) -> Tensor:
+        if table is None:
+            return x
+        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rope.rotary_interleaved)
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Factor of the scores: --softmax-scale, or 1/sqrt(query size), times the square of yarn's --mscale-all-dim factor.
+
+    Texts stretched by yarn flatten the softmax; the factor sharpens it again (Peng et al., 2023; DeepSeek-V2).
+    """
+    if model.softmax_scale is not None:
+        return model.softmax_scale
+    return yarn_growth(model.rope, model.rope.mscale_all_dim) ** 2 / math.sqrt(model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim)

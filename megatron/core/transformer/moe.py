@@ -1,0 +1,114 @@
+"""Mixture of experts: an MLP of many parts, of which each token uses a few (Shazeer et al., 2017).
+
+    x -> norm -> own tokens -> router -> send ~~> experts ~~> bring back -> whole -> + -> output
+           |                                                                         ^
+           +--> shared experts, which every token uses ------------------------------+
+
+A rank holds e/ep experts, and of each a piece of width f/etp.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from megatron.core.config.plan import LayerPlan
+from megatron.core.kernels.grouped import weighed_bias
+from megatron.core.parallel.recompute import dropping_output, recompute
+from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.dispatch import Rows, dispatcher_of
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.router import Router
+
+
+class GroupedLinear(nn.Module):
+    """One linear layer of all experts of this rank. cut: 1 if etp ranks share each output, 2 if they share each input.
+
+    An input that is cut gives partial sums, to be added up over etp; the bias is in the first rank's.
+    """
+
+    def __init__(self, build: Build, sizes: tuple[int, tuple[Part, ...]], *, cut: int, init: Initial) -> None:
+        """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
+        super().__init__()
+        experts, width = build.model.moe.num_experts, sum(part.size for part in sizes[1])
+        outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
+        by_expert, by_width = Cut(0, "ep", (Part(experts),)), Cut(cut, "etp", sizes[1])
+        self.grouped_linear = build.kernels.grouped_linear
+        self.bias_share = 1.0 if cut == 1 else float(build.mesh.etp.is_first)
+        self.weight = parameter(ParamSpec((experts, outputs, inputs), init, "matrix", (by_expert, by_width), reduce_over="edp",
+                                          stacked=True), build.mesh, build.dtype)
+        spec = ParamSpec((experts, outputs), constant(0.0), "vector", (by_expert, by_width) if cut == 1 else (by_expert,),
+                         sum_over=() if cut == 1 else ("etp",), reduce_over="edp", stacked=True)
+        self.bias = parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
+
+    def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]."""
+        if self.bias is None or weights is None:
+            return self.grouped_linear(x, self.weight, counts, self.bias)
+        bias = weighed_bias(weights * self.bias_share, self.bias, counts)
+        return self.grouped_linear(x, self.weight, counts) + bias.to(x.dtype)
+
+
+class Experts(nn.Module):
+    """weight * (linear_fc2(activation(linear_fc1(x)))) of each row's own expert; gated: linear_fc1 is [gate | up]."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        model, part = build.model, Part(build.model.moe.moe_ffn_hidden_size)
+        self.build = build
+        self.linear_fc1 = GroupedLinear(build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1,
+                                        init=build.initial())
+        self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.initial_output())
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Returns [n, h], of which the sum over etp is what the experts say."""
+        wide = self.linear_fc1(rows.tokens, rows.counts)
+        down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
+        if self.build.recomputes("moe_act"):
+            return dropping_output(lambda x: recompute(self._act, self.build.streams, x, rows.weights), down, wide)[0]
+        return down(self._act(wide, rows.weights))
+
+    def _act(self, wide: Tensor, weights: Tensor) -> Tensor:
+        # The last matmul is linear, so a row is weighed before it, where it is narrow.
+        return (self.build.activation(wide) * weights[:, None]).to(wide.dtype)
+
+
+class MoELayer(nn.Module):
+    """The experts that the router chooses, weighed, and those that every token uses."""
+
+    def __init__(self, build: Build, plan: LayerPlan) -> None:
+        super().__init__()
+        moe = build.model.moe
+        self.build = build
+        self.router = Router(build, plan)
+        self.experts = Experts(build)
+        self.shared_experts = None
+        if moe.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = MLP(build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate)
+        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh)
+
+    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed input, both like x."""
+        return self.build.normed_linear(norm, partial(self._think, one=one), x)
+
+    def _think(self, x: Tensor, *, one: Pass) -> Tensor:
+        moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
+        own = region.own_tokens(x)
+        routing = self.router(own, one)
+        parcel = self.dispatcher.send(own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None)
+        shared = self._shared(x, one) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
+        outputs = self.experts(parcel.arrive())
+        routed = region.whole_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
+        if self.shared_experts is None:
+            return routed
+        return routed + (self._shared(x, one) if shared is None else shared)
+
+    def _shared(self, x: Tensor, one: Pass) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        if self.build.recomputes("shared_experts"):
+            return recompute(lambda y: self.shared_experts(y, None, one)[0], self.build.streams, x)
+        return self.shared_experts(x, None, one)[0]

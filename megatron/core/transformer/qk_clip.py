@@ -1,0 +1,64 @@
+"""QK-clip: weights of queries and keys shrink where a head's scores grew too large (MuonClip; Kimi Team, 2025).
+
+During a step every attention keeps the largest score of each of its heads. After the update, the query rows of a head whose
+score S passed the threshold t are multiplied by (t / S)^alpha, and its key rows by (t / S)^(1 - alpha), so that the score
+would have been t. Heads that share a key head shrink together, by the largest of their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.reference import largest_scores, wide
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
+
+
+class Peaks:
+    """The largest score of each head that this rank computes, since last asked."""
+
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None
+
+    @torch.no_grad()
+    def see(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
+        """q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]."""
+        found = largest_scores(q, k, mask, scale)
+        self._largest = found if self._largest is None else torch.maximum(self._largest, found)
+
+    def take(self, heads: int, device: torch.device) -> Tensor:
+        """[heads] in fp32 or wider, -inf where nothing was seen; forgets them."""
+        found, self._largest = self._largest, None
+        return torch.full((heads,), float("-inf"), device=device) if found is None else found
+
+
+class Clipped(Protocol):
+    """An attention that can be clipped."""
+
+    peaks: Peaks | None
+    heads: int
+
+    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+        """The factor of every row of its parameters that shrink, [rows]. shrink: t / S of all heads of the network, at most 1."""
+
+
+def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, alpha: float) -> dict[str, Tensor]:
+    """Global name of a parameter -> factor of each of its rows that this rank holds; the largest scores begin anew.
+
+    The scores of a step are those of all its microbatches, over all ranks that share a layer.
+    """
+    clipped: list[Clipped] = [module for module in modules if getattr(module, "peaks", None) is not None]
+    if not clipped:
+        return {}
+    own = torch.stack([layer.peaks.take(layer.heads, mesh.device).to(torch.float64) for layer in clipped], dim=1)
+    # Tensor ranks hold other heads of the same layers, data and context ranks the same heads of other tokens.
+    largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
+    factors: dict[str, Tensor] = {}
+    for layer, shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
+        factors |= {param.spec.name: rows for param, rows in layer.clip_rows(shrink, alpha).items()}
+    return factors

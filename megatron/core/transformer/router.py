@@ -1,0 +1,271 @@
+"""Which experts each token uses, and how much of each.
+
+    tokens [t, h] -> scores [t, e] -> experts [t, k], chosen by score (and group, and expert bias) -> weights [t, k]
+
+    softmax                 softmax over the k chosen scores; with --moe-router-pre-softmax over all e, of which k are taken
+    sigmoid, sqrtsoftplus   a number for each score; for k > 1 divided by the sum of the chosen ones
+
+Every token of a microbatch is routed on exactly one rank: where tensor ranks hold the same tokens (no sequence parallelism),
+whoever calls cuts them first. So the gradients of the router's weights are shares of a sum over the tensor ranks, and counts
+add up over all of them.
+
+Capacity follows from the tokens of one rank, as in Megatron: what is dropped depends on how tokens lie on ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.plan import LayerPlan
+from megatron.core.parallel import collectives
+from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of
+from megatron.core.transformer.balance import balancing_share, count_choices, evened, moved_bias, size_share
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import Pass, Side
+
+_TINY = 1e-20
+_FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together
+_NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
+          "global_aux_loss": "global_load_balancing_loss"}
+Choices = Mapping[str, Mapping[int, Tensor]]  # router -> first sample of a microbatch in its step -> experts [t, k]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each token.
+
+    weights: [t, k], with gradient, 0 where dropped. experts: int64 [t, k]. kept: bool [t, k]; None: nothing was dropped.
+    capacity: how many tokens of this rank an expert takes at most; None: all.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    kept: Tensor | None = None
+    capacity: int | None = None
+
+
+class Router(nn.Module):
+    """Scores of a linear layer, in a format of their own, and the choice they lead to."""
+
+    def __init__(self, build: Build, plan: LayerPlan) -> None:
+        super().__init__()
+        model, self.moe = build.model, build.model.moe
+        self.build, self.layer, self.num_experts = build, plan.index, self.moe.num_experts
+        asked = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[asked]
+        shape = (self.num_experts, model.hidden_size)
+        self.weight = parameter(ParamSpec(shape, build.initial(), "matrix", sum_over=("tp",)), build.mesh, build.dtype)
+        each = ParamSpec((self.num_experts,), constant(0.0), "vector", sum_over=("tp",))
+        self.bias = parameter(each, build.mesh, build.dtype) if model.add_bias_linear else None
+        self.expert_bias: nn.Parameter | None = None
+        if self.moe.moe_router_enable_expert_bias:
+            self.expert_bias = parameter(each, build.mesh, torch.float32).requires_grad_(False)
+        # Of the step that is under way: choices of this rank's tokens [e] and how many were dropped [1]; choices of all ranks.
+        self.tally = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=build.mesh.device)
+        self.chosen_so_far = self.tally[:-1].clone()
+        self.recorded: dict[int, Tensor] = {}
+        self.replayed: Mapping[int, Tensor] | None = None
+
+    def forward(self, x: Tensor, one: Pass) -> Routing:
+        """x: [positions, b, h], this rank's tokens. Returns the routing of its t = positions * b tokens."""
+        side = one.side if one.side is not None and one.side.training else None
+        scores = self.scores(x)
+        if self.moe.moe_router_force_load_balancing:
+            scores = self._at_random(scores, one)
+        scores = scores.flatten(0, 1)
+        experts = self._experts(scores, side)
+        weights = weigh(scores, experts, self.moe)
+        if side is not None:
+            weights = self._balanced(weights, scores, side, x.shape[1])
+        routing = Routing(weights, experts)
+        if self.moe.moe_expert_capacity_factor is not None:
+            limit = capacity(experts.shape[0], self.moe)
+            routing = drop(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
+        if side is not None:
+            side.once((self, "tally"), lambda: self._count(routing))
+        return routing
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x: [..., h]. Returns [..., e] in the router's format."""
+        noise = self.moe.moe_input_jitter_eps
+        if noise and self.training:
+            with self.build.streams.use("cut"):  # every rank has tokens of its own
+                x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
+
+    @staticmethod
+    def after_step(routers: Sequence[Router], *, stepped: bool) -> None:
+        """Close a step: expert biases move by the loads of all its tokens, if weights did, and counts begin anew."""
+        biased = [router for router in routers if router.expert_bias is not None]
+        if biased and stepped:
+            mesh = biased[0].build.mesh
+            loads = torch.stack([router.tally[:-1] for router in biased])
+            for axis in (mesh.tp_cp, mesh.dp):
+                collectives.all_reduce(loads, axis)
+            for router, load in zip(biased, loads, strict=True):
+                router.expert_bias.data.copy_(moved_bias(router.expert_bias.data, load, router.moe.moe_router_bias_update_rate))
+        for router in routers:
+            router.tally = torch.zeros_like(router.tally)
+            router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
+
+    def _experts(self, scores: Tensor, side: Side | None) -> Tensor:
+        """The choice, or in training that of an earlier step that is replayed."""
+        if side is not None and self.replayed is not None:
+            assert side.sample in self.replayed, f"no choice was recorded for the microbatch from sample {side.sample} on"
+            assert len(self.replayed[side.sample]) == len(scores), "a choice is replayed for as many tokens as it was made for"
+            return self.replayed[side.sample]
+        with torch.no_grad():
+            if "sinkhorn" in self.moe.moe_router_load_balancing_type and self.training:
+                found = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
+            else:
+                found = choose(scores, self.moe, self.expert_bias)
+        if side is not None and self.moe.moe_enable_routing_replay:
+            self.recorded[side.sample] = found
+        return found
+
+    def _balanced(self, weights: Tensor, scores: Tensor, side: Side, num_sequences: int) -> Tensor:
+        """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
+        moe, axis = self.moe, self.build.mesh.tp_cp
+        num_tokens = scores.shape[0] * axis.size
+        wanted = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
+        if wanted:
+            shares = affinities(scores, moe.moe_router_score_function)
+            by_sequence = side.once((self, "chosen"), lambda: collectives.all_reduce(
+                count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences), axis))
+            for kind, coefficient in wanted:
+                chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
+                if kind == "global_aux_loss":
+                    chosen = side.once((self, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
+                loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
+                weights = self._joined(weights, loss, coefficient, _NAMES[kind], side)
+        if moe.moe_z_loss_coeff:
+            loss = size_share(scores, num_tokens=num_tokens)
+            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", side)
+        return weights
+
+    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, side: Side) -> Tensor:
+        count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
+        side.note(name, loss, count)
+        if self.moe.moe_per_layer_logging:
+            side.note(f"moe/{name}_layer_{self.layer}", loss, count)
+        return side.join(weights, coefficient * loss)
+
+    def _so_far(self, chosen: Tensor) -> Tensor:
+        self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
+        return self.chosen_so_far.clone()
+
+    def _count(self, routing: Routing) -> None:
+        self.tally[:-1] += count_choices(routing.experts, self.num_experts)[0]
+        if routing.kept is not None:
+            self.tally[-1] += (~routing.kept).sum()
+
+    def _at_random(self, scores: Tensor, one: Pass) -> Tensor:
+        """Scores from 0 to 1 that only layer, sample and position decide, under any layout; gradients pass as if they were real."""
+        positions, num_sequences, _ = scores.shape
+        tp, places = self.build.mesh.tp, one.mask.query_places
+        places = torch.arange(positions * tp.size, device=scores.device) if places is None else places
+        sample = (0 if one.side is None else one.side.sample) + torch.arange(num_sequences, device=scores.device)
+        token = (sample << 32) + collectives.cut(places, tp)[:, None]
+        bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
+        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer)
+        bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
+        random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
+        return random + (scores - scores.detach())
+
+
+def choose(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
+    """The k experts of each token, int64 [t, k]. scores: [t, e]; expert_bias: [e], which counts here and in no weight."""
+    if moe.moe_router_score_function != "softmax":
+        scores = _positive(scores, moe.moe_router_score_function)
+    elif moe.moe_router_pre_softmax:
+        scores = scores.softmax(-1)
+    if expert_bias is not None:
+        scores = scores + expert_bias
+    if moe.moe_router_num_groups:
+        scores = scores.masked_fill(~_allowed(scores, moe), -torch.inf)
+    return scores.topk(moe.moe_router_topk, dim=-1).indices
+
+
+def _allowed(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Bool [t, e]: the experts of the best groups (DeepSeek-V2 and V3, 2024)."""
+    groups = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
+    taken = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
+    best = groups.topk(taken, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
+    allowed = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return allowed[..., None].expand_as(groups).flatten(1)
+
+
+def weigh(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
+    """How much of each chosen expert a token takes, [t, k]. scores: [t, e]; experts: [t, k]."""
+    function, even = moe.moe_router_score_function, "sinkhorn" in moe.moe_router_load_balancing_type
+    if even:
+        weights = (scores.sigmoid() if moe.moe_router_topk == 1 else scores.softmax(-1)).gather(1, experts)
+    elif function != "softmax":
+        weights = _positive(scores.gather(1, experts), function)
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY) if moe.moe_router_topk > 1 else weights
+    elif moe.moe_router_pre_softmax:
+        weights = scores.softmax(-1).gather(1, experts)
+    else:
+        weights = scores.gather(1, experts).softmax(-1)
+    factor = moe.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor
+
+
+def affinities(scores: Tensor, function: str) -> Tensor:
+    """What balancing losses look at: each token's shares among all experts, which add up to 1. scores: [t, e]."""
+    if function == "softmax":
+        return scores.softmax(-1)
+    found = _positive(scores, function)
+    return found / (found.sum(-1, keepdim=True) + _TINY)
+
+
+def _positive(scores: Tensor, function: str) -> Tensor:
+    return scores.sigmoid() if function == "sigmoid" else F.softplus(scores).sqrt()
+
+
+def capacity(num_tokens: int, moe: MoEConfig) -> int:
+    """How many of a rank's tokens one expert takes."""
+    assert moe.moe_expert_capacity_factor is not None, "a capacity follows from its factor"
+    return math.ceil(num_tokens * moe.moe_router_topk / moe.num_experts * moe.moe_expert_capacity_factor)
+
+
+def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing:
+    """The routing in which no expert takes more than `limit` tokens.
+
+    policy: probs keeps those of most weight, the earlier of equal ones; position keeps the earliest.
+    """
+    experts, weights = routing.experts.flatten(), routing.weights.detach().flatten()
+    order = weights.argsort(descending=True, stable=True) if policy == "probs" else torch.arange(len(experts), device=experts.device)
+    order = order[experts[order].argsort(stable=True)]  # expert by expert, best first
+    counts = count_choices(routing.experts, num_experts)[0]
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(order), device=order.device) - first[experts[order]]
+    kept = torch.empty_like(experts, dtype=torch.bool)
+    kept[order] = place < limit
+    kept = kept.view_as(routing.experts)
+    return replace(routing, weights=routing.weights * kept, kept=kept, capacity=limit)
+
+
+def recorded(stages: Iterable[nn.Module]) -> Choices:
+    """The choices of the last step of training, for `replay` (--moe-enable-routing-replay)."""
+    return {spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
+
+
+def replay(stages: Iterable[nn.Module], choices: Choices | None) -> None:
+    """Let training passes take these choices from now on, until it is called with None. Weights are computed as ever."""
+    for router in routers_of(stages):
+        router.replayed = None if choices is None else choices[spec_of(router.weight).name]
+
+
+def routers_of(stages: Iterable[nn.Module]) -> list[Router]:
+    """All routers, in order."""
+    return [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
