@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
@@ -12,21 +15,27 @@ WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Embedding(nn.Module):
-    """The sum of a vector for each id, for its position if those are learned, and for its type if there are types."""
+    """The sum of a vector for each id, for its position if those are learned, and for its type if there are types; scaled if so.
 
-    def __init__(self, build: Build, *, tied: bool, token_types: int = 0) -> None:
+    tied: another stage predicts by the words' matrix. again: another stage embeds too, for multi-token prediction.
+    """
+
+    def __init__(self, build: Build, *, tied: bool, token_types: int = 0, again: bool = False) -> None:
         super().__init__()
         model = build.model
         spec = vocabulary_spec(model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
-                               build.initial_embedding(), tied=tied)
+                               build.initial_embedding(), tied=tied or again)
+        spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared = {"init": build.initial_embedding(), "region": build.region, "mesh": build.mesh, "dtype": build.dtype}
         self.residual_dtype = build.residual_dtype
         self.word_embeddings = VocabEmbedding(spec, region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.position_embeddings = None
         if model.rope.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(model.max_position_embeddings, model.hidden_size, **shared)
+            self.position_embeddings = PositionEmbedding(model.max_position_embeddings, model.hidden_size, tied=again, **shared)
         self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
         self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
+        # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
+        self.scale = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item() if model.scale_embeddings else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
@@ -37,5 +46,7 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             assert types is not None, "a network that tells types of tokens apart is told them"
             x = x + self.tokentype_embeddings(types)
+        if self.scale is not None:
+            x = x * self.scale
         x = x.to(self.residual_dtype)
         return self.dropout(x if self.layernorm is None else self.layernorm(x))

@@ -5,7 +5,7 @@ element costs 2 in the forward pass and 4 in the backward pass. Attention's scor
 in use, and every number says which one it is:
 
     square   each query meets all s keys                        12 * s * (query width) a token and layer
-    causal   each query meets half of them, the work there is    6 * s * (query width)
+    causal   each query meets half of them, the work there is    6 * s * (query width), or less where a window hides keys
 
 An encoder's queries, and those of cross attention, meet all keys: there both counts are the first.
 
@@ -26,6 +26,14 @@ from typing import Literal
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.run import RunConfig
+from megatron.core.models.expert_counts import (
+    Split,
+    common_parameters,
+    expert_parameters,
+    idle_parameters,
+    kept_numbers,
+    used_matrices,
+)
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,17 +41,21 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Parameters of the whole network, the vocabulary padded. A tied output layer counts once, in the embedding."""
+    """Parameters of the whole network, the vocabulary padded. A tied output layer counts once, in the embedding.
+
+    ahead: those of multi-token prediction.
+    """
 
     embedding: int
     block: int
     final_norm: int
     head: int
+    ahead: int = 0
 
     @property
     def total(self) -> int:
         """All parameters."""
-        return self.embedding + self.block + self.final_norm + self.head
+        return self.embedding + self.block + self.final_norm + self.head + self.ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +76,51 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """The parameters of the whole network."""
     return ParameterCount(
         embedding=_embedding_parameters(model, 1),
-        block=sum(layer_parameters(model, cross=plan.cross) for plan in layer_rows(model)),
+        block=sum(layer_parameters(model, cross=plan.cross, mlp=plan.mlp) for plan in layer_rows(model)),
         final_norm=_final_norms(model, layer_rows(model), heads=True),
         head=(0 if model.ties_embeddings else _vocabulary_parameters(model, 1)) + _head_parameters(model, 1),
+        ahead=_ahead_parameters(model, 1),
     )
 
 
-def layer_parameters(model: ModelConfig, tensor_size: int = 1, *, cross: bool = False) -> int:
-    """One layer's parameters on each of `tensor_size` tensor ranks. cross: with cross attention."""
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters that one token uses: all but those of experts that it does not choose."""
+    return count_parameters(model).total - sum(idle_parameters(model) for mlp in _mlps(model) if mlp == "moe")
+
+
+def layer_parameters(model: ModelConfig, tensor_size: int = 1, *, cross: bool = False, mlp: str = "dense",
+                     split: Split | None = None) -> int:
+    """One layer's parameters on each of `tensor_size` tensor ranks. cross: with cross attention. mlp: dense or moe, whose
+    experts are divided as `split` says.
+    """
     h, f = model.hidden_size, model.ffn_hidden_size // tensor_size
-    q, k = model.query_size // tensor_size, _key_size(model, tensor_size)
     fc1 = f * (2 if model.gated else 1)
-    matrices = h * (q + 2 * k) + q * h + h * fc1 + f * h
-    qkv_bias = q + 2 * k if model.add_bias_linear or model.add_qkv_bias else 0
-    biases = qkv_bias + (h + fc1 + h if model.add_bias_linear else 0)
-    norms = 2 * _norm_parameters(model, h)
-    head_norms = 2 * _norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0
+    thinks = h * fc1 + f * h + (fc1 + h if model.add_bias_linear else 0)
+    if mlp == "moe":
+        split = Split(tensor_size) if split is None else split
+        thinks = expert_parameters(model, split) + common_parameters(model, split)
+    attention = _attention_matrices(model, tensor_size) + _attention_vectors(model, tensor_size)
     if cross:
-        matrices += h * (q + 2 * k) + q * h
-        biases += qkv_bias + (h if model.add_bias_linear else 0)
-        norms += _norm_parameters(model, h)
-    return matrices + biases + norms + head_norms
+        attention += _attention_matrices(model, tensor_size) + _attention_biases(model, tensor_size) + _norm_parameters(model, h)
+    return attention + thinks + (4 if model.sandwich_norm else 2) * _norm_parameters(model, h)
 
 
-def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size: int = 1) -> int:
+def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size: int = 1, *, split: Split | None = None) -> int:
     """Parameters on one rank that holds these pipeline stages.
 
     A tied output layer that sits on another rank than the embedding is a second copy there.
     """
     layers = [plan for stage in stages for plan in stage.layers]
-    held = sum(layer_parameters(model, tensor_size, cross=plan.cross) for plan in layers)
+    held = sum(layer_parameters(model, tensor_size, cross=plan.cross, mlp=plan.mlp, split=split) for plan in layers)
     embeds = any(stage.embeds for stage in stages)
     if embeds:
         held += _embedding_parameters(model, tensor_size)
-    heads = any(stage.heads for stage in stages)
-    held += _final_norms(model, layers, heads=heads)
-    if heads:
+    ends = any(stage.ahead for stage in stages)
+    held += _final_norms(model, layers, heads=ends)
+    if ends and model.mtp.mtp_num_layers:
+        held += _ahead_parameters(model, tensor_size, split) + (0 if embeds else _embedding_parameters(model, tensor_size))
+        embeds = True
+    if any(stage.heads for stage in stages):
         held += _head_parameters(model, tensor_size)
         held += 0 if model.ties_embeddings and embeds else _vocabulary_parameters(model, tensor_size)
     return held
@@ -107,10 +128,11 @@ def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
-    h, q, v = model.hidden_size, model.query_size, model.padded_vocab_size
-    scores = 12 * seq_length * q * (0.5 if count == "causal" and model.architecture == "gpt" else 1.0)
+    h, v, depths = model.hidden_size, model.padded_vocab_size, model.mtp.mtp_num_layers or 0
+    scores = [6 * sum(_head_widths(model)) * met for met in _keys_met(model, seq_length, count)]
     transform = h * h if model.architecture == "bert" else 0
-    return model.num_layers * (6 * _layer_matrices(model) + scores) + 6 * (transform + h * v)
+    layers = sum(6 * _layer_matrices(model, mlp) for mlp in _mlps(model)) + sum(scores)
+    return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
 
 def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *,
@@ -147,16 +169,20 @@ def rank_memory(
     parallel, found = config.parallel, []
     for position in range(parallel.pp):
         own = [stage for stage in stages if stage.rank == position]
-        parameters = rank_parameters(config.model, own, parallel.tp)
-        found.append(RankMemory(parameters, parameters * state_bytes(config, data_parallel_size),
-                                _activation_bytes(config, own, position, num_microbatches)))
+        split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
+        parameters = rank_parameters(config.model, own, parallel.tp, split=split)
+        experts = sum(expert_parameters(config.model, split) for stage in own for plan in stage.layers if plan.mlp == "moe")
+        state = (parameters - experts) * state_bytes(config, copies)
+        state += experts * state_bytes(config, max(1, copies * parallel.tp // (split.experts * split.widths)))
+        found.append(RankMemory(parameters, state, _activation_bytes(config, own, position, num_microbatches)))
     return tuple(found)
 
 
-def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True) -> float:
+def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: str = "dense") -> float:
     """Bytes per token that the backward pass of one layer needs on a rank.
 
-    recomputes: False leaves out what --recompute-granularity full changes, as for layers that it does not reach.
+    recomputes: False leaves out what --recompute-granularity full changes, as for layers that it does not reach. mlp: dense
+    or moe, with even loads.
     """
     model, t = config.model, config.parallel.tp
     size, h, s = BYTES[config.precision.dtype], model.hidden_size, config.train.seq_length
@@ -168,42 +194,62 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True) -> flo
     again = set(recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else set()
     between = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     between += 0 if "layernorm" in again else 2 * size * h  # their outputs: the inputs of both sublayers
-    attention = size * (q + 2 * k + q)
+    attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
     if model.attention_backend in ("unfused", "local") and "core_attn" not in again:
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
-    mlp = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
-    return between / saved_cut + attention + mlp
+    thinks = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
+    if mlp == "moe":
+        thinks = size * kept_numbers(model, Split.of(config.parallel), frozenset(again))
+    return between / saved_cut + attention + thinks
+
+
+def _latent_bytes(config: RunConfig) -> float:
+    """Bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
+    mla, t, again = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
+    latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank  # before and after their norms
+    # Values are a part of what keys are made of, and keep it alive.
+    query, found = (width // t for width in _head_widths(config.model))
+    made = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
+    kept = latents / (t if config.parallel.sequence_parallel else 1) + found + (0 if "mla_up_proj" in again else made)
+    return BYTES[config.precision.dtype] * kept
 
 
 def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int, num_microbatches: int) -> float:
     """Activations at the peak of a step on a rank at this pipeline position."""
     model, parallel, train, recompute = config.model, config.parallel, config.train, config.recompute
-    tokens, t = train.seq_length * train.micro_batch_size, parallel.tp
+    tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
     saved_cut = t if parallel.sequence_parallel else 1
     alive = _chunks_alive(config, position, len(own), num_microbatches)
     layers = sum(_weight(config, plan) for stage in own for plan in stage.layers) / len(own)
     full = recompute.recompute_granularity == "full"
     group = recompute.recompute_num_layers or 1
+    most = max((plan.mlp for stage in own for plan in stage.layers), default="dense")  # "moe" if any layer is
     if full and recompute.recompute_method == "block":
         again = min(group, layers)
         chunk = again * layer_activation_bytes(config) + (layers - again) * layer_activation_bytes(config, recomputes=False)
-        at_work = layer_activation_bytes(config, recomputes=False)
+        at_work = layer_activation_bytes(config, recomputes=False, mlp=most)
     elif full:
         chunk = math.ceil(layers / group) * layer_activation_bytes(config)
-        at_work = min(group, layers) * layer_activation_bytes(config, recomputes=False)
+        at_work = min(group, layers) * layer_activation_bytes(config, recomputes=False, mlp=most)
     else:
         chunk, at_work = layers * layer_activation_bytes(config), 0.0
     held = alive * chunk + at_work
     if any(stage.embeds for stage in own):
         held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
+    depths = model.mtp.mtp_num_layers or 0
+    if depths and any(stage.ahead for stage in own):
+        joined = 4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut  # both norms' inputs, and what they made
+        held += alive / len(own) * depths * (layer_activation_bytes(config) + joined)
     if any(stage.heads for stage in own):
-        held += 4 * (model.hidden_size / saved_cut + model.padded_vocab_size / t)  # fp32 logits and their input
+        held += 4 * (1 + depths) * (model.hidden_size / saved_cut + model.padded_vocab_size / t)  # fp32 logits and their input
     return held * tokens
 
 
 def _weight(config: RunConfig, plan: LayerPlan) -> float:
-    """How much a layer keeps, in layers of --seq-length tokens without cross attention, which counts as half a layer."""
+    """How much a layer keeps, in dense layers of --seq-length tokens without cross attention, which counts as half a layer."""
     train = config.train
+    if plan.mlp == "moe":
+        return layer_activation_bytes(config, mlp="moe") / layer_activation_bytes(config)
     return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.cross else 1.0
 
 
@@ -218,10 +264,73 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _layer_matrices(model: ModelConfig) -> int:
-    """Elements of one layer's matrices, cross attention left out."""
-    h, q = model.hidden_size, model.query_size
-    return h * (q + 2 * model.key_size) + q * h + h * model.ffn_hidden_size * (3 if model.gated else 2)
+def _mlps(model: ModelConfig) -> list[str]:
+    """The kind of MLP of every layer that a token passes, those of multi-token prediction included, which are like the last."""
+    kinds = [plan.mlp for plan in layer_rows(model)]
+    return kinds + kinds[-1:] * (model.mtp.mtp_num_layers or 0)
+
+
+def _keys_met(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
+    """How many keys a query meets on average, for every layer that a token passes. Only the causal count knows windows."""
+    windows = [plan.window for plan in layer_rows(model)]
+    windows += windows[-1:] * (model.mtp.mtp_num_layers or 0)
+    if count == "square" or model.architecture != "gpt":
+        return [float(length)] * len(windows)
+    lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
+    return [min(length / 2, left + 1 - left * (left + 1) / (2 * length)) if left < length else length / 2 for left in lefts]
+
+
+def _layer_matrices(model: ModelConfig, mlp: str = "dense") -> int:
+    """Elements of the matrices that a token meets in one layer, cross attention left out."""
+    if mlp == "moe":
+        return _attention_matrices(model, 1) + used_matrices(model)
+    return _attention_matrices(model, 1) + model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
+
+
+def _head_widths(model: ModelConfig) -> tuple[int, int]:
+    """Width of all query heads together, and of what they bring home."""
+    mla, heads = model.mla, model.num_attention_heads
+    if not mla.multi_latent_attention:
+        return model.query_size, model.query_size
+    return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
+
+
+def _attention_matrices(model: ModelConfig, tensor_size: int) -> int:
+    """Elements of the matrices around one attention, on each tensor rank; those that make latents are whole on every rank."""
+    h, mla = model.hidden_size, model.mla
+    q, v = (width // tensor_size for width in _head_widths(model))
+    if not mla.multi_latent_attention:
+        return h * (q * (2 if model.attention_output_gate else 1) + 2 * _key_size(model, tensor_size)) + v * h
+    rank, pairs = mla.kv_lora_rank, model.num_attention_heads // tensor_size * (mla.qk_head_dim + mla.v_head_dim)
+    queries = h * q if mla.q_lora_rank is None else h * mla.q_lora_rank + mla.q_lora_rank * q
+    return queries + h * (rank + mla.qk_pos_emb_head_dim) + rank * pairs + v * h
+
+
+def _attention_biases(model: ModelConfig, tensor_size: int) -> int:
+    """Biases of one attention on each tensor rank; latents have none."""
+    out = model.hidden_size if model.add_bias_linear else 0
+    if model.mla.multi_latent_attention or not (model.add_bias_linear or model.add_qkv_bias):
+        return out
+    return out + model.query_size // tensor_size * (2 if model.attention_output_gate else 1) + 2 * _key_size(model, tensor_size)
+
+
+def _attention_vectors(model: ModelConfig, tensor_size: int) -> int:
+    """Biases and inner norms of one self attention on each tensor rank."""
+    mla, inner = model.mla, 0
+    if mla.multi_latent_attention:
+        inner = sum(_norm_parameters(model, rank) for rank in (mla.q_lora_rank, mla.kv_lora_rank) if rank)
+    elif model.qk_layernorm:
+        inner = 2 * _norm_parameters(model, model.kv_channels)
+    sinks = model.num_attention_heads // tensor_size if model.softmax_type == "learnable" else 0
+    return _attention_biases(model, tensor_size) + inner + sinks
+
+
+def _ahead_parameters(model: ModelConfig, tensor_size: int, split: Split | None = None) -> int:
+    """Parameters of multi-token prediction on each tensor rank of its stage; one layer may serve all depths."""
+    stored = min(1, model.mtp.mtp_num_layers or 0) if model.mtp.mtp_use_repeated_layer else model.mtp.mtp_num_layers or 0
+    h = model.hidden_size
+    layer = layer_parameters(model, tensor_size, mlp=_mlps(model)[-1], split=split)
+    return stored * (layer + 2 * h * h // tensor_size + 3 * _norm_parameters(model, h))
 
 
 def _final_norms(model: ModelConfig, layers: Sequence[LayerPlan], *, heads: bool) -> int:

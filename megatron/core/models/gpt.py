@@ -1,24 +1,27 @@
 """Decoder-only transformers.
 
     ids -> embedding -> layers of stage 0 -> message -> layers of stage 1 -> ... -> final norm -> head -> loss
+                                                                                         \\-> mtp.py -> head -> losses ahead
 
 A `GPTModel` is one pipeline stage; without a pipeline it is the whole network.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import TrainConfig
-from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.embedding import WORD_EMBEDDING, Embedding
 from megatron.core.models.heads import LanguageModelHead
+from megatron.core.models.mtp import Ahead, Losses, MultiTokenPrediction
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
-from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import Pass, Side
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
@@ -30,11 +33,15 @@ class GPTModel(nn.Module):
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
         self.stage, self.build = stage, build
-        # A pipeline of several stages holds a tied matrix twice: where it embeds, and where it predicts.
+        # A pipeline of several stages holds a tied matrix twice: where it embeds, and where it predicts; and the embedding
+        # once more where tokens ahead are predicted.
         split = not (stage.embeds and stage.heads)
-        tied = build.model.ties_embeddings
-        self.embedding = Embedding(build, tied=tied and split) if stage.embeds else None
-        self.decoder = Stack(stage.layers, build, final_norm=stage.heads)
+        tied, self.depths = build.model.ties_embeddings, build.model.mtp.mtp_num_layers or 0
+        looks_ahead = stage.ahead and self.depths > 0
+        again = self.depths > 0 and not (stage.embeds and stage.ahead)
+        self.embedding = Embedding(build, tied=tied and split, again=again) if stage.embeds or looks_ahead else None
+        self.decoder = Stack(stage.layers, build, final_norm=stage.ahead)
+        self.mtp = MultiTokenPrediction(build) if looks_ahead else None
         self.output_layer = None
         if stage.heads:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
@@ -48,31 +55,59 @@ class GPTModel(nn.Module):
 
     def message_shape(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and format of what one stage sends to the next."""
-        length = self.build.region.length(sequence)
+        length = self.build.region.length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Shape and format of each tensor that a stage takes from the one before."""
-        return (self.message_shape(train.micro_batch_size, train.seq_length),)
+        return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.states
+
+    @property
+    def states(self) -> int:
+        """Tensors in the message that a stage takes: with the states of all depths where others look ahead."""
+        return 1 if self.stage.ahead or not self.stage.heads else 1 + self.depths
 
     def forward(self, *, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None,
-                positions: Tensor | None = None, documents: Tensor | None = None, side: Side | None = None) -> Tensor:
+                positions: Tensor | None = None, documents: Tensor | None = None, side: Side | None = None,
+                cache: Cache | None = None, ahead: Ahead | None = None) -> Tensor | tuple[Tensor, ...] | Losses:
         """Run this stage.
 
         ids: [b, s], read by the first stage. hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s].
         positions: [b, s] when they do not simply count; documents: [b, s] when documents are kept apart. side: where layers
-        note their own losses.
-        Returns the message to the next stage; on the last, the loss of every token [b, s], or logits [s, b, v/tp]
-        without labels.
+        note their own losses. cache: new tokens of many texts end to end, [1, t], whose beginnings it knows; logits are those it
+        wants. ahead: of the tokens that multi-token prediction is about; left out, only the next one is predicted.
+        Returns the message to the next stage; on the last, the loss of every token [b, s], with those of the tokens ahead if
+        there are any, or logits [s, b, v/tp] without labels.
         """
-        if self.embedding is not None:
-            assert ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, positions_of(ids) if positions is None else positions)
+        if self.stage.embeds:
+            assert self.embedding is not None and ids is not None, "the first stage reads ids"
+            hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        x = self.decoder(hidden, Pass(MaskSpec(documents=documents), rotary_of(self.build, hidden, positions), side=side))
+        one = Pass(self.build.causal_mask(hidden, documents), rotary_of(self.build, hidden, positions), side=side, cache=cache)
+        x = self.decoder(hidden, one)
+        ahead = None if ahead is None or self.depths == 0 else self._look(x, positions, ahead, one)
         if self.output_layer is None:
-            return x
-        return self.output_layer(x, self.output_weight(), labels)
+            return x if self.mtp is None else self._message(x, ahead)
+        x = (x if cache is None else cache.wanted(x)).to(self.build.dtype)
+        found = self.output_layer(x, self.output_weight(), labels)
+        if labels is None or ahead is None:
+            return found
+        weight = self.output_weight().detach() if self.build.model.mtp.mtp_detach_heads else self.output_weight()
+        return Losses(found, tuple(self.output_layer(state.to(self.build.dtype), weight, own)
+                                   for state, own in zip(ahead.states, ahead.labels, strict=True)))
+
+    def _look(self, x: Tensor, positions: Tensor | None, ahead: Ahead, one: Pass) -> Ahead:
+        """`ahead` with the states of all depths, made here if here are their layers. x: [s or s/tp, b, h], normed."""
+        if self.mtp is None:
+            return ahead
+        assert self.embedding is not None, "who looks ahead embeds"
+        places = self.build.places(ahead.ids[0].shape[1])[None] if positions is None else positions
+        return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, one))
+
+    def _message(self, x: Tensor, ahead: Ahead | None) -> tuple[Tensor, ...]:
+        """The states of all depths to the stage of the head; it has room for them even when nobody looks ahead."""
+        states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states
+        return tuple(state.to(self.build.residual_dtype) for state in (x, *states))
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""

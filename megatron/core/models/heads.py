@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, parameter
@@ -38,7 +39,9 @@ class LanguageModelHead(nn.Module):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [s or s/tp, b, h]. Returns [s, b, v/tp], padded columns included."""
-        return enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
+        cap = self.build.model.final_logit_softcap
+        found = enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
+        return found if cap is None else cap * torch.tanh(found / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """labels: [b, s]. Returns the loss of every token, [b, s]."""

@@ -1,0 +1,102 @@
+"""Multi-token prediction: layers behind the last one, each of which predicts one token further (DeepSeek-V3, 2024).
+
+    tokens           t1 t2 t3 t4 ..        the network reads t_i and predicts t_i+1
+    depth 1          t2 t3 t4 ..           state of i, after the final norm, and the vector of t_i+1   ->  predicts t_i+2
+    depth 2          t3 t4 ..              state of i at depth 1, after its norm, and that of t_i+2    ->  predicts t_i+3
+
+    norm(vector of the token), norm(state) -> [both] -> eh_proj -> one layer like the last -> norm -> the network's own head
+
+The vectors are the network's embedding, of which the stage holds a copy if the first one is another. Which tokens are ahead
+is told from outside, by whoever has seen the whole sequence: a rank may hold a piece of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.parallel.recompute import recompute
+from megatron.core.parallel.spec import Part
+from megatron.core.tensor_parallel.linear import ColumnLinear
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.passing import Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a stage is told of the tokens ahead, one of each a depth.
+
+    ids, labels: [b, s] each, what stands k places behind each token and behind its label, anything where the text ends.
+    states: of the depths, [s or s/tp, b, h] each, if the stage before made them.
+    """
+
+    ids: tuple[Tensor, ...] = ()
+    labels: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
+
+
+class Losses(NamedTuple):
+    """The loss of every token, [b, s]: of the next token, and of those ahead, one of each a depth."""
+
+    next: Tensor
+    ahead: tuple[Tensor, ...]
+
+
+class MultiTokenPrediction(nn.Module):
+    """The layers of all depths, or the one that serves them all."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        model = build.model
+        self.build, self.depths = build, model.mtp.mtp_num_layers or 0
+        stored = 1 if model.mtp.mtp_use_repeated_layer else self.depths
+        self.layers = nn.ModuleList(AheadLayer(build, depth) for depth in range(stored))
+
+    def forward(self, x: Tensor, ids: tuple[Tensor, ...], positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
+                one: Pass) -> tuple[Tensor, ...]:
+        """The states of all depths, each like x.
+
+        x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] a depth. positions: of the tokens
+        themselves, [b or 1, s]. embed: the network's embedding.
+        """
+        apart, found = self.build.model.mtp.mtp_detach_heads, []
+        # A leaf that asks for a gradient, since a recomputed layer trains only if one of its inputs does.
+        x = x.detach().requires_grad_(torch.is_grad_enabled()) if apart else x
+        for depth, own in enumerate(ids, start=1):
+            vectors = embed(own, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
+            layer = self.layers[min(depth, len(self.layers)) - 1]
+            x = layer(x, vectors.detach() if apart else vectors, one)
+            found.append(x)
+        return tuple(found)
+
+
+class AheadLayer(nn.Module):
+    """One depth."""
+
+    def __init__(self, build: Build, depth: int) -> None:
+        super().__init__()
+        model, size = build.model, build.model.hidden_size
+        self.build = build
+        self.enorm, self.hnorm = build.norm(size), build.norm(size)
+        self.eh_proj = ColumnLinear(2 * size, (Part(size),), bias=False, init=build.initial(), region=build.region,
+                                    mesh=build.mesh, dtype=build.dtype)
+        self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth), build)
+        self.final_layernorm = build.norm(size)
+
+    def forward(self, x: Tensor, vectors: Tensor, one: Pass) -> Tensor:
+        """x: states of the depth before; vectors: of the tokens ahead; both [s or s/tp, b, h]. Returns the same shape."""
+        def run(x: Tensor, vectors: Tensor) -> Tensor:
+            both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
+            joined = self.build.region.collect(self.eh_proj(both)).to(self.build.residual_dtype)
+            return self.final_layernorm(self.mtp_model_layer(joined, one))
+
+        choice = self.build.recompute
+        if choice.recompute_granularity == "full" and choice.recompute_method == "uniform" and self.training:
+            return recompute(run, self.build.streams, x, vectors)
+        return run(x, vectors)
