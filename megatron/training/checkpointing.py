@@ -62,7 +62,9 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems)
 
     def begin_save(self) -> list[Outcome]:
-        """Begin to save the state of the run; afterwards it may change. Waits for a save that is still on its way.
+        """Begin to save the state of the run. Waits for a save that is still on its way.
+
+        On a CPU the copy to write from is made beside the next passes; the trainer waits for it before its next update.
 
         Returns how saves ended that did so meanwhile. A failure is told, and is no error: the next save may succeed.
         """
@@ -78,7 +80,9 @@ class Checkpoint:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
-        self._writer().start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size))
+        writer, aside = self._writer(), self.mesh.device.type == "cpu"
+        writer.start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_settled=aside)
+        self.trainer.before_update = writer.settle
         if not self.config.checkpoint.async_save:
             ended.append(self.finish())
         return ended

@@ -31,7 +31,10 @@ ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]
 
 @dataclass(slots=True)
 class Trainer:
-    """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates."""
+    """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates.
+
+    before_update: called before weights and optimizer state change; a save may still be copying them.
+    """
 
     run: Run
     forward_step: ForwardStep
@@ -43,6 +46,8 @@ class Trainer:
     batches: BatchSchedule
     scripts: dict[tuple[int, bool], Script] = field(default_factory=dict)
     loss_names: tuple[str, ...] | None = None
+    note_names: tuple[str, ...] | None = None
+    before_update: Callable[[], None] = lambda: None
 
     @property
     def progress(self) -> Progress:

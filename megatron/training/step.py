@@ -3,6 +3,9 @@
 The loss of a step is the sum over all its tokens over their number, whatever the cut of the batch. The number is known
 only when all microbatches have been seen; so each microbatch's sum is scaled by the number expected (every token
 counts), and the update multiplies by expected over true.
+
+Losses of the layers themselves (balance of experts) are means over a microbatch, which join as the mean of its tokens'
+losses does: each microbatch alike, or with --calculate-per-token-loss by its number of tokens that count.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.transformer.qk_clip import clip_factors
+from megatron.core.transformer.passing import Side
+from megatron.core.transformer.router import routers_of
 from megatron.training.batch import Batch
 from megatron.training.data import take
-from megatron.training.metrics import Step
+from megatron.training.metrics import Loads, Step
+from megatron.training.regroup import Regrouped
 from megatron.training.stages import Trainer
 
 
@@ -30,7 +37,10 @@ class StepWork:
         self.trainer, self.training, self.num_microbatches = trainer, training, num_microbatches
         self.device = trainer.run.mesh.device
         self._batches = batches
+        # Sequences that are divided by their length make another number of microbatches on every rank.
+        self.own_microbatches = batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
         self._seen: list[Batch] = []
+        self._sides: dict[int, Side] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
         self._scale = self._loss_scale()
@@ -42,7 +52,7 @@ class StepWork:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch; the last stage gives the scaled loss."""
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
-        batch = self._batch(microbatch)
+        batch = replace(self._batch(microbatch), side=self._side(microbatch))
         if received:
             batch = replace(batch, hidden=received[0], message=received)
         with self.trainer.run.timers("forward-compute", 2):
@@ -71,8 +81,21 @@ class StepWork:
             axis = self.trainer.run.mesh.pp
             self.trainer.loss_names = collectives.broadcast_object(names, axis, axis.size - 1)
         zero = torch.zeros(2, dtype=self.count.dtype, device=self.device)
-        return {name: sum((report[name] for report in self.reports), zero) if speaks else zero
+        return {name: sum((report[name] for report in self.reports), zero) if speaks else zero.clone()
                 for name in self.trainer.loss_names}
+
+    def notes(self) -> dict[str, Tensor]:
+        """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
+        found: dict[str, Tensor] = {}
+        for side in self._sides.values():
+            for name, pair in side.notes.items():
+                found[name] = found[name] + pair if name in found else pair
+        if isinstance(self._batches, Regrouped) and self._batches.plan is not None:
+            found["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
+        if self.trainer.note_names is None:
+            names = collectives.gather_objects(tuple(found), self.trainer.run.mesh.world)
+            self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))
+        return {name: found.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def missing_factor(self) -> float | Tensor:
         """What gradients still lack once all microbatches are in: expected over true number of tokens."""
@@ -88,14 +111,33 @@ class StepWork:
         return self.num_microbatches * train.micro_batch_size * self.trainer.run.mesh.dp.size * train.seq_length
 
     def _loss_scale(self) -> float:
-        """Loss scale, and the data-parallel size where the collective divides by it."""
+        """Loss scale, and the number of data and context ranks where the collective divides by it."""
         averages = self.trainer.run.config.parallel.ddp_average_in_collective
-        return self.trainer.optimizer.scaler.scale * (self.trainer.run.mesh.dp.size if averages else 1)
+        return self.trainer.optimizer.scaler.scale * (self.trainer.run.mesh.dp_cp.size if averages else 1)
 
     def _scaled(self, total: Tensor, count: Tensor) -> Tensor:
         if self.trainer.run.config.train.calculate_per_token_loss:
             return total * (self._scale / self._expected())
+        # Each context rank sees a piece of every sequence: its share of the sum, over the number of all.
+        count = collectives.all_reduce(count.detach().clone(), self.trainer.run.mesh.cp)
         return total / count.clamp(min=1.0) * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
+
+    def _side(self, microbatch: int) -> Side:
+        """What its layers say of a microbatch, in all chunks of this rank."""
+        if microbatch not in self._sides:
+            train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
+            sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
+            self._sides[microbatch] = Side(self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample)
+        return self._sides[microbatch]
+
+    def _mean_weight(self, batch: Batch) -> float | Tensor:
+        """What a mean over a microbatch's tokens counts in the objective; `missing_factor` is still to come."""
+        train, mesh = self.trainer.run.config.train, self.trainer.run.mesh
+        if not train.calculate_per_token_loss:
+            return self._scale / (self.num_microbatches * mesh.dp.size)
+        if batch.loss_mask is None:
+            return float("nan")  # `needs_text` gives one to every stage whose layers have losses
+        return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (self._scale / self._expected())
 
     def _batch(self, microbatch: int) -> Batch:
         while len(self._seen) <= microbatch:
@@ -121,7 +163,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
         parallel.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True)
     with timers("forward-backward", 1):
-        run(trainer.script(size.num_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
@@ -131,18 +173,55 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     decoupled = _decoupled_rate(trainer)
     optimizer.set_rates(rate, trainer.schedule.weight_decay(progress.schedule_samples), decoupled)
     scale = optimizer.scaler.scale
+    trainer.before_update()
     with timers("optimizer", 1):
-        result = optimizer.step(multiplier=work.missing_factor(), count_zero_elements=config.log.log_num_zeros_in_grad)
+        result = optimizer.step(multiplier=work.missing_factor(), count_zero_elements=config.log.log_num_zeros_in_grad,
+                                row_factors=_clipped(trainer))
     norm = optimizer.weights_norm() if config.log.log_params_norm else None
+    losses = {**work.report(), **work.notes()}
+    loads = _loads(trainer)
+    _close_step(trainer, stepped=result.stepped)
     progress.iteration += 1
     progress.consumed_train_samples += size.global_batch_size
     progress.consumed_tokens += size.global_batch_size * config.train.seq_length
     if result.stepped:
         progress.schedule_samples += size.global_batch_size
     return Step(iteration=progress.iteration, consumed_samples=progress.consumed_train_samples,
-                batch_size=size.global_batch_size, learning_rate=rate, losses=work.report(),
+                batch_size=size.global_batch_size, learning_rate=rate, losses=losses, loads=loads,
                 decoupled_learning_rate=decoupled, loss_scale=scale, grad_norm=result.norm, num_zeros=result.zeros,
                 params_norm=norm, skipped=not result.stepped)
+
+
+def _loads(trainer: Trainer) -> Loads | None:
+    """What the experts of every layer had to do in this step, this rank's share."""
+    model = trainer.run.config.model
+    if not model.moe.num_experts:
+        return None
+    table = torch.zeros((model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1), dtype=torch.int64,
+                        device=trainer.run.mesh.device)
+    for router in routers_of(trainer.stages):
+        table[router.layer] = router.tally
+    return Loads(table, model.moe.moe_per_layer_logging)
+
+
+def _close_step(trainer: Trainer, *, stepped: bool) -> None:
+    """Tell modules with an `after_step` that a step has ended, all of a kind together. stepped: weights moved."""
+    kinds: dict[type[nn.Module], list[nn.Module]] = {}
+    for stage in trainer.stages:
+        for module in stage.modules():
+            if hasattr(module, "after_step"):
+                kinds.setdefault(type(module), []).append(module)
+    for kind, modules in kinds.items():
+        kind.after_step(modules, stepped=stepped)  # type: ignore[attr-defined]
+
+
+def _clipped(trainer: Trainer) -> dict[str, Tensor]:
+    """What --qk-clip multiplies rows of queries and keys by, after this step's update."""
+    model = trainer.run.config.model
+    if not model.qk_clip:
+        return {}
+    modules = (module for stage in trainer.stages for module in stage.modules())
+    return clip_factors(modules, trainer.run.mesh, threshold=model.qk_clip_threshold, alpha=model.qk_clip_alpha)
 
 
 def _decoupled_rate(trainer: Trainer) -> float | None:

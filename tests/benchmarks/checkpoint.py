@@ -154,6 +154,29 @@ def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float],
     return blocked, whole
 
 
+def beside_work(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds that a save blocks training which has work before its next update, and by which that work gets longer."""
+    saver, factor = Saver(folder, rules=Rules(asynchronous=True)), torch.rand(1024, 1024)
+
+    def work() -> None:
+        for _ in range(60):
+            factor @ factor @ factor
+
+    saver.prepare(dict(state))
+    blocked, longer = [], []
+    for iteration in range(repeats):
+        alone, started = timed(work), time.perf_counter()
+        saver.start(dict(state), iteration, ABOUT, until_settled=True)
+        work()
+        saver.settle()
+        longer.append(max(0.0, time.perf_counter() - started - alone))
+        outcome = saver.finish()
+        shutil.rmtree(folder / f"iter_{iteration - 1:07d}", ignore_errors=True)
+        assert outcome is not None and not outcome.problems and not outcome.notes, outcome
+        blocked.append(outcome.blocked)
+    return blocked, longer
+
+
 def main() -> None:
     """Entry of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,6 +209,10 @@ def main() -> None:
     later = statistics.median(blocked[1:])
     print(f"async takes its memory in {blocked[0]:.3f} s at the start of a run; a save blocks {later:.3f} s ({size / later:.1f} GB/s, 1/{plain / later:.0f} of torch.save); "
           f"committed after {statistics.median(whole):.2f} s")
+    blocked, longer = beside_work(state, args.folder / "beside", args.repeats)
+    waits, lost = statistics.median(blocked), statistics.median(longer)
+    print(f"async beside the passes of a step blocks {waits:.3f} s (1/{plain / waits:.0f} of torch.save); with copy, hash and write, which "
+          f"share the processors, the step takes {lost:.3f} s longer (1/{plain / max(lost, 1e-9):.0f})")
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     times = {}
     for _ in range(args.repeats):

@@ -19,14 +19,17 @@ from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.parallel.boxes import Box, whole
 
+_WIDE = (".router.expert_bias",)  # sums of many small steps
+
 
 class Cast:
-    """A source whose weights (`model.*`) come in another dtype; everything else is as it was."""
+    """A source whose weights (`model.*`) come in another dtype; everything else is as it was, and what is fp32 in any network."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self.where, self.values, self.settings = source.where, source.values, source.settings
         self.formats: Mapping[str, Format] = {
-            name: Format(one.shape, dtype) if name.startswith("model.") else one for name, one in source.formats.items()}
+            name: Format(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
+            for name, one in source.formats.items()}
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:

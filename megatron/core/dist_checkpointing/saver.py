@@ -1,6 +1,7 @@
 """Saving, beside training: copy, go on, and commit when every rank has written.
 
     start    all ranks: agree on who writes what; copy that to host memory; let a thread write and hash it
+    settle   a rank that lets the copy be made beside its work waits for it here, before it changes what is copied
     poll     all ranks, after every step while a save is on its way: has every rank written? then rank 0 commits, in its
              thread too; is that done? then all are told
     finish   the same, waiting
@@ -59,7 +60,7 @@ class Rules:
 class Outcome:
     """How a save ended. problems: why it failed, else empty. notes: what else went wrong. size: bytes on disk.
 
-    blocked, seconds: while training waited for `start`, and until the commit.
+    blocked, seconds: while training waited for `start` and `settle`, and until the commit.
     """
 
     iteration: int
@@ -141,6 +142,7 @@ class _Flight:
     values: dict[str, Any]
     description: Description
     started: float
+    copied: threading.Event
     blocked: float = 0.0
     commits: bool = False
     notes: list[str] = field(default_factory=list)
@@ -167,10 +169,11 @@ class Saver:
         """Do what the first save would take its time for: agree on who writes what, and take the memory for a copy."""
         self._shares(plan.placed(state))
 
-    def start(self, state: Tree, iteration: int, description: Description) -> None:
+    def start(self, state: Tree, iteration: int, description: Description, *, until_settled: bool = False) -> None:
         """Begin to save the tree that the ranks hold together. When this returns, the tree may change.
 
-        No save may be on its way.
+        until_settled: only when `settle` has returned: the copy is made beside whatever this rank does until then. No save
+        may be on its way.
         """
         assert self._flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
@@ -179,13 +182,39 @@ class Saver:
         save = collectives.broadcast_object(uuid.uuid4().hex, self.axis)
         share = shares[self.axis.rank]
         sources = [plan.tensor_of(offer, tensors).detach() for offer in share]
-        contents: Iterable[memoryview] = self._snapshot.take(sources) if self._copies else _in_place(sources)
         # Values that change later must not leak in either.
         values = json.loads(json.dumps(plan.values_of(state))) if self.axis.is_first else {}
+        copied = threading.Event()
+        contents = self._contents(sources, copied, aside=until_settled)
         job = Job(lambda: self._write(iteration, save, share, contents), aside=self._copies)
-        self._flight = _Flight(iteration, save, shares, job, values, description, started, notes=self._notes)
+        self._flight = _Flight(iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied)
         self._notes = []
         self._flight.blocked = time.perf_counter() - started
+
+    def settle(self) -> None:
+        """Wait until the copy of the save on its way is made: from now on the tree may change. No other rank is needed."""
+        if self._flight is not None and not self._flight.copied.is_set():
+            started = time.perf_counter()
+            self._flight.copied.wait()
+            self._flight.blocked += time.perf_counter() - started
+
+    def _contents(self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool) -> Callable[[], Iterable[memoryview]]:
+        """What gives the bytes to write. aside: the copy is made by whoever asks for them, else before this returns."""
+        if not self._copies:
+            copied.set()
+            return lambda: _in_place(sources)
+        if not aside:
+            taken = self._snapshot.take(sources)
+            copied.set()
+            return lambda: taken
+
+        def take() -> Iterable[memoryview]:
+            try:
+                return self._snapshot.take(sources)
+            finally:
+                copied.set()
+
+        return take
 
     def poll(self) -> Outcome | None:
         """Bring the save on its way forward, without waiting. Returns how it ended, once."""
@@ -229,15 +258,16 @@ class Saver:
             return False
         return True
 
-    def _write(self, iteration: int, save: str, share: Sequence[Offer], contents: Iterable[memoryview]) -> list[str]:
+    def _write(self, iteration: int, save: str, share: Sequence[Offer], contents: Callable[[], Iterable[memoryview]]) -> list[str]:
         """Write this rank's file, if it has anything to write; the hashes of all that is in it."""
+        taken = contents()
         if self.axis.is_first:  # first of all, since what died may have left no room
             store.collect(self.folder, save=save, files=self.files)
         made, name = store.begin(self.folder, iteration, save, files=self.files), file_name(self.axis.rank)
         if not share:
             return []
         header = plan.file_header(self.axis.rank, share, save=save, iteration=iteration)
-        hashes = shard.write_shard(self.files, made / name, header, contents)
+        hashes = shard.write_shard(self.files, made / name, header, taken)
         if self.rules.deletes:  # nothing older goes before this is known to be readable
             ranges = plan.ranges_of(self.axis.rank, share, header, hashes)
             problems = shard.check(self.files, made, ranges, save=save, threads=1)

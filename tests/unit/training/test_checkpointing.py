@@ -6,7 +6,9 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.saver import Saver
+from megatron.core.dist_checkpointing.saver import Saver, Snapshot
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import open_folder
 from megatron.core.parallel.boxes import whole
@@ -437,6 +439,29 @@ def test_steps_taken_while_a_save_is_written_are_not_in_it(world: Worlds, tmp_pa
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     assert any(not torch.equal(saved[name], since[name]) for name in saved)
     assert len({polls for _, _, polls in results}) == 1, "all ranks hear of the end in the same iteration"
+
+
+def test_an_update_waits_for_the_copy_that_a_save_is_written_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, begun = Snapshot.take, threading.Event()
+
+    def slowly(self: Snapshot, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        begun.set()
+        time.sleep(0.3)
+        return take(self, tensors)
+
+    monkeypatch.setattr(Snapshot, "take", slowly)
+    trainer, checkpoint = start(save=str(tmp_path))
+    train_on(trainer, 1)
+    saved = assemble([held_weights(trainer)])
+    since = time.perf_counter()
+    checkpoint.begin_save()
+    assert time.perf_counter() - since < 0.25, "the copy is made beside what comes next"
+    assert begun.wait(5)
+    train_on(trainer, 1)
+    outcome = checkpoint.finish()
+    assert not outcome.problems and 0.0 < outcome.blocked
+    loaded = assemble([resume_here(tmp_path, SERIAL)[0]])
+    assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
 
 
 def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: Any) -> None:
