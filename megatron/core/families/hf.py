@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -29,11 +30,13 @@ from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_file
+from megatron.core.families.packed import Readable, plain, why_not
 from megatron.core.families.registry import family_of, fitting_family, model_of
 from megatron.core.families.rules import Family, Row, Variant, expanded, their_shapes
 from megatron.core.families.settings import classes_of
-from megatron.core.families.shapes import EMBEDDING, VOCABULARY, parameter_shapes
+from megatron.core.families.shapes import EMBEDDING, VOCABULARY, mtp_depths, parameter_shapes
 from megatron.core.families.tensor_file import Stored, create, read_header, write
+from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
 
 SHARD_BYTES = 5_000_000_000
@@ -44,14 +47,13 @@ _CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
             "chat_template.json")
 _HEADS = ("lm_head.", "cls.")  # beginnings of names that stand beside a family's base
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 _CHUNK = 1 << 24  # elements that are looked at together where two large tensors are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor of a pytorch_model.bin, mapped. Has what `Stored` has."""
+    """A tensor of a pytorch_model.bin, mapped."""
 
     tensor: Tensor
 
@@ -69,24 +71,29 @@ class Folder:
     """An opened folder: a `Source` of our names. family: what it is in the words of its publishers."""
 
     def __init__(self, where: Path, family: Family, config: Mapping[str, Any], settings: Mapping[str, Any],
-                 rows: Mapping[str, tuple[Row, list[Stored | Loaded]]]) -> None:
+                 rows: Mapping[str, tuple[Row, list[Readable]]]) -> None:
         self.where, self.family, self.settings = str(where), family, settings
         self.values: dict[str, Any] = {PUBLISHED: dict(config)}
         self._rows = rows
-        self._last: tuple[str, Tensor] | None = None
+        self._last: tuple[tuple[str, int, int], Tensor] | None = None
         shapes = parameter_shapes(model_of(settings))
         self.formats = {f"model.{name}": Format(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter, in the dtype of the files. The tensor read last is kept, for its other boxes.
 
-        Rows of the embedding that no id of the tokenizer has are in no box.
+        Of a parameter made of experts only those of the box are read. Rows of the embedding that no id of the tokenizer has
+        are in no box.
         """
-        if self._last is None or self._last[0] != name:
+        row, parts = self._rows[name.removeprefix("model.")]
+        start, count, slices = 0, 0, box.slices()
+        if row.op.each:
+            start, count, slices = box.offset[0], box.shape[0], (slice(None), *slices[1:])
+            parts = parts[start * row.op.each:(start + count) * row.op.each]
+        if self._last is None or self._last[0] != (name, start, count):
             self._last = None  # before the next is made, so that there is only one
-            row, parts = self._rows[name.removeprefix("model.")]
-            self._last = (name, row.op.ours([part.read() for part in parts]))
-        return self._last[1][box.slices()]
+            self._last = ((name, start, count), row.op.ours([part.read() for part in parts]))
+        return self._last[1][slices]
 
 
 def is_folder(path: str | Path) -> bool:
@@ -109,7 +116,7 @@ def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Fol
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
     files, damaged = _tensors(path)
-    files = _named_today(files, family)
+    files = plain(_named_today(files, family), config.get("quantization_config"), family.fused)
     published, problems = _settings(family, config, files)
     problems += damaged
     if problems:
@@ -126,14 +133,12 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
-    settings, problems = _settings(family, config, _named_today(_tensors(path)[0], family))
+    files = plain(_named_today(_tensors(path)[0], family), config.get("quantization_config"), family.fused)
+    settings, problems = _settings(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
     flags = {field.name for field, _ in flag_fields(ModelConfig)} - {"hidden_dropout", "attention_dropout", "init_method_std"}
-    found = {name: value for name, value in settings.items() if name in flags}
-    if any((path / name).is_file() for name in _TOKENIZERS):
-        found |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path.resolve())}
-    return found
+    return {**{name: value for name, value in settings.items() if name in flags}, **folder_tokenizer(path)}
 
 
 def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
@@ -181,17 +186,13 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
 
 def _settings(family: Family, config: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
-    quantised = config.get("quantization_config")
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    settings, problems = family.config_in(plain)
-    if quantised:
-        method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
-        problems.insert(0, f"quantization_config: the weights are quantised ({method}); save them as float32, bfloat16 or "
-                           "float16 first")
+    settings, problems = family.config_in({name: value for name, value in config.items() if name != "quantization_config"})
+    packed = why_not(config.get("quantization_config"))
+    problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
 
 
-def _tensors(path: Path) -> tuple[dict[str, Stored | Loaded], list[str]]:
+def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     """Every tensor of the folder's files by its name there, and what is wrong with the files."""
     kind = next((kind for kind in (_WEIGHTS, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()), None)
     if kind is None:
@@ -203,7 +204,7 @@ def _tensors(path: Path) -> tuple[dict[str, Stored | Loaded], list[str]]:
     else:
         promised, problems = _weight_map(path / f"{kind}.index.json")
         names = sorted(set(promised.values()))
-    found: dict[str, Stored | Loaded] = {}
+    found: dict[str, Readable] = {}
     for name in names:
         if not (path / name).is_file():
             problems.append(f"{path / name} is missing")
@@ -237,7 +238,7 @@ def _read_bin(path: Path) -> dict[str, Loaded]:
     return {str(name): Loaded(value) for name, value in content.items()}
 
 
-def _named_today(files: Mapping[str, Stored | Loaded], family: Family) -> dict[str, Stored | Loaded]:
+def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Readable]:
     """The tensors by the names that rows have: with the family's base, and as names end today."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
@@ -250,8 +251,8 @@ def _named_today(files: Mapping[str, Stored | Loaded], family: Family) -> dict[s
     return found
 
 
-def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files: Mapping[str, Stored | Loaded],
-             required: Variant | None) -> tuple[dict[str, tuple[Row, list[Stored | Loaded]]], list[str]]:
+def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files: Mapping[str, Readable],
+             required: Variant | None) -> tuple[dict[str, tuple[Row, list[Readable]]], list[str]]:
     """Every parameter of ours with its row and what the files have for it.
 
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
@@ -270,15 +271,18 @@ def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files
         expected = their_shapes(rows, shapes)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
-    problems, copies = [f"{name} is missing" for name in expected if name not in files], dict(family.copies)
+    problems = [f"{name} is missing" for name in expected if name not in files]
+    depth = model.num_layers + mtp_depths(model)
     if wanted > vocabulary:
         problems.append(f"the tokenizer has {wanted} ids, and the embedding {vocabulary} rows; it is another model's, or "
                         "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer")
     for name, stored in files.items():
         if name in expected:
             problems += _mismatch(name, stored.format, expected[name])
-        elif name in copies:
-            problems += _untied(name, stored, copies[name], files.get(copies[name]))
+        elif family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
+            continue
+        elif original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
+            problems += _untied(name, stored, original, files.get(original))
         elif not family.skipped.fullmatch(name):
             problems.append(f"{name} is unknown to this architecture")
     if problems:
@@ -299,7 +303,7 @@ def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
     return problems
 
 
-def _untied(name: str, copy: Stored | Loaded, original_name: str, original: Stored | Loaded | None) -> list[str]:
+def _untied(name: str, copy: Readable, original_name: str, original: Readable | None) -> list[str]:
     """A copy, as of a tied embedding, is passed over; a tensor of its own contradicts the config."""
     if original is None:
         return []  # which is missing, and told so
@@ -362,11 +366,14 @@ def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
 
 
 def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
-    """Read a parameter once and put its parts where they belong; on return nothing of it is in memory."""
+    """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
     name = f"model.{row.ours}"
-    parts = row.op.theirs(source.read(name, whole(source.formats[name].shape)))
-    for their_name, part in zip(row.theirs, parts, strict=True):
-        write(places[their_name], part)
+    shape, each = source.formats[name].shape, row.op.each
+    boxes = [Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for index in range(shape[0])] if each else [whole(shape)]
+    for place, box in enumerate(boxes):
+        names = row.theirs[place * each:(place + 1) * each] if each else row.theirs
+        for their_name, part in zip(names, row.op.theirs(source.read(name, box)), strict=True):
+            write(places[their_name], part)
 
 
 def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> str:

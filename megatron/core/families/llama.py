@@ -7,30 +7,37 @@ their own there, and parts of one here. Both turn the halves of a head, so no ro
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.model import ModelConfig
-from megatron.core.families.rules import Family, Row, concat, same
-from megatron.core.families.settings import Keys, groups_in, kept, rope_in, rope_out
+from megatron.core.config.plan import layer_rows
+from megatron.core.families.rules import Family, Op, Row, concat, same
+from megatron.core.families.settings import Keys, groups_in, kept, rope_in, rope_out, windows_in, windows_out
+
+Part = Callable[[ModelConfig, str, str], list[Row]]  # rows of a part of a layer: the network, our beginning, theirs
 
 SKIPPED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # a table that follows from the settings
+_MOST_LAYERS = 10_000
 COPIES = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
-def common_in(keys: Keys, *, tied: bool = False) -> dict[str, Any]:
-    """Settings that the whole kin of Llama has. tied: what holds when the config does not say."""
-    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+def common_in(keys: Keys, *, tied: bool = False, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
+    """Settings that the whole kin of Llama has. tied, base: what holds when the config does not say; latent: see `rope_in`."""
+    hidden, heads, layers = keys.whole("hidden_size"), keys.whole("num_attention_heads"), keys.whole("num_hidden_layers")
     keys.one_of("hidden_act", ("silu",), "silu")
+    if layers > _MOST_LAYERS:  # which some kinds count one by one
+        keys.problems.append(f"num_hidden_layers: {layers} are more than any network has")
+        layers = 1
     return {
-        "num_layers": keys.whole("num_hidden_layers"), "hidden_size": hidden,
+        "num_layers": layers, "hidden_size": hidden,
         "ffn_hidden_size": keys.whole("intermediate_size"),
         **groups_in(heads, keys.whole("num_key_value_heads", heads)), "kv_channels": keys.whole("head_dim", hidden // heads or 1),
         "max_position_embeddings": keys.whole("max_position_embeddings"), "true_vocab_size": keys.whole("vocab_size"),
         "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", tied),
         "normalization": "RMSNorm", "norm_epsilon": keys.real("rms_norm_eps", 1e-6), "swiglu": True, "add_bias_linear": False,
         "init_method_std": keys.real("initializer_range", 0.02), "hidden_dropout": 0.0,
-        "attention_dropout": keys.real("attention_dropout", 0.0), **rope_in(keys)}
+        "attention_dropout": keys.real("attention_dropout", 0.0), **rope_in(keys, base=base, latent=latent)}
 
 
 def common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,29 +51,56 @@ def common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout, **rope_out(model, like)}
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
-    """All parameters, in the order in which transformers has them: its files are cut in that order."""
-    ours, theirs = "decoder.layers.{i}.", "model.layers.{i}."
-    heads = tuple(f"{theirs}self_attn.{part}_proj" for part in "qkv")
-    gated = tuple(f"{theirs}mlp.{part}_proj" for part in ("gate", "up"))
-    parts = {"self_attention.linear_qkv": (heads, concat(model.query_size, model.key_size, model.key_size)),
-             "self_attention.linear_proj": ((f"{theirs}self_attn.o_proj",), same),
-             "mlp.linear_fc1": (gated, concat(model.ffn_hidden_size, model.ffn_hidden_size)),
-             "mlp.linear_fc2": ((f"{theirs}mlp.down_proj",), same)}
-    biased = [*parts] if model.add_bias_linear else ["self_attention.linear_qkv"] if model.add_qkv_bias else []
+def decoder_rows(model: ModelConfig, attention: Part, mlps: Mapping[str, Part]) -> list[Row]:
+    """All parameters of a network of Llama's kin, whose layers have an MLP of one of these kinds each.
+
+    They stand in the order in which transformers has them: its files are cut in that order.
+    """
     found = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
-    for name, (names, op) in parts.items():
-        found += [Row(f"{ours}{name}.{kind}", tuple(f"{part}.{kind}" for part in names), op)
-                  for kind in ("weight", "bias") if kind == "weight" or name in biased]
-        if model.qk_layernorm and name == "self_attention.linear_proj":
-            found += [Row(f"{ours}self_attention.{part}_layernorm.weight", (f"{theirs}self_attn.{part}_norm.weight",), same)
-                      for part in "qk"]
-    found += [Row(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
-              Row(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), same),
-              Row("decoder.final_layernorm.weight", ("model.norm.weight",), same)]
+    for plan in layer_rows(model):
+        found += layer(model, f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}.", attention, mlps[plan.mlp])
+    found.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
     if not model.ties_embeddings:
         found.append(Row("output_layer.weight", ("lm_head.weight",), same))
-    return tuple(found)
+    return found
+
+
+def layer(model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part) -> list[Row]:
+    """One layer."""
+    return [*attention(model, f"{ours}self_attention.", f"{theirs}self_attn."), *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
+            Row(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
+            Row(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), same)]
+
+
+def attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    """Queries, keys and values are three matrices there and one here."""
+    heads = concat(model.query_size, model.key_size, model.key_size)
+    found = _linear(f"{ours}linear_qkv", [f"{theirs}{part}_proj" for part in "qkv"], heads, model.add_bias_linear or model.add_qkv_bias)
+    found += _linear(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
+    if model.qk_layernorm:
+        found += [Row(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"]
+    return found
+
+
+def mlp_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    """Gate and up are two matrices there and one here."""
+    return gated_rows(ours, theirs, model.ffn_hidden_size, bias=model.add_bias_linear)
+
+
+def gated_rows(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[Row]:
+    """A gated MLP of a width."""
+    return [*_linear(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
+            *_linear(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias)]
+
+
+def _linear(ours: str, theirs: Sequence[str], op: Op, bias: bool) -> list[Row]:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [Row(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
+
+
+def rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters of a network whose layers are all alike."""
+    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows}))
 
 
 def _llama_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -82,24 +116,27 @@ def _llama_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
             "attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
 
 
+def window_in(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
+    """`sliding_window` of all layers. One that covers every position is none."""
+    window = keys.whole("sliding_window", found["max_position_embeddings"])
+    return windows_in(window, [window < found["max_position_embeddings"]] * found["num_layers"])
+
+
+def window_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """`sliding_window` of all layers; an earlier one that covers every position stays."""
+    window, _ = windows_out(model)
+    earlier = like.get("sliding_window")
+    return {"sliding_window": earlier if window is None and earlier and earlier >= model.max_position_embeddings else window}
+
+
 def _mistral_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    found, window = common_in(keys), keys.pop("sliding_window")
-    if window is not None and not _covers(window, found["max_position_embeddings"]):
-        keys.problems.append(f"sliding_window: {window} is shorter than max_position_embeddings, "
-                             f"{found['max_position_embeddings']}, and windows are not built here. Within {window} positions "
-                             "the network is the same without one: set max_position_embeddings to it for shorter sequences")
-    return found, keys.finish()
+    found = common_in(keys)
+    return {**found, **window_in(keys, found)}, keys.finish()
 
 
 def _mistral_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    window = like.get("sliding_window")
-    return {**kept(like), **common_out(model, like), "head_dim": model.kv_channels,
-            "sliding_window": window if _covers(window, model.max_position_embeddings) else None}
-
-
-def _covers(window: Any, positions: int) -> bool:
-    return isinstance(window, int) and window >= positions
+    return {**kept(like), **common_out(model, like), "head_dim": model.kv_channels, **window_out(model, like)}
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", "llama", _llama_in, _llama_out, rows, base="model.", skipped=SKIPPED,

@@ -26,10 +26,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """ours: their tensors, in the row's order, to our tensor; theirs: the way back. Results may be views."""
+    """ours: their tensors, in the row's order, to our tensor; theirs: the way back. Results may be views.
+
+    each: how many of theirs an index of our first dimension is made of, where some can be had without the others; else 0.
+    """
 
     ours: Callable[[Sequence[Tensor]], Tensor]
     theirs: Callable[[Tensor], Sequence[Tensor]]
+    each: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Family:
     skipped: re.Pattern[str]
     copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    beyond: re.Pattern[str] | None = None
     variants: tuple[Variant, ...] = ()
     seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = as_the_config_says
 
@@ -124,13 +130,12 @@ def interleaved(heads: int, groups: int, size: int) -> Op:
     return Op(ours, theirs)
 
 
-def per_expert(op: Op, experts: int) -> Op:
-    """Ours has a leading dimension of experts; theirs has, expert by expert, the parts that `op` makes one of."""
+def per_expert(op: Op, each: int) -> Op:
+    """Ours has a leading dimension of experts; theirs has, expert by expert, `each` parts that `op` makes one of."""
     def ours(parts: Sequence[Tensor]) -> Tensor:
-        each = len(parts) // experts
         return torch.stack([op.ours(parts[start:start + each]) for start in range(0, len(parts), each)])
 
-    return Op(ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)))
+    return Op(ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each)
 
 
 def expanded(rows: Sequence[Row], *, layers: int, experts: int = 0) -> tuple[Row, ...]:

@@ -6,11 +6,13 @@ A key of a published config that nobody here knows may change the network, so it
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.model import ModelConfig
+from megatron.core.config.plan import layer_rows
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
 IGNORED = frozenset((
@@ -27,6 +29,8 @@ IGNORED = frozenset((
     "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_cache"))
 
+# Keys that say how experts are balanced while they are trained.
+BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux")
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by three names
 
 
@@ -47,6 +51,10 @@ class Keys:
             return value
         self.problems.append(f"{name}: {_shown(value)} is not a positive whole number")
         return 1
+
+    def whole_or_none(self, name: str) -> int | None:
+        """A positive whole number, or nothing."""
+        return self.whole(name) if self._left.get(name) is not None else self.pop(name)
 
     def real(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         """A number from 0 on, or only above 0."""
@@ -93,14 +101,18 @@ def classes_of(config: Mapping[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
 
 
-def rope_in(keys: Keys) -> dict[str, Any]:
-    """The settings of rotary positions: `rope_theta` and `rope_scaling`, or `rope_parameters` that holds both."""
-    scaling, both, base = keys.pop("rope_scaling"), keys.pop("rope_parameters"), keys.pop("rope_theta")
+def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
+    """The settings of rotary positions: `rope_theta` and `rope_scaling`, or `rope_parameters` that holds both.
+
+    base: what holds when none is given. latent: of a network with latent attention.
+    """
+    scaling, both, given_base = keys.pop("rope_scaling"), keys.pop("rope_parameters"), keys.pop("rope_theta")
     given = {**_mapping(keys, "rope_scaling", scaling), **_mapping(keys, "rope_parameters", both)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
-    inner = Keys({"rope_theta": base, **given})
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": inner.real("rope_theta", 10000.0, positive=True)}
+    inner = Keys({"rope_theta": given_base, **given})
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": inner.real("rope_theta", base, positive=True),
+                             **({"rope_type": "rope"} if latent else {})}
     inner.one_of("partial_rotary_factor", (1.0,), 1.0)
     if kind == "linear":
         found["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
@@ -111,17 +123,45 @@ def rope_in(keys: Keys) -> dict[str, Any]:
                   "rope_scaling_original_length": inner.whole("original_max_position_embeddings")}
         if found["rope_scaling_high_freq_factor"] <= found["rope_scaling_low_freq_factor"]:
             inner.problems.append("high_freq_factor must be larger than low_freq_factor")
+    elif kind == "yarn":
+        found |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
     elif kind != "default":
-        keys.problems.append(f"rope_type: {_shown(kind)} is not built here; default, linear and llama3 are")
+        keys.problems.append(f"rope_type: {_shown(kind)} is not built here; default, linear, llama3 and yarn are")
         return found
     keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
     return found
 
 
+def _yarn_in(keys: Keys) -> dict[str, Any]:
+    factor, mscale, every = keys.real("factor", positive=True), keys.real("mscale", 0.0), keys.real("mscale_all_dim", 0.0)
+    if bool(mscale) != bool(every) and (mscale, every) != (1.0, 0.0):
+        keys.problems.append(f"mscale: {mscale:g} with mscale_all_dim: {every:g}; either both are given or neither")
+    grown = (_grown(factor, mscale or 1.0) / _grown(factor, every))
+    stated = keys.real("attention_factor", grown)
+    if not math.isclose(stated, grown, rel_tol=1e-6):
+        keys.problems.append(f"attention_factor: {stated:g} has no counterpart here; {grown:g}, which follows from the factor, has")
+    return {"rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": keys.whole("original_max_position_embeddings"),
+            "yarn_beta_fast": keys.real("beta_fast", 32.0), "yarn_beta_slow": keys.real("beta_slow", 1.0),
+            "yarn_correction_range_round_to_int": keys.switch("truncate", True), "mscale": mscale or 1.0, "mscale_all_dim": every}
+
+
+def _grown(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions for a config.json: in one mapping if `like` has one, else in the older way that all can read."""
     rope, scaling = model.rope, {}
-    if rope.use_rope_scaling:
+    earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
+    if rope.rope_type == "yarn":
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
+        said = {"beta_fast": rope.yarn_beta_fast, "beta_slow": rope.yarn_beta_slow,
+                "truncate": rope.yarn_correction_range_round_to_int, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        paired = {"mscale"} if rope.mscale_all_dim else set()
+        scaling = {"rope_type": "yarn", "factor": rope.rotary_scaling_factor,
+                   "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
+                   **{name: value for name, value in said.items() if value != usual[name] or name in earlier or name in paired}}
+    elif rope.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": rope.rope_scaling_factor,
                    "low_freq_factor": rope.rope_scaling_low_freq_factor, "high_freq_factor": rope.rope_scaling_high_freq_factor,
                    "original_max_position_embeddings": rope.rope_scaling_original_length}
@@ -129,7 +169,30 @@ def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         scaling = {"rope_type": "linear", "factor": rope.rotary_seq_len_interpolation_factor}
     if like.get("rope_parameters"):
         return {"rope_parameters": {"rope_theta": rope.rotary_base, **(scaling or {"rope_type": "default"})}}
+    if "type" in earlier and "rope_type" not in earlier and scaling:  # its older name
+        scaling["type"] = scaling.pop("rope_type")
     return {"rope_theta": rope.rotary_base, "rope_scaling": scaling or None}
+
+
+def pattern(layers: Sequence[bool]) -> str:
+    """Layers that have a property, as our flags say it: `[0]*3+[1]*58`, or number by number where they alternate."""
+    runs = [(int(value), len(list(run))) for value, run in itertools.groupby(layers)]
+    if len(runs) > 4:
+        return f"[{','.join(str(int(value)) for value in layers)}]"
+    return "+".join(f"[{value}]*{count}" for value, count in runs)
+
+
+def windows_in(size: int, layers: Sequence[bool]) -> dict[str, Any]:
+    """Settings of layers that see `size` tokens back, their own included; nothing if there is none."""
+    if not any(layers):
+        return {}
+    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else pattern(layers)}
+
+
+def windows_out(model: ModelConfig) -> tuple[int | None, list[bool]]:
+    """How many tokens back a layer with a window sees, its own included, and which layers have one."""
+    layers = [plan.window is not None for plan in layer_rows(model)]
+    return (model.window[0] + 1 if any(layers) and model.window is not None else None), layers
 
 
 def groups_in(heads: int, groups: int) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_and_one_with_more_is_re
     (lambda path: edit(path / "config.json", intermediate_size=25), r"gate_proj.weight has shape \[24, 16\], and the config says \[25"),
     (lambda path: edit(path / "config.json", num_hidden_layers=3), "model.layers.2.self_attn.q_proj.weight is missing"),
     (lambda path: edit(path / "config.json", num_hidden_layers=1), "model.layers.1.self_attn.q_proj.weight is unknown"),
-    (lambda path: edit(path / "config.json", num_hidden_layers=2_000_000_000), "too few for 2000000000 layers"),
+    (lambda path: edit(path / "config.json", num_hidden_layers=9_000), "too few for 9000 layers"),
+    (lambda path: edit(path / "config.json", num_hidden_layers=2_000_000_000), "2000000000 are more than any network has"),
     (lambda path: edit(path / "config.json", hidden_size=1 << 62, intermediate_size=1 << 62), "beyond any tensor|has shape"),
     (lambda path: edit(path / "config.json", tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
 ])

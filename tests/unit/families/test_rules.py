@@ -13,20 +13,30 @@ from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.rules import Op, Row, concat, expanded, faults, interleaved, per_expert, same, their_shapes, transpose
 from megatron.core.families.shapes import parameter_shapes
 
+KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
+LATENT = {**KIN, "multi_latent_attention": True, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4,
+          "num_experts": 3, "moe_ffn_hidden_size": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"},
-    "mistral": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False},
-    "qwen2": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False,
-              "add_qkv_bias": True},
-    "qwen3": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False,
-              "qk_layernorm": True},
+    "mistral": KIN, "qwen2": {**KIN, "add_qkv_bias": True}, "qwen3": {**KIN, "qk_layernorm": True},
+    "mixtral": {**KIN, "num_experts": 3, "moe_ffn_hidden_size": 2},
+    "qwen2_moe": {**KIN, "add_qkv_bias": True, "num_experts": 3, "moe_ffn_hidden_size": 2, "moe_shared_expert_intermediate_size": 3,
+                  "moe_shared_expert_gate": True, "moe_layer_freq": "2"},
+    "qwen3_moe": {**KIN, "qk_layernorm": True, "num_experts": 3, "moe_layer_freq": "2"},
+    "deepseek_v2": {**LATENT, "moe_shared_expert_intermediate_size": 3},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 4, "moe_shared_expert_intermediate_size": 3, "moe_router_enable_expert_bias": True,
+                    "moe_layer_freq": "2", "mtp_num_layers": 2},
+    "gemma": {**KIN, "swiglu": False, "geglu": True},
+    "gemma2": {**KIN, "swiglu": False, "geglu": True, "sandwich_norm": True},
+    "gpt_oss": {"normalization": "RMSNorm", "quick_geglu": True, "position_embedding_type": "yarn", "softmax_type": "learnable",
+                "num_experts": 3, "moe_ffn_hidden_size": 2},
     "bert": {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True},
     "megatron_bert": {"architecture": "bert"},
     "t5": {"architecture": "t5", "decoder_num_layers": 2, "position_embedding_type": "relative", "normalization": "RMSNorm",
            "add_bias_linear": False, "geglu": True, "relative_attention_num_buckets": 4},
 }
-ALONE = ("gpt2", "bert", "megatron_bert", "t5")  # every query head has a key head of its own
+ALONE = ("gpt2", "bert", "megatron_bert", "t5", "deepseek_v2", "deepseek_v3")  # every query head has a key head of its own
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -45,7 +55,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(family: str, laye
 @pytest.mark.parametrize("op, shape, theirs", [
     (same, (3, 4), [(3, 4)]), (transpose, (3, 4), [(4, 3)]), (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
     (interleaved(6, 2, 3), (30, 2), [(30, 2)]), (interleaved(4, 4, 2), (24,), [(24,)]),
-    (per_expert(concat(2, 2), 3), (3, 4, 5), [(2, 5)] * 6), (per_expert(same, 2), (2, 3), [(3,)] * 2)])
+    (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6), (per_expert(same, 1), (2, 3), [(3,)] * 2)])
 def test_ops_make_the_shapes_of_theirs_and_come_back(op: Op, shape: tuple[int, ...], theirs: list[tuple[int, ...]]) -> None:
     names = tuple(f"part{place}" for place in range(len(theirs)))
     rows = [Row("weight", names, op)]

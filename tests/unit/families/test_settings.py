@@ -25,6 +25,8 @@ def kin(name: str, **changes: Any) -> dict[str, Any]:
 
 
 LLAMA_KEYS = {"head_dim": 128, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
+SPARSE_KEYS = {"attention_bias": False, "ep_size": 1, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+               "moe_layer_freq": 1, "seq_aux": True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
               "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
@@ -45,8 +47,60 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2.5 0.5B": kin("Qwen2ForCausalLM", vocab_size=151936, hidden_size=896, num_attention_heads=14, num_key_value_heads=2,
                         tie_word_embeddings=True, max_window_layers=24, sliding_window=32768, use_sliding_window=False,
                         use_mrope=False, rope_theta=1000000.0),
-    "Qwen3 0.6B": kin("Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, num_attention_heads=16, head_dim=128,
+    "Qwen3 0.6B": kin("Qwen3ForCausalLM", vocab_size=151936, num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, head_dim=128,
                       attention_bias=False, max_window_layers=28, sliding_window=None, use_sliding_window=False),
+    "Mistral 7B v0.1": kin("MistralForCausalLM", head_dim=128, sliding_window=4096, intermediate_size=14336, max_position_embeddings=32768),
+    "Qwen2.5 7B, long": kin("Qwen2ForCausalLM", num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+                            max_position_embeddings=131072, rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+                            max_window_layers=20, sliding_window=32768, use_sliding_window=True, use_mrope=False),
+    "Mixtral 8x7B": kin("MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2, intermediate_size=14336, sliding_window=None,
+                        max_position_embeddings=32768, rope_theta=1000000.0, output_router_logits=False, router_aux_loss_coef=0.02),
+    "Qwen1.5 MoE-A2.7B": kin("Qwen2MoeForCausalLM", model_type="qwen2_moe", hidden_size=2048, num_hidden_layers=24, num_attention_heads=16,
+                             num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
+                             shared_expert_intermediate_size=5632, norm_topk_prob=False, decoder_sparse_step=1, max_window_layers=21,
+                             sliding_window=32768, use_sliding_window=False, output_router_logits=False, router_aux_loss_coef=0.001),
+    "Qwen3 30B-A3B": kin("Qwen3MoeForCausalLM", model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, head_dim=128,
+                         num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+                         decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=48, sliding_window=None, use_sliding_window=False,
+                         attention_bias=False, output_router_logits=False, router_aux_loss_coef=0.001),
+    "DeepSeek V2 Lite": kin(
+        "DeepseekV2ForCausalLM", model_type="deepseek_v2", **SPARSE_KEYS, hidden_size=2048, intermediate_size=10944, num_hidden_layers=27,
+        num_attention_heads=16, num_key_value_heads=16, rms_norm_eps=1e-6, max_position_embeddings=163840, moe_intermediate_size=1408,
+        n_routed_experts=64, n_shared_experts=2, n_group=1, topk_group=1, topk_method="greedy", num_experts_per_tok=6, q_lora_rank=None,
+        norm_topk_prob=False, scoring_func="softmax", routed_scaling_factor=1.0, first_k_dense_replace=1, aux_loss_alpha=0.001,
+        rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                      "original_max_position_embeddings": 4096, "type": "yarn"}),
+    "DeepSeek V2": kin(
+        "DeepseekV2ForCausalLM", model_type="deepseek_v2", **SPARSE_KEYS, hidden_size=5120, intermediate_size=12288, num_hidden_layers=60,
+        num_attention_heads=128, num_key_value_heads=128, rms_norm_eps=1e-6, max_position_embeddings=163840, moe_intermediate_size=1536,
+        n_routed_experts=160, n_shared_experts=2, n_group=8, topk_group=3, topk_method="group_limited_greedy", num_experts_per_tok=6,
+        q_lora_rank=1536, norm_topk_prob=False, scoring_func="softmax", routed_scaling_factor=16.0, first_k_dense_replace=1,
+        aux_loss_alpha=0.001,
+        rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                      "original_max_position_embeddings": 4096, "type": "yarn"}),
+    "DeepSeek V3": kin(
+        "DeepseekV3ForCausalLM", model_type="deepseek_v3", **SPARSE_KEYS, vocab_size=129280, hidden_size=7168, intermediate_size=18432,
+        num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, rms_norm_eps=1e-6, max_position_embeddings=163840,
+        moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, topk_method="noaux_tc",
+        num_experts_per_tok=8, q_lora_rank=1536, norm_topk_prob=True, scoring_func="sigmoid", routed_scaling_factor=2.5,
+        first_k_dense_replace=3, num_nextn_predict_layers=1,
+        rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                      "original_max_position_embeddings": 4096, "type": "yarn"}),
+    "Gemma 2B": kin("GemmaForCausalLM", vocab_size=256000, hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8,
+                    num_key_value_heads=1, head_dim=256, hidden_act="gelu", hidden_activation=None, attention_bias=False, rms_norm_eps=1e-06,
+                    max_position_embeddings=8192, tie_word_embeddings=True),
+    "Gemma 2 27B": kin(
+        "Gemma2ForCausalLM", vocab_size=256000, hidden_size=4608, intermediate_size=36864, num_hidden_layers=46, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", attention_bias=False,
+        rms_norm_eps=1e-06, max_position_embeddings=8192, tie_word_embeddings=True, cache_implementation="hybrid", query_pre_attn_scalar=144,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096, sliding_window_size=4096),
+    "gpt-oss 20b": kin(
+        "GptOssForCausalLM", model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, head_dim=64, max_position_embeddings=131072, num_local_experts=32, num_experts_per_tok=4, experts_per_token=4,
+        initial_context_length=4096, attention_bias=True, sliding_window=128, swiglu_limit=7.0, rope_theta=150000, output_router_logits=False,
+        router_aux_loss_coef=0.9, layer_types=["sliding_attention", "full_attention"] * 12,
+        rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+                      "truncate": False}),
 }
 
 
@@ -78,11 +132,16 @@ def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -
             rope.rope_scaling_original_length) == (8.0, 1.0, 4.0, 8192)
 
 
+DYNAMIC = {"type": "dynamic", "factor": 4.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SPARSE = "Qwen3 30B-A3B"
 
 
 @pytest.mark.parametrize("name, changes, complaint", [
-    ("Llama 2 7B", {"rope_scaling": YARN}, "rope_type: 'yarn' is not built here"),
+    ("Llama 2 7B", {"rope_scaling": DYNAMIC}, "rope_type: 'dynamic' is not built here"),
+    ("Llama 2 7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings: nothing is not"),
+    ("Llama 2 7B", {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor: 1.5 has no counterpart here; 1.1386"),
+    ("Llama 2 7B", {"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale: 0.7 with mscale_all_dim: 0"),
     ("Llama 2 7B", {"rope_scaling": {"type": "linear"}}, "rotary positions: factor: nothing is not a positive number"),
     ("Llama 2 7B", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1.0}}, "rotary positions: beta: 1.0 is unknown"),
     ("Llama 2 7B", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor must be larger"),
@@ -94,10 +153,31 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
     ("Llama 2 7B", {"num_hidden_layers": "32"}, "num_hidden_layers: '32' is not a positive whole number"),
     ("Llama 2 7B", {"hidden_size": None}, "hidden_size: nothing is not a positive whole number"),
     ("Llama 2 7B", {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan is not a number"),
-    ("Mistral 7B v0.3", {"sliding_window": 4096}, "sliding_window: 4096 is shorter than max_position_embeddings, 32768"),
-    ("Qwen2.5 0.5B", {"use_sliding_window": True}, "use_sliding_window: True (sliding_window 32768"),
-    ("Qwen3 0.6B", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention"),
+    ("Mistral 7B v0.3", {"sliding_window": -1}, "sliding_window: -1 is not a positive whole number"),
+    ("Qwen2.5 0.5B", {"use_sliding_window": True, "sliding_window": None}, "sliding_window: None is not a positive whole number"),
+    ("Qwen3 0.6B", {"layer_types": ["full_attention", "sliding_attention"] * 14}, "layer_types: sliding_attention with use_sliding_window"),
+    ("Qwen3 0.6B", {"layer_types": ["full_attention"] * 5}, "layer_types: 5 is not built here; 28 times full_attention or sliding"),
+    ("Qwen3 0.6B", {"layer_types": ["linear_attention"] * 28}, "layer_types: linear_attention is not built here"),
+    ("Mixtral 8x7B", {"num_local_experts": 0}, "num_local_experts: 0 is not a positive whole number"),
+    ("Mixtral 8x7B", {"attention_sink": 4}, "attention_sink: 4 is unknown here"),
+    (SPARSE, {"decoder_sparse_step": 49}, "decoder_sparse_step: 49 with mlp_only_layers: [] leaves no layer with experts"),
+    (SPARSE, {"num_experts": "many"}, "num_experts: 'many' is not a positive whole number"),
+    ("DeepSeek V2 Lite", {"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid' has no counterpart here; 'softmax' has"),
+    ("DeepSeek V2 Lite", {"norm_topk_prob": True}, "norm_topk_prob: True has no counterpart here"),
+    ("DeepSeek V2 Lite", {"rms_norm_eps": 1e-5}, "rms_norm_eps: 1e-05 has no counterpart here; 1e-06"),
+    ("DeepSeek V2 Lite", {"moe_layer_freq": 2}, "moe_layer_freq: 2 has no counterpart here; 1 has"),
+    ("DeepSeek V2 Lite", {"q_lora_rank": -4}, "q_lora_rank: -4 is not a positive whole number"),
+    ("DeepSeek V2 Lite", {"num_key_value_heads": 4}, "num_key_value_heads: 4 has no counterpart here"),
+    ("DeepSeek V3", {"first_k_dense_replace": 61}, "first_k_dense_replace: 61 is no number of layers from 0 to 60"),
+    ("DeepSeek V3", {"topk_group": 8}, "topk_group: 8 of num_experts_per_tok: 8; here a group's score is the sum of its best 1"),
+    ("gpt-oss 20b", {"experts_per_token": 2}, "experts_per_token: 2 has no counterpart here; 4 has"),
+    ("gpt-oss 20b", {"swiglu_alpha": 1.0}, "swiglu_alpha: 1.0 has no counterpart here; 1.702 has"),
     ("Qwen3 0.6B", {"attention_bias": True}, "attention_bias: True has no counterpart"),
+    ("Gemma 2B", {"hidden_activation": "silu"}, "hidden_activation: 'silu' has no counterpart here; 'gelu' or"),
+    ("Gemma 2B", {"attention_bias": True}, "attention_bias: True has no counterpart"),
+    ("Gemma 2 27B", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is unknown here"),
+    ("Gemma 2 27B", {"layer_types": ["full_attention"]}, "layer_types: 1 is not built here; 46 times"),
+    ("Gemma 2 27B", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: 0.0 is not a positive number"),
     ("GPT-2", {"activation_function": "relu"}, "activation_function: 'relu' has no counterpart here"),
     ("GPT-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
     ("GPT-2", {"add_cross_attention": True}, "add_cross_attention: True"),
@@ -110,7 +190,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(name: st
 
 
 def test_all_that_is_wrong_is_listed_at_once() -> None:
-    config = {**PUBLISHED["Llama 2 7B"], "hidden_act": "relu", "rope_scaling": YARN, "hidden_size": -1, "logit_scale": 2.0}
+    config = {**PUBLISHED["Llama 2 7B"], "hidden_act": "relu", "rope_scaling": DYNAMIC, "hidden_size": -1, "logit_scale": 2.0}
     assert len(FAMILIES["llama"].config_in(config)[1]) == 4
 
 
@@ -124,12 +204,15 @@ def test_an_unknown_architecture_is_named_with_those_known(config: dict[str, Any
 
 
 BASE = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 2, "true_vocab_size": 10, "max_position_embeddings": 4}
+GEMMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "geglu": True, "openai_gelu": True, "add_bias_linear": False,
+         "apply_layernorm_1p": True, "scale_embeddings": True}
 ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
 
 @pytest.mark.parametrize("changes, family", [
     ({"openai_gelu": True}, "gpt2"), ({}, "gpt2"), (ROTARY, "llama"), ({**ROTARY, "add_bias_linear": True}, "llama"),
-    ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3")])
+    ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3"), (GEMMA, "gemma"),
+    ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2")])
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
     assert fitting_family(model_of({**BASE, **changes})).name == family
 

@@ -72,7 +72,8 @@ def _unwritable(source: Source, names: list[str]) -> list[str]:
     """Why Megatron's programmes could not build the network, a line each."""
     if len({name.partition(".")[0] for name in names} & {"encoder", "decoder"}) > 1:
         return ["a T5 is read from Megatron's files, and not written"]
-    return [f"--{name.replace('_', '-')}: Megatron builds no such network" for name in ("norm_after_residual", "embedding_layernorm")
+    return [f"--{name.replace('_', '-')}: Megatron builds no such network"
+            for name in ("norm_after_residual", "sandwich_norm", "embedding_layernorm", "scale_embeddings")
             if source.settings.get(name)]
 
 

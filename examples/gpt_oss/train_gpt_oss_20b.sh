@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# gpt-oss-20b, 21B parameters of which a token uses 3.6B, on one machine of 8 GPUs: experts over all of them.
+#
+#   bash examples/gpt_oss/train_gpt_oss_20b.sh CHECKPOINTS TENSORBOARD TOKENIZER DATA [more flags]
+
+set -euo pipefail
+MACHINES=1
+MODEL=(
+    --num-layers 24
+    --hidden-size 2880
+    --ffn-hidden-size 2880
+    --num-attention-heads 64
+    --kv-channels 64
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 4096
+    --max-position-embeddings 131072
+    --quick-geglu
+    --activation-func-clamp-value 7.0
+    --glu-linear-offset 1.0
+    --norm-epsilon 1e-5
+    --rope-type yarn
+    --rotary-base 150000
+    --rotary-scaling-factor 32
+    --no-yarn-correction-range-round-to-int
+    --untie-embeddings-and-output-weights
+    --softmax-type learnable
+    --window-size 127,0
+    --window-attn-skip-freq 2
+    --num-experts 32
+    --moe-router-topk 4
+)
+PARALLEL=(
+    --expert-model-parallel-size 8
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+    --recompute-activations
+)
+TRAINING=(
+    --micro-batch-size 1
+    --global-batch-size 512
+    --train-iters 500000
+    --lr 3e-4
+    --init-method-std 0.02
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-3
+)
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"

@@ -1,0 +1,88 @@
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, and a window in every other layer.
+
+Files hold all experts of a layer in one tensor, transposed, with the columns of gate and up taking turns: [gate 0, up 0, gate
+1, up 1, ...]. They were published in 4 bits (`packed.py`); what is written here is in the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows
+from megatron.core.families.qwen import layer_kinds
+from megatron.core.families.rules import Family, Op, Row, same
+from megatron.core.families.settings import BALANCE, Keys, kept, windows_in, windows_out
+
+_SAYS_NOTHING = (*BALANCE, "initial_context_length")
+
+
+def _dealt(rows: Tensor) -> Tensor:
+    """[e, (gate, up, gate, up, ...), ...] to [e, (gate, gate, ..., up, up, ...), ...]."""
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+
+def _taking_turns(rows: Tensor) -> Tensor:
+    """The way back."""
+    return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+_DOWN = Op(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
+_GATED = Op(lambda parts: _dealt(parts[0].transpose(1, 2)), lambda whole: (_taking_turns(whole).transpose(1, 2),))
+_GATED_BIAS = Op(lambda parts: _dealt(parts[0]), lambda whole: (_taking_turns(whole),))
+
+
+def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Settings of a config.json, and what cannot be expressed."""
+    keys = Keys(config)
+    for name in _SAYS_NOTHING:
+        keys.pop(name)
+    keys.one_of("attention_bias", (True,), True)
+    keys.one_of("swiglu_alpha", (1.702,), 1.702)
+    found, used = common_in(keys, base=150000.0), keys.whole("num_experts_per_tok", 4)
+    keys.one_of("experts_per_token", (used,), used)  # the same by another name
+    layers = found["num_layers"]
+    kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
+    window = keys.whole("sliding_window", 128)
+    return {
+        **found, "swiglu": False, "quick_geglu": True, "activation_func_clamp_value": keys.real("swiglu_limit", 7.0, positive=True),
+        "glu_linear_offset": 1.0, "add_bias_linear": True, "softmax_type": "learnable",
+        **windows_in(window, layer_kinds(keys, kinds, layers)), "num_experts": keys.whole("num_local_experts"),
+        "moe_ffn_hidden_size": found["ffn_hidden_size"], "moe_router_topk": used}, keys.finish()
+
+
+def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a network of ours."""
+    window, layers = windows_out(model)
+    found = {
+        **kept(like, *_SAYS_NOTHING), **common_out(model, like), "head_dim": model.kv_channels, "attention_bias": True,
+        "swiglu_limit": model.activation_func_clamp_value, "sliding_window": window or like.get("sliding_window", 128),
+        "layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers],
+        "num_local_experts": model.moe.num_experts, "intermediate_size": model.moe.moe_ffn_hidden_size,
+        "num_experts_per_tok": model.moe.moe_router_topk}
+    alike = {"swiglu_alpha": 1.702, "experts_per_token": model.moe.moe_router_topk}
+    return {**found, **{name: value for name, value in alike.items() if name in like}}
+
+
+def rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters."""
+    return tuple(decoder_rows(model, _attention, {"moe": _experts}))
+
+
+def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    return [*attention_rows(model, ours, theirs), Row(f"{ours}softmax_offset", (f"{theirs}sinks",), same)]
+
+
+def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    return [*(Row(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
+            Row(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
+            Row(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
+            Row(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
+            Row(f"{ours}experts.linear_fc2.bias", (f"{theirs}experts.down_proj_bias",), same)]
+
+
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", config_in, config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES)

@@ -1,0 +1,134 @@
+"""Tensors that files hold in another way than rows name them, seen as those that rows name.
+
+    NAME_blocks, NAME_scales          NAME, from 4-bit numbers with a scale for every 32 (MXFP4, gpt-oss)
+    NAME, NAME_scale_inv              NAME, from 8-bit numbers with a scale for every square (DeepSeek-V3)
+    experts.gate_up_proj [e, 2f, h]   experts.0.gate_proj.weight [f, h], ... (as transformers 5 has them in memory)
+
+Nothing is read until a tensor is asked for, and then only what it is made of. What is written is never packed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Format
+
+# Values of the 16 codes of 4 bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats, 2023).
+_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FOUR_BITS = (*_HALVES, *(-value for value in _HALVES))
+_GROUP, _SQUARE = 32, (128, 128)
+_BIAS = 127  # of the exponents that scales are
+
+
+class Readable(Protocol):
+    """A tensor that can be had: its format, and itself."""
+
+    @property
+    def format(self) -> Format:
+        """Shape and dtype."""
+
+    def read(self) -> Tensor:
+        """The tensor, which must not be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that `make` makes of others."""
+
+    format: Format
+    parts: tuple[Readable, ...]
+    make: Callable[[Sequence[Tensor]], Tensor]
+
+    def read(self) -> Tensor:
+        """Read the parts and make it."""
+        return self.make([part.read() for part in self.parts])
+
+
+def why_not(quantised: Any) -> str:
+    """Why weights that were quantised so (`quantization_config`) cannot be read; nothing if they can."""
+    method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
+    return "" if method in (None, "mxfp4", "fp8") else (
+        f"quantization_config: the weights are quantised ({method}); mxfp4 and fp8 are read here; save others as float32, "
+        "bfloat16 or float16 first")
+
+
+def plain(files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]) -> dict[str, Readable]:
+    """The tensors as rows name them. quantised: `quantization_config`; fused: see `Family`."""
+    block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
+    found = dict(files)
+    for name in files:
+        if name.endswith("_blocks"):
+            whole = name.removesuffix("_blocks")
+            _widen(found, name, f"{whole}_scales", whole, _four_bits)
+        elif name.endswith("_scale_inv"):
+            whole = name.removesuffix("_scale_inv")
+            _widen(found, whole, name, whole, partial(_squares, block=tuple(block or _SQUARE)))
+    for pattern, names in fused:
+        for name in [name for name in found if re.fullmatch(pattern, name)]:
+            _part(found, name, [re.sub(pattern, one, name) for one in names])
+    return found
+
+
+def _widen(found: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]) -> None:
+    """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
+    made = one(found[packed], found[scales]) if packed in found and scales in found else None
+    if made is not None:
+        del found[packed], found[scales]
+        found[whole] = made
+
+
+def _four_bits(blocks: Readable, scales: Readable) -> Made | None:
+    """blocks: bytes [e, rows, groups, 16] of two codes each, the lower bits first; scales: [e, rows, groups]."""
+    shape = blocks.format.shape
+    if len(shape) != 4 or shape[3] * 2 != _GROUP or scales.format.shape != shape[:3] or blocks.format.dtype != torch.uint8:
+        return None
+    return Made(Format((shape[0], shape[2] * _GROUP, shape[1]), torch.bfloat16), (blocks, scales), _from_four_bits)
+
+
+def _from_four_bits(parts: Sequence[Tensor]) -> Tensor:
+    """[e, groups * 32, rows] in bf16, which holds every value exactly."""
+    blocks, scales = parts
+    pairs = torch.tensor([(_FOUR_BITS[byte % 16], _FOUR_BITS[byte // 16]) for byte in range(256)])
+    made = torch.empty(blocks.shape[0], blocks.shape[2] * _GROUP, blocks.shape[1], dtype=torch.bfloat16)
+    for expert, (bytes_, exponents) in enumerate(zip(blocks, scales, strict=True)):  # one at a time: codes take much more room
+        values = pairs[bytes_.int()].flatten(2)
+        made[expert] = torch.ldexp(values, exponents.int()[..., None] - _BIAS).flatten(1).t()
+    return made
+
+
+def _squares(weight: Readable, scales: Readable, block: tuple[int, int]) -> Made | None:
+    """weight: 8-bit [rows, columns]; scales: fp32, one for every square of the size `block`."""
+    shape = weight.format.shape
+    squares = tuple(-(-size // step) for size, step in zip(shape, block))
+    if weight.format.dtype != torch.float8_e4m3fn or len(shape) != 2 or scales.format.shape != squares:
+        return None
+    return Made(Format(shape, torch.bfloat16), (weight, scales), partial(_from_squares, block=block))
+
+
+def _from_squares(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
+    weight, scales = parts
+    wide = scales.float().repeat_interleave(block[0], 0)[:weight.shape[0]].repeat_interleave(block[1], 1)[:, :weight.shape[1]]
+    return (weight.float() * wide).bfloat16()
+
+
+def _part(found: dict[str, Readable], name: str, names: Sequence[str]) -> None:
+    """Put each expert's parts, which stand row below row, in the place of a fused tensor [e, rows, columns]."""
+    shape = found[name].format.shape
+    if len(shape) != 3 or shape[1] % len(names):
+        return
+    whole, rows = found.pop(name), shape[1] // len(names)
+    for expert in range(shape[0]):
+        for place, one in enumerate(names):
+            cut = partial(_cut, expert=expert, start=place * rows, rows=rows)
+            found[one.replace("{e}", str(expert))] = Made(Format((rows, shape[2]), whole.format.dtype), (whole,), cut)
+
+
+def _cut(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
+    return parts[0][expert, start:start + rows]

@@ -1,0 +1,46 @@
+"""Which tokenizer the files of a Hugging Face folder make, in our settings.
+
+A tokenizer.json says everything by itself. Older files do not: what cuts text into words stands in the code of a class,
+which tokenizer_config.json may name, so that a vocabulary is taken only for a class whose rule we have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_SIGNS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def folder_tokenizer(folder: Path) -> dict[str, Any]:
+    """Settings of `TokenizerConfig`; empty for a folder without a tokenizer.
+
+    Files of a class that we do not have, without a tokenizer.json, are named as a HuggingFaceTokenizer, which asks for that.
+    """
+    if not any((folder / name).is_file() for name in _SIGNS):
+        return {}
+    here = folder.resolve()
+    named = _config(folder).get("tokenizer_class")
+    kind = str(named).removesuffix("Fast") if named else None
+
+    def has(*names: str) -> bool:
+        return all((folder / name).is_file() for name in names) and not (folder / "tokenizer.json").is_file()
+
+    if has("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
+        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
+    if has("vocab.txt") and kind in (None, "BertTokenizer"):
+        case = "LowerCase" if _config(folder).get("do_lower_case", True) else "Case"
+        return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}
+    if has("tokenizer.model") and kind in (None, "LlamaTokenizer"):
+        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none, or none that can be read: whoever builds the tokenizer says so."""
+    try:
+        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,66 @@
+"""The tokenizer of a published folder, of whatever files it has: ids as transformers gives them, or a clear demand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.flags import ConfigError
+from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from tests.helpers.architecture import ROOT
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+DATA = ROOT / "examples/data"
+TEXT = "The State of the Union, 1861: caf\u00e9 (whales)!"
+
+
+def folder(place: Path, files: dict[str, str], **config: Any) -> Path:
+    """Files of the demo tokenizers under the names that they have in a published folder."""
+    for name, source in files.items():
+        shutil.copyfile(DATA / source, place / name)
+    if config:
+        (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return place
+
+
+PAIR = {"vocab.json": "demo-vocab.json", "merges.txt": "demo-merges.txt"}
+WORDS = {"vocab.txt": "demo-bert-vocab.txt"}
+
+
+@pytest.mark.parametrize("files, config, theirs", [
+    (PAIR, {}, "GPT2Tokenizer"), (PAIR, {"tokenizer_class": "GPT2TokenizerFast"}, "GPT2Tokenizer"), (WORDS, {}, "BertTokenizer"),
+    (WORDS, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "BertTokenizer")])
+def test_vocabularies_without_a_tokenizer_json_give_the_ids_of_their_class(
+        tmp_path: Path, files: dict[str, str], config: dict[str, Any], theirs: str) -> None:
+    place = folder(tmp_path, files, **config)
+    ours = build_tokenizer(TokenizerConfig(**folder_tokenizer(place)))
+    expected = getattr(transformers, theirs).from_pretrained(place, **{"do_lower_case": True, **config} if files is WORDS else {})
+    assert ours.tokenize(TEXT) == expected(TEXT, add_special_tokens=False).input_ids
+
+
+def test_a_sentencepiece_model_is_that_of_llama(tmp_path: Path) -> None:
+    place = folder(tmp_path, {"tokenizer.model": "demo-llama.model"})
+    ours = build_tokenizer(TokenizerConfig(**folder_tokenizer(place)))
+    assert type(ours).__name__ == "SentencePieceTokenizer" and ours.tokenize("whale")[0] == ours.bos
+
+
+@pytest.mark.parametrize("files, config", [(PAIR, {"tokenizer_class": "Qwen2Tokenizer"}), (WORDS, {"tokenizer_class": "MPNetTokenizer"}),
+                                           ({"tokenizer.model": "demo-llama.model"}, {"tokenizer_class": "GemmaTokenizer"})])
+def test_files_of_a_class_that_we_do_not_have_are_not_read_by_another_rule(
+        tmp_path: Path, files: dict[str, str], config: dict[str, Any]) -> None:
+    found = folder_tokenizer(folder(tmp_path, files, **config))
+    assert found == {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
+    with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):
+        build_tokenizer(TokenizerConfig(**found))
+
+
+def test_a_tokenizer_json_says_everything_and_a_folder_without_files_nothing(tmp_path: Path) -> None:
+    assert folder_tokenizer(tmp_path) == {}
+    (folder(tmp_path, {**PAIR, **WORDS}) / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert folder_tokenizer(tmp_path) == {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}

@@ -1,0 +1,74 @@
+"""Launchers of published architectures: their flags fit together on their machines, and describe what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.families.registry import FAMILIES, differences
+from megatron.core.families.shapes import parameter_shapes
+from megatron.core.parallel.boxes import whole
+from tests.helpers.architecture import ROOT
+from tests.unit.families.test_settings import PUBLISHED
+from tests.unit.tools_and_examples.test_launchers import bash, launch
+
+FOLDERS = ("llama", "mixtral", "deepseek", "qwen", "gpt_oss")
+ALL = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / "examples" / folder).glob("*.sh"))
+SMALL = [path for path in ALL if "small" in path]
+PATHS = ("checkpoints", "tensorboard", "tokenizer", "corpus_text_document")
+# Machines, rows of the vocabulary, parameters in billions as published, and the family.
+LARGE = {
+    "llama/train_llama3_8b.sh": (1, 128256, 8.03, "llama"), "llama/train_llama3_70b.sh": (8, 128256, 70.6, "llama"),
+    "llama/train_llama3_405b.sh": (64, 128256, 405.9, "llama"), "mixtral/train_mixtral_8x7b.sh": (4, 32000, 46.7, "mixtral"),
+    "deepseek/train_deepseek_v2_lite.sh": (1, 102400, 15.7, "deepseek_v2"),
+    "deepseek/train_deepseek_v3.sh": (128, 129280, 671 + 11.5, "deepseek_v3"), "qwen/train_qwen2.5_7b.sh": (1, 152064, 7.62, "qwen2"),
+    "qwen/train_qwen3_8b.sh": (1, 151936, 8.19, "qwen3"), "qwen/train_qwen3_30b_a3b.sh": (4, 151936, 30.5, "qwen3_moe"),
+    "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"), "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss")}
+SAME = {"mixtral/train_mixtral_8x7b.sh": "Mixtral 8x7B", "deepseek/train_deepseek_v2_lite.sh": "DeepSeek V2 Lite",
+        "deepseek/train_deepseek_v3.sh": "DeepSeek V3", "gpt_oss/train_gpt_oss_20b.sh": "gpt-oss 20b"}
+
+
+def test_every_launcher_is_known() -> None:
+    assert ALL == sorted([*SMALL, *(f"examples/{name}" for name in LARGE)])
+    assert len(SMALL) == len(FOLDERS)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(name: str, tmp_path: Path) -> None:
+    machines, rows, billions, family = LARGE[name]
+    command = launch(f"examples/{name}", *PATHS, folder=tmp_path)
+    config = command.config()
+    assert command.ranks == 8 * machines
+    assert (config.checkpoint.save, config.checkpoint.load, config.log.tensorboard_dir) == (PATHS[0], PATHS[0], PATHS[1])
+    assert (config.tokenizer.tokenizer_model, config.data.data_path) == (PATHS[2], (PATHS[3],))
+    model = config.model.with_vocabulary(rows, 1)
+    assert sum(whole(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(billions, rel=0.006)
+    assert differences(model, FAMILIES[family]) == []
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_config_of_a_large_launcher_is_the_published_one(name: str, tmp_path: Path) -> None:
+    published, (_, _, _, family) = PUBLISHED[SAME[name]], LARGE[name]
+    model = launch(f"examples/{name}", *PATHS, folder=tmp_path).config().model.with_vocabulary(published["vocab_size"], 1)
+    found = FAMILIES[family].config_out(model, published)
+    trained = ("attention_dropout", "initializer_range")  # how it is trained says nothing of the network
+    assert {key: found.get(key) for key in published if key not in trained and published[key] is not False} == {
+        key: value for key, value in published.items() if key not in trained and value is not False}
+
+
+@pytest.mark.parametrize("path", [f"examples/{name}" for name in LARGE])
+def test_flags_after_the_arguments_win_and_without_arguments_it_says_what_it_needs(path: str, tmp_path: Path) -> None:
+    command = launch(path, *PATHS, "--lr", "0.125", "--seed", "7", folder=tmp_path, NODE_RANK="1")
+    assert (command.config().schedule.lr, command.config().train.seed) == (0.125, 7)
+    done = bash([str(ROOT / path)], tmp_path)
+    assert done.returncode == 2 and f"bash {path} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
+
+
+@pytest.mark.parametrize("path", SMALL)
+def test_a_small_run_needs_nothing_but_the_repository_and_can_be_published(path: str, tmp_path: Path) -> None:
+    config = launch(path, "--seed", "7", folder=tmp_path).config()
+    assert config.train.seed == 7 and Path(config.tokenizer.tokenizer_model).is_file()
+    assert config.model.num_layers <= 4 and config.model.hidden_size <= 128 and config.train.train_iters <= 200
+    model = config.model.with_vocabulary(8000, 1)
+    assert any(differences(model, family) == [] for family in FAMILIES.values())
