@@ -17,7 +17,8 @@ import torch
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
-from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.core.models.mtp import Losses
+from megatron.training.batch import Batch, Loss, LossFunction, language_loss
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import Datasets, pretrain
@@ -37,13 +38,13 @@ def model(run: Run, stage: StageSpec) -> GPTModel:
 
 
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every token."""
+    """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
-                   documents=batch.documents, side=batch.side)
+                   documents=batch.documents, side=batch.side, ahead=batch.ahead)
 
-    def loss(losses: torch.Tensor) -> Loss:
-        return masked_loss(losses, batch.loss_mask)
+    def loss(losses: torch.Tensor | Losses) -> Loss:
+        return language_loss(losses, batch, run.config.model.mtp)
 
     return output, loss
 

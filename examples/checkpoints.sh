@@ -21,25 +21,25 @@ RUN=(
     --tokenizer-type GPT2BPETokenizer --vocab-file examples/data/demo-vocab.json --merge-file examples/data/demo-merges.txt
     --save "$OUT/run" --load "$OUT/run" --save-interval 10 --log-interval 10
 )
-train() { "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 pretrain_gpt.py "${RUN[@]}" "$@"; }
+TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 pretrain_gpt.py "${RUN[@]}")
 lines() { grep --line-buffered -E "iteration +[0-9]+/|saved|loaded|GOING BACK" | sed -u -E 's/\| *(consumed|elapsed|learning|global|loss scale|grad|number)[^|]*//g'; }
 
 "$PYTHON" tools/preprocess_data.py --input examples/data/demo_valid.jsonl --output-prefix "$OUT/train" --append-eod \
     --tokenizer-type GPT2BPETokenizer --vocab-file examples/data/demo-vocab.json --merge-file examples/data/demo-merges.txt
 
 echo "== 1. two tensor ranks, until kill -9"
-train --tensor-model-parallel-size 2 --sequence-parallel > "$OUT/first.log" 2>&1 &
-RANKS=$!
+"${TRAIN[@]}" --tensor-model-parallel-size 2 --sequence-parallel > "$OUT/first.log" 2>&1 &
+LAUNCHER=$!
 until [ -e "$OUT/run/iter_0000020/commit.txt" ]; do
-    kill -0 $RANKS 2> /dev/null || { cat "$OUT/first.log" >&2; exit 1; }
+    kill -0 $LAUNCHER 2> /dev/null || { cat "$OUT/first.log" >&2; exit 1; }
     sleep 0.05
 done
-pkill -KILL -f -- "--save $OUT/run " || true
-wait $RANKS 2> /dev/null || true
+kill -KILL $LAUNCHER $(pgrep -P $LAUNCHER) || true # this run's launcher and ranks, and nobody else's
+wait $LAUNCHER 2> /dev/null || true
 lines < "$OUT/first.log"
 
 echo "== 2. the same command under two pipeline stages"
-train --pipeline-model-parallel-size 2 2>&1 | lines
+"${TRAIN[@]}" --pipeline-model-parallel-size 2 2>&1 | lines
 
 echo "== 3. every byte of it, read again"
 "$PYTHON" tools/checkpoint/verify.py "$OUT/run"

@@ -50,11 +50,11 @@ _UNUSED = ("model.lm_head.", "model.output_layer.", "model.binary_head.", *_HEAD
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What was said of one sample. label: None where the file has none."""
+    """What was said of one sample. predicted: number of a class, or the number itself. label: None where the file has none."""
 
     index: int
-    predicted: int
-    label: int | None
+    predicted: int | float
+    label: int | float | None
     scores: tuple[float, ...]
 
 
@@ -79,7 +79,8 @@ def read_sets(task: TaskConfig, run: Run) -> Sets:
         if task.task == "RACE":
             found: Samples = ChoiceSamples([question for path in paths for question in read_race(path)], encoder)
         else:
-            found = PairSamples([text for path in paths for text in read_glue(str(task.task), path)], encoder)
+            texts = [text for path in paths for text in read_glue(str(task.task), path)]
+            found = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
         said = about_long_texts(found, name, encoder.length, refuse=task.long_texts == "refuse")
         if said:
             run.say(said)
@@ -90,12 +91,14 @@ def read_sets(task: TaskConfig, run: Run) -> Sets:
 
 
 def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every sample's class."""
+    """One microbatch through one stage; the last gives the loss of every sample: of its class, or of its number squared."""
     batch = next(batches)
     scores = judged(batch, stage)
 
     def loss(scores: Tensor) -> Loss:
-        losses = F.cross_entropy(scores.float() if scores.dtype != torch.float64 else scores, batch.labels[:, 0], reduction="none")
+        scores, labels = scores if scores.dtype == torch.float64 else scores.float(), batch.labels[:, 0]
+        losses = F.mse_loss(scores[:, 0], labels.to(scores.dtype), reduction="none") if labels.is_floating_point() else (
+            F.cross_entropy(scores, labels, reduction="none"))
         kept = batch.loss_mask[:, 0].to(losses.dtype)
         total, count = (losses * kept).sum(), kept.sum()
         return total, count, {"lm loss": torch.stack((total.detach(), count))}
@@ -168,7 +171,7 @@ def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
     """One stage of the task's network."""
     if task.task == "RACE":
         return ClassifierModel(stage, run.build, classes=1, choices=CHOICES)
-    return ClassifierModel(stage, run.build, classes=len(TASKS[str(task.task)].classes))
+    return ClassifierModel(stage, run.build, classes=len(TASKS[str(task.task)].classes) or 1)
 
 
 def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
@@ -235,13 +238,14 @@ def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
     found = {index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()}
     assert len(found) == len(samples), f"{len(found)} of {len(samples)} samples were judged"
     labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
-    return [Judged(index, int(np.argmax(found[index])), labels[index], found[index]) for index in range(len(samples))]
+    return [Judged(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
+            for index, scores in sorted(found.items())]
 
 
 def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, float], list[list[Judged]]]:
     """Judge every evaluation set and say how well. Returns the metrics over all that have labels, and what was said."""
     rows = [predictions(trainer, samples) for samples in sets.valid]
-    together: list[tuple[int, int]] = []
+    together: list[tuple[float, float]] = []
     for name, judged_ in zip(sets.names, rows):
         pairs = [(row.predicted, row.label) for row in judged_ if row.label is not None]
         if not pairs:
@@ -269,7 +273,10 @@ def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judg
 
 
 def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[str, object]:
-    """One sample's line: classes by their names, answers of RACE by their letters."""
+    """One sample's line: classes by their names, answers of RACE by their letters, numbers as they are."""
+    if isinstance(samples, PairSamples) and not TASKS[str(task.task)].classes:
+        numbers = {"prediction": round(row.predicted, 6), **({} if row.label is None else {"label": row.label})}
+        return {"file": name, "uid": samples.texts[row.index].uid, **numbers}
     if isinstance(samples, ChoiceSamples):
         question = samples.questions[row.index]
         classes: Sequence[str] = "ABCD"[:len(question.answers)]
@@ -286,6 +293,7 @@ def _metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
 
 
 def _words(task: TaskConfig, pairs: Pairs) -> str:
-    right = sum(found == true for found, true in pairs)
     numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _metrics(task, pairs).items())
-    return f"{numbers} ({right} of {len(pairs)} right)"
+    if task.task != "RACE" and not TASKS[str(task.task)].classes:
+        return f"{numbers} ({len(pairs)} pairs)"
+    return f"{numbers} ({sum(found == true for found, true in pairs)} of {len(pairs)} right)"

@@ -18,7 +18,8 @@ class TaskConfig:
     What a model is tested on as it is (WIKITEXT103, LAMBADA), or finetuned for (the others).
     """
 
-    task: Literal["WIKITEXT103", "LAMBADA", "RACE", "MNLI", "QQP", "QNLI", "RTE", "WNLI", "MRPC", "SST-2", "CoLA"] | None = flag(
+    task: Literal["WIKITEXT103", "LAMBADA", "RACE", "MNLI", "QQP", "QNLI", "RTE", "WNLI", "MRPC", "SST-2", "CoLA",
+                  "STS-B"] | None = flag(
         None, "which task")
     train_data: tuple[str, ...] | None = flag(None, "files (RACE: folders) to finetune on", metavar="PATH")
     valid_data: tuple[str, ...] | None = flag(None, "files (RACE: folders) to evaluate on", metavar="PATH")
@@ -35,14 +36,15 @@ def defaults_of(words: Sequence[str]) -> dict[str, Any]:
 
     How long it trains is said by --epochs alone. What is wrong with the words is said by the parser.
     """
-    task, epochs = _value(words, "--task"), _value(words, "--epochs")
+    task, epochs = value_of(words, "--task"), value_of(words, "--epochs")
     common = {"finetune": True, "mock_data": True, "eval_iters": 0, "micro_batch_size": 4, "train_iters": 1}
     if task in (None, *ZERO_SHOT):
         return {**common, "tokenizer_type": "GPT2BPETokenizer", "skip_train": True}
     return {**common, "tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert", "skip_train": epochs in (None, "0")}
 
 
-def _value(words: Sequence[str], flag_name: str) -> str | None:
+def value_of(words: Sequence[str], flag_name: str) -> str | None:
+    """What a flag is given on a command line, before it is parsed; None where it is not there."""
     for number, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == flag_name:

@@ -1,7 +1,8 @@
 """The sentence and sentence-pair tasks of GLUE (Wang et al., 2018), read from the tables in which they are published.
 
 A row of `TASKS` says which columns hold the texts and the label, which labels there are, and what is measured. Columns are
-found by the names in the header, so that files with and without labels, and with further columns, are read alike.
+found by the names in the header, so that files with and without labels, and with further columns, are read alike. A label is
+a class, or, in a task with a scale in the place of classes, a number.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+
 from megatron.core.datasets.indexed import DataError
 
-Pairs = Sequence[tuple[int, int]]  # (predicted, true) class of each sample
+Pairs = Sequence[tuple[float, float]]  # (predicted, true) class, or number, of each sample
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One sample as text. label: number of its class, or None in a file without labels. place: file and line, for messages."""
+    """One sample as text.
+
+    label: number of its class (int), or the number it has on the task's scale (float); None in a file without labels. place:
+    file and line, for messages.
+    """
 
     uid: str
     first: str
     second: str | None
-    label: int | None
+    label: int | float | None
     place: str
 
 
@@ -49,9 +56,30 @@ def matthews(pairs: Pairs) -> float:
     return (both * neither - only_found * only_true) / spread ** 0.5 if spread else 0.0
 
 
+def pearson(pairs: Pairs) -> float:
+    """Covariance over the product of the deviations (Pearson, 1895); 0 where one of the two never changes."""
+    found, true = (np.array(side, np.float64) - np.mean(side, dtype=np.float64) for side in zip(*pairs))
+    spread = float(np.sqrt((found @ found) * (true @ true)))
+    return float(found @ true) / spread if spread else 0.0
+
+
+def spearman(pairs: Pairs) -> float:
+    """Pearson's correlation of the ranks (Spearman, 1904); equal numbers share the mean of their ranks."""
+    found, true = (_ranks(side) for side in zip(*pairs))
+    return pearson(list(zip(found.tolist(), true.tolist())))
+
+
+def _ranks(numbers: Sequence[float]) -> np.ndarray:
+    """The rank of each number, from 1. float64 [n]"""
+    _, places, counts = np.unique(np.array(numbers, np.float64), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
 @dataclass(frozen=True, slots=True)
 class GlueTask:
-    """texts: names of the columns, the first that is there of each tuple. header: of a file that is published without one."""
+    """texts: names of the columns, the first that is there of each tuple. classes: empty where labels are numbers of `scale`,
+    from its first to its last. header: of a file that is published without one.
+    """
 
     texts: tuple[tuple[str, ...], ...]
     label: str
@@ -59,6 +87,22 @@ class GlueTask:
     uid: str = "index"
     metrics: tuple[Callable[[Pairs], float], ...] = (accuracy,)
     header: tuple[str, ...] | None = None
+    scale: tuple[float, float] | None = None
+
+    def read_label(self, word: str) -> int | float:
+        """The label that a table writes so; `ValueError` with what was expected."""
+        if self.scale is None:
+            if word not in self.classes:
+                raise ValueError(f"label {word!r}, expected one of {', '.join(self.classes)}")
+            return self.classes.index(word)
+        low, high = self.scale
+        try:
+            number = float(word)
+        except ValueError:
+            number = float("nan")
+        if not low <= number <= high:
+            raise ValueError(f"label {word!r}, expected a number from {low:g} to {high:g}")
+        return number
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -73,6 +117,7 @@ TASKS: Mapping[str, GlueTask] = MappingProxyType({
     "SST-2": GlueTask((("sentence",),), "label", ("0", "1")),
     "CoLA": GlueTask((("sentence",),), "label", ("0", "1"), metrics=(matthews, accuracy),
                      header=("source", "label", "mark", "sentence")),
+    "STS-B": GlueTask((("sentence1",), ("sentence2",)), "score", (), metrics=(pearson, spearman), scale=(0.0, 5.0)),
 })
 _SHOWN = 20  # bad lines that an error lists
 
@@ -141,12 +186,7 @@ def _sample(task: GlueTask, header: Sequence[str], places: Mapping[str, int], li
     for text, spellings in zip(texts, task.texts):
         if not text:
             raise ValueError(f"the column {spellings[0]} is empty")
-    label = None
-    if "label" in places:
-        word = cells[places["label"]].strip()
-        if word not in task.classes:
-            raise ValueError(f"label {word!r}, expected one of {', '.join(task.classes)}")
-        label = task.classes.index(word)
+    label = task.read_label(cells[places["label"]].strip()) if "label" in places else None
     uid = cells[places["uid"]] if "uid" in places else place.rpartition(":")[2]
     return Text(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)
 

@@ -41,6 +41,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.parallel import ParallelConfig
+from megatron.core.datasets.marks import frame
 from megatron.core.datasets.templates import Template
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer, digest, fingerprint
@@ -48,7 +49,7 @@ from megatron.inference.sampling import Sampling
 from megatron.training.entry import entry
 from megatron.training.loaded import GPT, load_network
 from megatron.training.place import launcher_place, world_size
-from tasks.likelihood import BatchSize, Ids, Prompt, Request, continuations, frame, loglikelihoods
+from tasks.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
 _NUMBERS_OF_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -128,7 +129,9 @@ class MegatronLM(TemplateLM):
         learned = self.loaded.config.model.rope.position_embedding_type == "learned_absolute"
         if self.max_length < 1 or learned and self.max_length > positions:
             raise ConfigError(f"max_length {self.max_length} is not between 1 and the network's {positions} positions")
-        self._before, self._behind = frame(self.ids)
+        before, behind = frame(self.ids)
+        framed = self.ids.tokenize("1")
+        self._before, self._behind = framed[:before], framed[len(framed) - behind:]
 
     @property
     def ids(self) -> Tokenizer:

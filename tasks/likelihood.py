@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.loss import cross_entropy
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.sampling import Sampling, draw
 from megatron.training.loaded import Loaded
 from tasks.zeroshot import likeliest
@@ -168,15 +166,6 @@ def _whole_rows(loaded: Loaded, logits: Tensor) -> Tensor:
     return whole if whole.dtype == torch.float64 else whole.float()
 
 
-def frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and behind every text."""
-    bare, whole = tokenizer.tokenize_marked("1"), tokenizer.tokenize("1")
-    first = next((first for first in range(len(whole) - len(bare) + 1) if whole[first:first + len(bare)] == bare), None)
-    if first is None:
-        raise ConfigError("the tokenizer puts ids around a text that depend on the text; what is the text's own cannot be told apart")
-    return whole[:first], whole[first + len(bare):]
-
-
 @dataclass(slots=True)
 class _Pass:
     """The executor's view of a forward pass over batches. keep: takes the number of a batch and its logits, on the last stage."""
@@ -194,7 +183,8 @@ class _Pass:
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """The message of the stage before."""
         batch = self.batches[microbatch]
-        return (self.loaded.stages[stage // self.loaded.mesh.pp.size].message_shape(len(batch), len(batch[0])),)
+        chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
+        return (chunk.message_shape(len(batch), len(batch[0])),) * chunk.states
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one batch; rows are filled up to the length of the first, the longest."""

@@ -16,10 +16,13 @@ if __package__ in (None, ""):
 
 from megatron.training.arguments import parse_args
 from megatron.training.place import launcher_place
-from tasks.flags import ZERO_SHOT, TaskConfig, defaults_of
+from tasks.flags import ZERO_SHOT, TaskConfig, defaults_of, value_of
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
+    if value_of(sys.argv, "--task") is None and not {"-h", "--help"} & set(sys.argv):
+        sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (PLACE.rank == 0))
+        sys.exit(2)
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv))
 
 from megatron.core.config.flags import ConfigError, from_namespace
@@ -33,8 +36,8 @@ from tasks.zeroshot import run_zero_shot
 def main() -> None:
     """Initialize and do the task."""
     task = from_namespace(TaskConfig, ARGS)
-    if task.task is None:
-        raise ConfigError("no --task is given; --help names them")
+    if ARGS.context_parallel_size > 1 or ARGS.hybrid_context_parallel:
+        raise ConfigError("tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel")
     run = initialize_megatron(ARGS)
     if task.task in ZERO_SHOT:
         run_zero_shot(run, task)

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import bare_ids
 from megatron.core.tokenizers.base import Tokenizer
 from tasks.glue import Text
 from tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
@@ -30,9 +31,8 @@ class Encoder:
                               "BertWordPieceLowerCase has them")
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
-        flat, lengths = self.tokenizer.encode_flat(texts)
-        return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if len(texts) else []
+        """The ids of each text by itself; `row` puts [CLS] and [SEP] around."""
+        return [ids.tolist() for ids in bare_ids(self.tokenizer, texts)]
 
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """(ids, types, padding mask: int64 [length] each; tokens cut off). What is too long loses its end."""
@@ -51,14 +51,14 @@ class Encoder:
 
 
 class PairSamples:
-    """Sentences or pairs of sentences with a class each.
+    """Sentences or pairs of sentences with a class or a number each.
 
-    A sample holds tokens, types, padding_mask (int64 [length]), labels, index (int64 [1]), loss_mask (float32 [1]; 0 without
-    a label). cut: places of the texts that are longer than a row.
+    A sample holds tokens, types, padding_mask (int64 [length]), labels (int64 [1]; numbers: float32), index (int64 [1]),
+    loss_mask (float32 [1]; 0 without a label). cut: places of the texts that are longer than a row.
     """
 
-    def __init__(self, texts: Sequence[Text], encoder: Encoder) -> None:
-        self.texts, self.encoder = texts, encoder
+    def __init__(self, texts: Sequence[Text], encoder: Encoder, *, numbers: bool = False) -> None:
+        self.texts, self.encoder, self._numbers = texts, encoder, numbers
         firsts = encoder.ids([text.first for text in texts])
         seconds = encoder.ids([text.second or "" for text in texts])
         self._ids = list(zip(firsts, seconds))
@@ -74,7 +74,7 @@ class PairSamples:
         """The index-th sample."""
         text, (first, second) = self.texts[index], self._ids[index]
         ids, types, mask, _ = self.encoder.row(first, None if text.second is None else second)
-        return {"tokens": ids, "types": types, "padding_mask": mask, **_labelled(index, text.label)}
+        return {"tokens": ids, "types": types, "padding_mask": mask, **_labelled(index, text.label, numbers=self._numbers)}
 
 
 class ChoiceSamples:
@@ -112,8 +112,8 @@ class ChoiceSamples:
         return {"tokens": ids, "types": types, "padding_mask": mask, "choices": chances, **_labelled(index, question.label)}
 
 
-def _labelled(index: int, label: int | None) -> Sample:
-    return {"labels": np.array([label or 0], np.int64), "index": np.array([index], np.int64),
+def _labelled(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
+    return {"labels": np.array([label or 0], np.float32 if numbers else np.int64), "index": np.array([index], np.int64),
             "loss_mask": np.array([label is not None], np.float32)}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import bare_ids, frame
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
@@ -131,10 +132,13 @@ def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> t
         raise ValueError("expected an object whose `text` has two words or more")
     if strict:
         last = text.split()[-1]
-        beginning, word = tokenizer.tokenize(text[:text.rfind(last)].strip()), tokenizer.tokenize(" " + last)
+        start = text[:text.rfind(last)].strip()
+        beginning, whole, alone = (ids.tolist() for ids in bare_ids(tokenizer, (start, f"{start} {last}", f" {last}")))
+        word = whole[len(beginning):] if whole[:len(beginning)] == beginning else alone
     else:
-        ids = tokenizer.tokenize(text)
+        (ids,) = (ids.tolist() for ids in bare_ids(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
+    beginning = tokenizer.tokenize("1")[:frame(tokenizer)[0]] + beginning  # a begin of text, where the tokenizer has one
     if not beginning or not word or len(word) > length:
         raise ValueError(f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window")
     return beginning, word

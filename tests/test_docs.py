@@ -95,6 +95,14 @@ def test_links_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_family_on_the_page_is_the_one_in_the_file() -> None:
+    file = (ROOT / "megatron/core/families/gpt_oss.py").read_text(encoding="utf-8").splitlines()
+    for block in blocks((ROOT / "docs" / "add_a_family.md").read_text(encoding="utf-8")):
+        if block.language == "python":
+            places = [file.index(line) for line in block.text.splitlines() if line]
+            assert places == sorted(places), f"the lines of the block at {block.line} stand in another order in the file"
+
+
 def test_a_block_is_left_out_only_with_a_reason() -> None:
     page = "text\n\n```bash\na\nb\n```\n<!-- not run: it is long -->\n```bash\nc\n```\n<!-- a remark -->\n```text\nd\n```\n"
     assert blocks(page) == [Block(3, "bash", "a\nb", ""), Block(8, "bash", "c", "it is long"), Block(12, "text", "d", "")]

@@ -36,11 +36,11 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, spans_of
 from megatron.core.datasets.ingest.records import BLANK, read_records
 from megatron.core.datasets.ingest.source import Place
+from megatron.core.datasets.marks import bare_ids
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.loaded import Kind, load_network
-from tasks.likelihood import frame
 
 POOLINGS = ("mean", "first", "pooled")
 _HEADER_BYTES = 128
@@ -68,11 +68,8 @@ class Embedder:
 
     def rows(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
         """(the ids of each text with [CLS] and [SEP], numbers of the texts that are too long and lose their ends)."""
-        flat, lengths = self.tokenizer.encode_flat(texts)
-        before, behind = map(len, frame(self.tokenizer))
         rows, cut = [], []
-        for number, ids in enumerate(np.split(flat, np.cumsum(lengths)[:-1]) if len(texts) else []):
-            ids = ids[before:len(ids) - behind]
+        for number, ids in enumerate(bare_ids(self.tokenizer, texts)):
             if len(ids) + 2 > self.length:
                 cut.append(number)
                 ids = ids[:self.length - 2]

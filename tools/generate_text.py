@@ -16,7 +16,8 @@ if __package__ in (None, ""):
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.inference.generate import generate_text
+from megatron.inference.engine import Engine
+from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
 from megatron.training.loaded import GPT, load_network
 
@@ -51,11 +52,12 @@ def main(argv: list[str] | None = None) -> None:
         changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
         loaded = load_network(given.load, GPT, step=given.ckpt_step, tokenizer=changed)
         sampling = Sampling(given.temperature, given.top_k, given.top_p)
-    except (ConfigError, CheckpointError) as error:
+        engine = Engine(loaded.stages, loaded.tokenizer)
+        texts = generate_texts(engine, given.prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
+    except (ConfigError, CheckpointError, GenerationFailed) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None
-    for prompt in given.prompt:
-        text = generate_text(loaded.stages[0], loaded.tokenizer, prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
+    for text in texts:
         sys.stdout.write(text + "\n")
 
 

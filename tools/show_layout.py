@@ -18,7 +18,7 @@ if __package__ in (None, ""):
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.rules import NEEDS, RULES, Setting, stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.models.flops import count_parameters, rank_memory
+from megatron.core.models.flops import active_parameters, count_parameters, rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play
@@ -53,7 +53,10 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
 def rank_table(config: RunConfig, world_size: int) -> list[str]:
     """The groups of every axis that has more than one rank."""
     lines = [f"{world_size} ranks"]
-    for name, title in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("embed", "tied embedding")):
+    axes = [("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("embed", "tied embedding")]
+    if config.model.moe.num_experts:
+        axes += [("ep", "experts"), ("etp", "expert tensor"), ("edp", "expert data")]
+    for name, title in axes:
         groups = axis_ranks(config.parallel, world_size)[name]
         if max(len(group) for group in groups) > 1:
             shown = "  ".join(" ".join(map(str, group)) for group in groups[:8])
@@ -68,11 +71,14 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
     stages = stages_of(config)
     memory = rank_memory(config, stages, data_parallel_size=config.parallel.data_parallel_size(world_size),
                          num_microbatches=num_microbatches)
-    lines = [f"{count_parameters(model).total:,} parameters, vocabulary padded to {model.padded_vocab_size:,}",
+    active = f", {active_parameters(model):,} of them used by a token" if model.moe.num_experts else ""
+    lines = [f"{count_parameters(model).total:,} parameters{active}, vocabulary padded to {model.padded_vocab_size:,}",
              f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}"]
     for rank, held in enumerate(memory):
         own = [stage for stage in stages if stage.rank == rank]
-        layers = " | ".join(("E " if s.embeds else "") + _span([p.index for p in s.layers]) + (" L" if s.heads else "") for s in own)
+        depths = model.mtp.mtp_num_layers or 0
+        layers = " | ".join(("E " if s.embeds else "") + _span([p.index for p in s.layers]) + (" " + "m" * depths if s.ahead and depths else "")
+                            + (" L" if s.heads else "") for s in own)
         lines.append(f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
                      f"{_gigabytes(held.activations):>14}")
     return lines

@@ -1,5 +1,18 @@
-"""Floor 6: decoding.
+"""Floor 6: decoding. Requests in, tokens out, on the stages that training uses.
 
-sampling.py  the next token from logits: greedy, temperature, top-k, top-p
-generate.py  text in, text out, with the stages that training uses
+requests.py     Request, Reply, Event: what is asked, and what is answered
+sampling.py     the next token from logits, by a random number of the request's own
+text.py         new ids as text while they come; stop words
+blocks.py       which block of the cache holds what: tables, sharing, no tensors
+cache.py        keys and values in blocks, and any attention kernel over them
+crew.py         one forward pass of all ranks over new tokens of many texts
+running.py      one request on its way
+speculative.py  a draft's guesses
+engine.py       which requests go into each step, and what becomes of them
+service.py      an engine in a thread, for servers
+beam.py         beam search over an engine
+generate.py     text in, text out
+
+    engine = Engine(load_network(folder, GPT).stages, tokenizer)
+    (reply,) = engine.run([Request(tuple(tokenizer.tokenize("Once upon")), num_tokens=20)])
 """

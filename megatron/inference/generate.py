@@ -1,41 +1,90 @@
-"""Text in, text out, with the stages that training uses."""
+"""Text in, text out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import torch
-
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.inference.sampling import Sampling, draw
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
 
 
-@torch.no_grad()
-def continuation(model: GPTModel, prompt: list[int], *, num_tokens: int, sampling: Sampling, stop: int | None,
-                 seed: int = 0) -> Iterator[int]:
-    """Tokens after a prompt, one at a time, until `num_tokens` or the token `stop`.
+class GenerationFailed(Exception):
+    """The engine could not go on; the message says why."""
 
-    model: a whole network in evaluation mode. A text longer than its positions slides out at the front.
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt; of an empty one, the token that stands between documents."""
+    return tokenizer.tokenize(text) or [tokenizer.eod]
+
+
+def continuation(engine: Engine, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling, ends: bool = True,
+                 seed: int = 0) -> list[int]:
+    """The tokens after a prompt, at most `num_tokens`. ends: the end of document ends it, and is not given.
+
+    A text longer than the network's positions slides out at the front, and is then read anew for every token.
     """
-    assert prompt, "a prompt has at least one token"
-    settings, device = model.build.model, model.build.mesh.device
-    generator = torch.Generator(device).manual_seed(seed)
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        window = torch.tensor([ids[-settings.max_position_embeddings:]], device=device)
-        logits = model(ids=window)[-1, :, :settings.true_vocab_size].float()
-        token = int(draw(logits, sampling, generator))
-        if token == stop:
-            return
-        ids.append(token)
-        yield token
+    ids, new = list(prompt), list[int]()
+    while len(new) < num_tokens:
+        window = ids[-engine.max_length:]
+        count = min(num_tokens - len(new), engine.max_length - len(window) + 1)
+        (reply,) = engine.run([Request(tuple(window), count, sampling, seed, first_draw=len(new), ignore_eod=not ends)])
+        if reply.reason == "error":
+            raise GenerationFailed(reply.problem)
+        ids += reply.ids
+        new += reply.ids
+        if reply.reason == "stop":
+            break
+    return new
 
 
-def generate_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling,
-                  seed: int = 0) -> str:
+def generate_texts(engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling, seed: int = 0) -> list[str]:
+    """Each prompt and what follows it. Those that fit into the network's positions are decoded together."""
+    tokenizer = engine.tokenizer
+    asked = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in asked]
+    requests = [Request(tuple(ids), num_tokens, sampling, seed) for ids, fit in zip(asked, fits, strict=True) if fit and num_tokens]
+    together = iter(engine.run(requests))
+    texts = []
+    for prompt, ids, fit in zip(prompts, asked, fits, strict=True):
+        if fit and num_tokens:
+            reply = next(together)
+            if reply.reason == "error":
+                raise GenerationFailed(reply.problem)
+            texts.append(prompt + reply.text)
+        else:
+            new = continuation(engine, ids, num_tokens=num_tokens, sampling=sampling, seed=seed)
+            texts.append(prompt + following(tokenizer, ids, new))
+    return texts
+
+
+def generate_text(engine: Engine, prompt: str, *, num_tokens: int, sampling: Sampling, seed: int = 0) -> str:
     """The prompt and what follows it."""
-    ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
-    new = list(continuation(model, ids, num_tokens=num_tokens, sampling=sampling, stop=tokenizer.eod, seed=seed))
-    # Decoded with what stands before, since some tokenizers put a blank between tokens.
-    return prompt + tokenizer.detokenize(ids + new)[len(tokenizer.detokenize(ids)):]
+    return generate_texts(engine, [prompt], num_tokens=num_tokens, sampling=sampling, seed=seed)[0]
+
+
+def following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new ids, decoded with what stands before, since some tokenizers put a blank between tokens."""
+    return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)):]
+
+
+def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each id, as far as it can be told apart; together they are the text of all.
+
+    An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
+    """
+    return list(_segments(tokenizer, ids))
+
+
+def _segments(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    first, said = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
+    for place in range(len(ids)):
+        text = tokenizer.detokenize(ids[first:place + 1])
+        whole = place + 1 == len(ids) or not text.endswith("\ufffd")
+        piece = text[said:] if whole else text[said:-1]
+        said += len(piece)
+        yield piece
+        if whole and place - first >= 16:  # a few ids of context are enough
+            first = place - 8
+            said = len(tokenizer.detokenize(ids[first:place + 1]))

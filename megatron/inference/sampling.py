@@ -1,9 +1,15 @@
-"""The next token from logits."""
+"""The next token from logits.
+
+Which number is drawn for a token depends on the request's seed and the token's number alone: not on the batch, the rank, or
+what was tried and taken back. A token is where that number falls in the running sum of the probabilities.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,25 +18,52 @@ from megatron.core.config.flags import refuse
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 or top_k 1: the most likely token. top_k 0 and top_p 0: no limit."""
+    """temperature 0 or top_k 1: the most likely token. top_k 0, top_p 0 and min_p 0: no limit.
+
+    min_p: no token less likely than this share of the likeliest. repetition_penalty: logits of tokens that the text holds are
+    divided by it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every token, 0 for none;
+    top_p_bound: where that ends (Lee et al., 2022).
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
 
     def __post_init__(self) -> None:
+        # Written so that a number that is none (NaN) breaks each rule.
         refuse(filter(None, (
             "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
             "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
-            "" if 0.0 <= self.top_p <= 1.0 else f"top-p {self.top_p} is no probability; give a number from 0 to 1")))
+            "" if 0.0 <= self.top_p <= 1.0 else f"top-p {self.top_p} is no probability; give a number from 0 to 1",
+            "" if 0.0 <= self.min_p <= 1.0 else f"min-p {self.min_p} is no probability; give a number from 0 to 1",
+            "" if self.repetition_penalty > 0.0 else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
+            "" if 0.0 <= self.top_p_decay <= 1.0 else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
+            "" if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound else
+            f"top-p bound {self.top_p_bound} is above top-p {self.top_p}; give a smaller one",
+            "" if self.top_p or not (self.top_p_decay or self.top_p_bound) else "top-p decay and bound need a top-p")))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def at(self, number: int) -> Sampling:
+        """The settings of a request's token of that number, counted from 0."""
+        if not self.top_p_decay:
+            return self
+        return replace(self, top_p=max(self.top_p * self.top_p_decay**number, self.top_p_bound), top_p_decay=0.0, top_p_bound=0.0)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution to draw from. logits: [..., v] in fp32; returns [..., v].
+    """The distribution to draw from. logits: [..., v] in fp32 or fp64, after penalties; returns [..., v].
 
-    top_k keeps the k most likely tokens; top_p the fewest whose probabilities reach p (Holtzman et al., 2020).
+    top_k keeps the k most likely tokens; top_p the fewest of them whose probabilities reach p (Holtzman et al., 2020).
     """
-    if sampling.temperature == 0.0 or sampling.top_k == 1:
+    if sampling.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     scaled = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -43,7 +76,41 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         found = torch.zeros_like(found).scatter_(-1, places, ordered)
         found = found / found.sum(dim=-1, keepdim=True)
+    if sampling.min_p > 0.0:
+        found = found.masked_fill(found < sampling.min_p * found.amax(dim=-1, keepdim=True), 0.0)
+        found = found / found.sum(dim=-1, keepdim=True)
     return found
+
+
+def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """logits with those of tokens that were seen made less likely. logits: [v]; seen: ids."""
+    scores = logits[seen]
+    return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+
+
+def uniform(seed: int, number: int) -> float:
+    """The random number in [0, 1) of a request's token of that number: Philox (Salmon et al., 2011) keyed by both."""
+    key = np.array((seed % 2**64, number), np.uint64)
+    return (int(np.random.Philox(key=key).random_raw()) >> 12) * 2.0**-52  # so far below 1 that no product rounds up to 1
+
+
+def pick(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:
+    """The token of each row where its number falls; -1 where logits are no numbers.
+
+    logits: [w, v] after penalties; numbers: [w] in [0, 1). Returns [w].
+    """
+    rows: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(settings):
+        rows.setdefault(sampling, []).append(row)
+    best, tokens = logits.max(dim=-1)
+    for sampling, mine in rows.items():
+        if not sampling.is_greedy:
+            places = torch.tensor(mine, device=logits.device)
+            # fp64: in fp32 the running sum over a large vocabulary stops short of rare tokens
+            sums = probabilities(logits[places], sampling).double().cumsum(dim=-1)
+            drawn = torch.tensor([numbers[row] for row in mine], dtype=torch.float64, device=logits.device)
+            tokens[places] = torch.searchsorted(sums, drawn[:, None] * sums[:, -1:], right=True)[:, 0]
+    return tokens.masked_fill(~best.isfinite(), -1)
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:

@@ -16,5 +16,6 @@ evaluate.py       forward-only passes
 checkpointing.py  what a run saves and how it resumes
 metrics.py  writers.py  timers.py     what is measured, where it goes, how long things take
 microbatches.py   batch size ramp-up
+leak_probe.py     before training: no token reaches what it must not reach
 watch.py          signals, time limits, NaNs, profiler window
 """

@@ -89,18 +89,28 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
-    config = from_namespace(RunConfig, args).resolve(world_size)
-    if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
-        config = _with_last_batch_size(config, world_size)
-    problems = [said for _, said in broken(config, world_size)]
-    if not problems:  # what these two work out needs sizes that are known to be sound
-        problems += _complaints(lambda: BatchSchedule.build(
-            config.train, data_parallel_size=config.parallel.data_parallel_size(world_size),
-            seq_length=config.train.seq_length).check())
-        if not config.train.skip_train:
-            problems += _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
-    refuse(problems)
+    config, problems = examine(from_namespace(RunConfig, args), world_size)
+    refuse(said for _, said in problems)
     return config
+
+
+def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+    """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
+    config, problems = config.resolve(world_size), []
+    if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
+        try:
+            config = _with_last_batch_size(config, world_size)
+        except ConfigError as error:
+            problems += [("batch-over-time", said) for said in _lines(error)]
+    problems += broken(config, world_size)
+    if not problems:  # what these two work out needs sizes that are known to be sound
+        problems += [("batch-over-time", said) for said in _complaints(lambda: BatchSchedule.build(
+            config.train, data_parallel_size=config.parallel.data_parallel_size(world_size),
+            seq_length=config.train.seq_length).check())]
+        if not config.train.skip_train:
+            problems += [("learning-rate-over-time", said) for said in _complaints(
+                lambda: Schedule.build(config.schedule, config.optimizer, config.train))]
+    return config, problems
 
 
 def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
@@ -116,9 +126,14 @@ def _complaints(attempt: Callable[[], object]) -> list[str]:
     try:
         attempt()
     except ConfigError as error:
-        lines = str(error).splitlines()
-        return [line.strip() for line in lines[1:]] or lines
+        return _lines(error)
     return []
+
+
+def _lines(error: ConfigError) -> list[str]:
+    """Every problem that an error lists."""
+    lines = str(error).splitlines()
+    return [line.strip() for line in lines[1:]] or lines
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -33,6 +33,7 @@ from megatron.training.reading import (
     read_external,
     samples_needed,
 )
+from megatron.training.regroup import Regrouped
 from megatron.training.run import Run
 from megatron.training.stages import Trainer
 
@@ -133,18 +134,25 @@ def microbatches(run: Run, dataset: SampleSource | None, *, consumed_samples: in
     if run.config.data.dataloader_type == "external":
         arrays = ((None, arrays) for arrays in read_external(iter(dataset), run.config.train.micro_batch_size))
         return _batches(run, arrays, split)
-    axis = run.mesh.dp
-    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, rank=axis.rank, num_ranks=axis.size)
-    return _batches(run, _read_ahead(run, dataset, order), split)
+    regroups = run.config.parallel.hybrid_context_parallel
+    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_readers(run, regroups))
+    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    return Regrouped(batches, run.mesh, run.config) if regroups else batches
 
 
 def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Iterator[Batch]:
     """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
     if not reads:
         return _nothing()
-    axis = run.mesh.dp
-    order = once(run.config, len(dataset), full_batch=full_batch, rank=axis.rank, num_ranks=axis.size)
-    return _batches(run, _read_ahead(run, dataset, order), split)
+    regroups = run.config.parallel.hybrid_context_parallel
+    order = once(run.config, len(dataset), full_batch=full_batch, **_readers(run, regroups))
+    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    return Regrouped(batches, run.mesh, run.config) if regroups else batches
+
+
+def _readers(run: Run, everything: bool) -> dict[str, int]:
+    """Whose samples this rank reads: its own, or those of all data-parallel ranks."""
+    return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
 
 def take(batches: Iterator[Batch]) -> Batch:
@@ -169,7 +177,8 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
         for numbers, arrays in source:
             if log is not None:
                 log.add(numbers, arrays)
-            yield Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
+            batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
+            yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
 
 
 def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Iterator[tuple[list[int], Arrays]]:

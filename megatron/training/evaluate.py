@@ -24,7 +24,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
         parallel.finish_gather()
     for _ in range(iterations):
         work = StepWork(trainer, batches, count, training=False)
-        run(trainer.script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        run(trainer.script(work.own_microbatches, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
         for name, pair in work.report().items():
             totals[name] = totals[name] + pair if name in totals else pair
     trainer.train_mode(True)

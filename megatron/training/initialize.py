@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
@@ -115,8 +116,10 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
 
 def _kernels(config: RunConfig, device: torch.device) -> Kernels:
     need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
-                padding=config.model.architecture != "gpt", attention_dropout=config.model.attention_dropout)
-    return select(need, {"attention": config.model.attention_backend})
+                padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
+                softcap=config.model.attention_logit_softcap is not None, attention_dropout=config.model.attention_dropout,
+                uneven_heads=config.model.uneven_heads)
+    return select(need, config.model.kernel_wishes)
 
 
 def _timers(config: RunConfig, mesh: Mesh) -> Timers:
@@ -137,4 +140,10 @@ def _describe(run: Run) -> None:
     run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
             f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")
     run.say("kernels: " + ", ".join(f"{op} by {name}" + (f" (not {why})" if why else "")
-                                    for op, name, why in run.kernels.report))
+                                    for op, name, why in run.kernels.report
+                                    if op != "grouped_linear" or config.model.moe.num_experts))
+    moe = config.model.moe
+    if moe.num_experts:
+        kind = moe.moe_token_dispatcher_type.replace("flex", "alltoall (flex: no library such as DeepEP is called yet)")
+        run.say(f"experts: {moe.num_experts} a layer over {mesh.ep.size} ranks, each cut over {mesh.etp.size} and held by {mesh.edp.size}; "
+                f"tokens are sent by {kind}")

@@ -60,6 +60,7 @@ RENAMES = (
     Rename("--checkpoint-num-layers", ("--recompute-num-layers",)),
     Rename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
     Rename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
+    Rename("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
     Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
     Rename("--s3-cache-path", ("--object-storage-cache-path",)),
     Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
@@ -70,8 +71,8 @@ VALUES = (
     ("--optimizer", "muon dist_muon adaptive_muon lion soap", "this optimizer is not built yet; choose adam or sgd"),
     ("--sft-tokenizer-prompt-format", "nemotron-h-aligned nemotron-nano-v2 identity default",
      "this format is not built in; choose chatml, llama2, llama3 or mistral, or tokenizer and the model's own --chat-template"),
-    ("--recompute-modules", "moe moe_act shared_experts mla_up_proj",
-     "the module to recompute belongs to a kind of layer that is not built yet; choose core_attn, layernorm or mlp"),
+    ("--moe-router-load-balancing-type", "quantile_balancing",
+     "this way of balancing is not built yet; choose aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none"),
 )
 
 IGNORED = (
@@ -174,15 +175,18 @@ LATER = (
     Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
+    Group("later", "no library such as DeepEP is called yet: --moe-token-dispatcher-type flex sends tokens as alltoall does; leave it out",
+          switches="moe-enable-deepep", values="moe-flex-dispatcher-backend=deepep"),
+    Group("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
     Group("later", "this part of mixture-of-experts layers is not built yet",
-          switches="moe-enable-deepep moe-layer-recompute overlap-moe-expert-parallel-comm "
+          switches="overlap-moe-expert-parallel-comm "
                    "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-router-padding-for-quantization moe-router-padding-for-fp8 "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
-                   "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream moe-extended-tp "
+                   "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream "
                    "moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
                    "moe-routing-trace-dump-weights",
-          values="moe-flex-dispatcher-backend=deepep moe-latent-size moe-router-topk-limited-devices "
+          values="moe-latent-size moe-router-topk-limited-devices "
                  "moe-router-quantile-balancing-ema moe-router-force-biased moe-shared-expert-glu-interleave-size "
                  "moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms "
                  "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute "
@@ -261,19 +265,20 @@ LATER = (
           switches="freeze-all-layers batch-invariant-mode",
           values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
                  "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
-    Group("later", "text generation is not built yet; a training run has no use for its settings",
-          switches="flash-decode enable-chunked-prefill use-legacy-static-engine inference-dynamic-batching "
-                   "inference-dynamic-batching-track-paused-request-events "
+    Group("ignored", "training generates no text; tools/generate.py takes it",
+          switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
+          values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
+                 "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
+                 "inference-dynamic-batching-block-size num-speculative-tokens"),
+    Group("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
+    Group("later", "this setting of text generation is not built, and a training run has no use for it",
+          switches="use-legacy-static-engine inference-dynamic-batching-track-paused-request-events "
                    "inference-dynamic-batching-track-generated-token-events decode-only-cuda-graphs "
                    "inference-cuda-graph-all-prefills inference-text-gen-server-logging inference-wandb-logging "
                    "inference-use-synchronous-zmq-collectives inference-disable-ep-consensus "
                    "nccl-all-reduce-for-prefill inference-fuse-tp-communication inference-disable-triton-nvls-kernels "
                    "inference-moe-disable-fused-quant-kernels",
-          values="inference-max-requests=8 inference-max-seq-length=2560 max-tokens-to-oom=12000 "
-                 "inference-batch-times-seqlen-threshold=-1 inference-dynamic-batching-buffer-size-gb=40 "
-                 "inference-dynamic-batching-block-size=256 inference-dynamic-batching-max-requests "
-                 "inference-dynamic-batching-max-tokens num-speculative-tokens=0 inference-max-batch-size=8 "
-                 "inference-dynamic-batching-prefix-caching "
+          values="max-tokens-to-oom=12000 inference-batch-times-seqlen-threshold=-1 "
                  "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-mamba-memory-ratio "
                  "inference-dynamic-batching-num-cuda-graphs inference-cuda-graph-max-tokens inference-cuda-graph-scope "
                  "inference-dynamic-batching-unified-memory-level "

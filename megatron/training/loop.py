@@ -20,6 +20,7 @@ from megatron.core.parallel.device import empty_cache, memory_report, name_of, p
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
 from megatron.training.evaluate import evaluate
+from megatron.training.leak_probe import demand_no_leak
 from megatron.training.metrics import (
     Meter,
     Work,
@@ -44,6 +45,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
     datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
     forward_step(run, batches, stage) -> (output, loss function).
     """
+    demand_no_leak(run)
     trainer = build_trainer(run, model, forward_step)
     checkpoint = Checkpoint(trainer)
     checkpoint.resume()

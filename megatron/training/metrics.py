@@ -34,10 +34,22 @@ PEAK_TFLOPS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Loads:
+    """How often experts were chosen in one step. table: [layers, e + 1], this rank's share; last what was dropped.
+
+    A layer without experts has zeros. by_layer: each layer is reported too.
+    """
+
+    table: Tensor
+    by_layer: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One training step. Before it is resolved its numbers may be tensors on the device; afterwards all are plain.
 
-    losses: before, this rank's [sum, count] of each, a tensor of two numbers; after, the mean over all ranks.
+    losses: before, this rank's [sum, count] of each, a tensor of two numbers; after, the mean over all ranks. Figures that
+    stay off the log line have names under moe/. loads: before, how often experts were chosen; after, among the losses.
     None: not measured in this run or this step. consumed_samples: of the run, after the step.
     skipped: the optimizer did not step (overflow in fp16).
     """
@@ -47,6 +59,7 @@ class Step:
     batch_size: int
     learning_rate: float
     losses: Mapping[str, Tensor | float]
+    loads: Loads | None = None
     decoupled_learning_rate: float | None = None
     loss_scale: Tensor | float = 1.0
     grad_norm: Tensor | float | None = None
@@ -152,19 +165,45 @@ def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[
     scalars = [value for step in steps for name in fields if torch.is_tensor(value := getattr(step, name))]
     pairs = [loss for step in steps for loss in step.losses.values()]
     # fp64 holds counts of up to 2^53 exactly, which token and zero counts of large models need.
-    flat = [reduce(torch.cat([pair.detach().double() for pair in pairs]))] if pairs else []
+    tables = [step.loads.table for step in steps if step.loads is not None]
+    summed = [value.detach().double().flatten() for value in (*pairs, *tables)]
+    flat = [reduce(torch.cat(summed))] if summed else []
     device = (pairs or scalars)[0].device if pairs or scalars else None
     flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
     values = iter(torch.cat(flat).tolist() if flat else ())
     means = iter([_mean(next(values), next(values)) for _ in pairs])
+    figures = iter([_load_figures([[next(values) for _ in row] for row in step.loads.table], step.loads.by_layer)
+                    for step in steps if step.loads is not None])
     found = []
     for step in steps:
-        losses = {name: next(means) for name in step.losses}
+        losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
         plain = {name: next(values) for name in fields if torch.is_tensor(getattr(step, name))}
         if "skipped" in plain:
             plain["skipped"] = bool(plain["skipped"])
-        found.append(dataclasses.replace(step, losses=losses, **plain))
+        found.append(dataclasses.replace(step, losses=losses, loads=None, **plain))
     return found
+
+
+def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
+    """How evenly experts were used, as means over the layers that have some; 1 is even for the first two.
+
+    moe/load_max_over_mean: of the busiest expert. moe/load_entropy: of the loads, over that of even ones. moe/dropped: share
+    of the choices that were dropped.
+    """
+    found: dict[str, list[float]] = {}
+    for layer, (*loads, dropped) in enumerate(table):
+        total = sum(loads)
+        if not total:
+            continue
+        entropy = -sum(load / total * math.log(load / total) for load in loads if load)
+        for name, figure in (("moe/load_max_over_mean", max(loads) * len(loads) / total), ("moe/dropped", dropped / total),
+                             ("moe/load_entropy", entropy / math.log(len(loads)) if len(loads) > 1 else 1.0)):
+            found.setdefault(name, []).append(figure)
+            if by_layer:
+                found[f"{name}_layer_{layer}"] = [figure]
+        if by_layer:
+            found |= {f"moe/load_layer_{layer}_expert_{expert}": [load / total] for expert, load in enumerate(loads)}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _mean(total: float, count: float) -> float:
@@ -192,7 +231,7 @@ def report_line(report: Report, now: datetime) -> str:
     if last.decoupled_learning_rate is not None:
         parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {last.batch_size:5d}")
-    parts += [f"{name}: {loss:.6E}" for name, loss in report.losses.items()]
+    parts += [f"{name}: {loss:.6E}" for name, loss in report.losses.items() if not name.startswith("moe/")]
     parts.append(f"loss scale: {last.loss_scale:.1f}")
     if last.grad_norm is not None:
         parts.append(f"grad norm: {last.grad_norm:.3f}")

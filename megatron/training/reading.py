@@ -41,9 +41,13 @@ def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int
 
 
 def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
-    """Whether a rank with these stages reads the data: ends of the network do, and all where documents or padding are told apart."""
+    """Whether a rank with these stages reads the data: ends of the network do, and all where documents or padding are told apart.
+
+    So do stages with experts whose losses count by the number of tokens.
+    """
     told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
-    return told_apart or any(s.embeds or s.heads for s in stages)
+    counts = config.train.calculate_per_token_loss and config.model.moe.has_losses
+    return told_apart or any(s.embeds or s.ahead or s.heads or counts and any(row.mlp == "moe" for row in s.layers) for s in stages)
 
 
 def in_turn(config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ The first rank looks, all hear the same, and all open and verify it; so no rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Step
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.dialects import FOREIGN, find_foreign, own_steps
+from megatron.training.upcycling import Upcycled, is_dense
 
 Result = TypeVar("Result")
 
@@ -32,11 +33,14 @@ _SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
           "true_vocab_size", "position_embedding_type", "normalization", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear",
           "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu", "untie_embeddings_and_output_weights",
           "apply_residual_connection_post_layernorm", "architecture", "encoder_num_layers", "decoder_num_layers", "relu", "geglu",
-          "norm_after_residual", "embedding_layernorm", "softmax_scale", "scale_tied_logits", "relative_attention_num_buckets",
-          "relative_attention_max_distance")
+          "norm_after_residual", "sandwich_norm", "embedding_layernorm", "scale_embeddings", "softmax_scale", "scale_tied_logits",
+          "relative_attention_num_buckets", "relative_attention_max_distance")
+_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+            "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score",
+            "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
 # Settings that a network can be adapted to by training on (--finetune), but that a run does not change midway.
 _NUMBERS = ("norm_epsilon",)
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
            "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 _LABELS = {"true_vocab_size": "size of the tokenizer's vocabulary", "architecture": "kind of network"}
 
@@ -100,6 +104,8 @@ def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
         source = _together(lambda: _open_foreign(wanted, config), axis)
         opened = Opened(source, wanted.weights_only or "run.progress" not in source.values,
                         size=sum(_bytes(source, name) for name in source.formats))
+    if config.model.moe.moe_use_upcycling and is_dense(opened.source):
+        opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
     _demand_same_network(opened, config)
     return opened
 
@@ -110,6 +116,10 @@ def differences(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bo
     names = list(_SHAPE)
     if mine["position_embedding_type"] == "learned_absolute":
         names.append("max_position_embeddings")
+    if mine["num_experts"] or saved.get("num_experts"):
+        names += _EXPERTS
+    if mine["position_embedding_type"] in ("rope", "yarn", "mrope"):
+        names.append("rotary_interleaved")  # no training on would find its way from one to the other
     if not weights_only:
         names += _NUMBERS + (_ROTARY if mine["position_embedding_type"] == "rope" else ())
     return [f"{_LABELS.get(name) or spelling(name)}: {_word(saved[name])} in the checkpoint, {_word(mine[name])} in this run"
@@ -181,7 +191,8 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
 def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
     dialect = next(one for one in FOREIGN if one.name == wanted.dialect)
     assert wanted.place is not None, "a checkpoint of another dialect has a place"
-    return dialect.open(wanted.place, {"true_vocab_size": config.model.true_vocab_size})
+    model = config.model
+    return dialect.open(wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers})
 
 
 def _together(action: Callable[[], Result], axis: Axis) -> Result:

@@ -54,7 +54,8 @@ class Run:
         """What layers are built with."""
         return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
                      dtype=getattr(torch, self.config.precision.dtype),
-                     sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute)
+                     sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
+                     cp_comm_type=self.config.parallel.cp_comm_type)
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.manifest import WIDTHS, parsed
 from megatron.core.dist_checkpointing.store import COMMIT, MANIFEST, Step, candidates, describe, read_commit, read_sealed, walk
 
+OWN = "this project"  # the dialect of our own
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
@@ -102,7 +103,7 @@ def own_contents(folder: Path) -> Contents:
                           tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces))
                     for name, one in manifest.tensors.items())
     files = {name: facts.size for name, facts in manifest.files.items()}
-    return Contents(str(folder), "this project", commit.iteration, description.world_size, files, tensors, manifest.values,
+    return Contents(str(folder), OWN, commit.iteration, description.world_size, files, tensors, manifest.values,
                     description.values)
 
 

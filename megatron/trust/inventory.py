@@ -19,6 +19,7 @@ from megatron.trust.compare import Difference, compare_sources
 from megatron.trust.contents import fits
 
 Settings = Mapping[str, Any]
+_UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Verdict:
 
 
 def _slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
-    return lambda settings, ranks, parameters: [f"optimizer.{slot}.{name}" for name in parameters] if needed(settings) else []
+    return lambda settings, ranks, parameters: [f"optimizer.{slot}.{name}" for name in parameters
+                                                if needed(settings) and not name.endswith(_UNTRAINED)]
 
 
 def _always(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
@@ -96,7 +98,8 @@ DERIVED = {
     ("trainer.parallels.*._launched", "trainer.parallels.*._missing*", "trainer.parallels.*._reducing*"): "of one step's reductions",
     ("trainer.parallels.*._gathering*",): "parameters on their way to other ranks; a save waits for them",
     ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
-    ("trainer.loss_names*",): "names of the losses, which the first step asks for",
+    ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
+    ("trainer.stages.*.recorded*",): "choices of experts of the last step, for whoever replays it (--moe-enable-routing-replay)",
     ("trainer.run.timers.*",): "time spent, which is only reported",
     ("data.*",): "samples read ahead; which come next follows from the counters",
     ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",

@@ -47,7 +47,8 @@ LATE_IMPORTS = ("megatron/core/kernels/", "megatron/core/tokenizers/", "megatron
                 "tools/inspect_dataset.py",
                 *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")))
 # Parts of ours that may come late: the command line is read before torch is imported.
-LATE_OWN = (("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),)
+LATE_OWN = (("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),
+            ("tools/check_config.py", "megatron.trust.built.check_build"))
 FLAG_READERS = ("megatron/core/config/flags.py", "megatron/training/arguments.py", "megatron/training/run.py",
                 "megatron/training/initialize.py", "megatron/training/global_vars.py")
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")

@@ -25,6 +25,10 @@ class LetterTokenizer:
         self.additional_special_tokens_ids = tuple(range(vocab_size - extra, vocab_size))
         self.unique_identifiers = {"class": "letters", "vocab_size": vocab_size, "extra": extra}
 
+    def tokenize(self, text: str) -> list[int]:
+        """An id for each letter."""
+        return [FIRST + ord(letter) % 64 for letter in text]
+
     def id_to_token(self, token: int) -> str:
         """##n for ids that continue a word."""
         text = self.special_ids[-1] < token < self.vocab_size - len(self.additional_special_tokens_ids)

@@ -19,10 +19,11 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.batch import Batch, LossFunction, masked_loss
+from megatron.training.batch import Batch, LossFunction, language_loss
+from megatron.training.regroup import Regrouped
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.timers import Timers
@@ -52,7 +53,7 @@ def run_of(settings: RunConfig, device: torch.device = torch.device("cpu")) -> R
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
-    kernels = select(Need(device=device.type, dtype=dtype), {"attention": settings.model.attention_backend})
+    kernels = select(Need(device=device.type, dtype=dtype), settings.model.kernel_wishes)
     return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY - 1),
                streams=RandomStreams.build(mesh, settings.train.seed), timers=Timers(level=0), log=logging.getLogger("tiny"))
 
@@ -66,8 +67,8 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """The forward step of pretrain_gpt."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
-                   documents=batch.documents, side=batch.side)
-    return output, lambda losses: masked_loss(losses, batch.loss_mask)
+                   documents=batch.documents, side=batch.side, ahead=batch.ahead)
+    return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 
 
 def samples(settings: RunConfig, iteration: int) -> dict[str, np.ndarray]:
@@ -101,17 +102,25 @@ def _with_padding(settings: RunConfig, random: np.random.Generator, window: np.n
 
 
 def batches(run: Run, iteration: int) -> Iterator[Batch]:
-    """This rank's microbatches of an iteration, in the order of the single sampler."""
-    whole, train, axis = samples(run.config, iteration), run.config.train, run.mesh.dp
+    """This rank's microbatches of an iteration, in the order of the single sampler; those of all ranks regrouped, if asked."""
+    if run.config.parallel.hybrid_context_parallel:
+        return Regrouped(rows(run, iteration, Axis("dp")), run.mesh, run.config)
+    return rows(run, iteration, run.mesh.dp)
+
+
+def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
+    """The microbatches of one rank of a data axis."""
+    whole, train = samples(run.config, iteration), run.config.train
     data = run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
-        rows = {name: torch.from_numpy(array[first:first + train.micro_batch_size]).to(run.mesh.device)
-                for name, array in whole.items()}
-        yield Batch(tokens=rows["tokens"], labels=rows["labels"], loss_mask=rows["loss_mask"],
-                    positions=rows["positions"] if data.reset_position_ids else None,
-                    documents=rows["documents"] if data.reset_attention_mask else None,
-                    extras={name: row for name, row in rows.items() if name not in Batch.__slots__})
+        own = {name: torch.from_numpy(array[first:first + train.micro_batch_size]).to(run.mesh.device)
+               for name, array in whole.items()}
+        batch = Batch(tokens=own["tokens"], labels=own["labels"], loss_mask=own["loss_mask"],
+                      positions=own["positions"] if data.reset_position_ids else None,
+                      documents=own["documents"] if data.reset_attention_mask else None,
+                      extras={name: row for name, row in own.items() if name not in Batch.__slots__})
+        yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
 
 
 PROVIDERS = {"gpt": (gpt, forward_step), "bert": (pretrain_bert.model, pretrain_bert.forward_step),

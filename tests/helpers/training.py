@@ -39,12 +39,13 @@ def train_here(changes: dict[str, Any], steps: int) -> tuple[list[float], list[f
 
 
 def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
-    """Train a trainer for some more steps; losses over all tokens, and gradient norms."""
+    """Train a trainer for some more steps; losses over all tokens, and gradient norms. A loss of tokens ahead is added."""
     losses, norms = [], []
     for _ in range(steps):
         step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
-        total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
-        losses.append(total / count)
+        pairs = [collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist() for name, pair in step.losses.items()
+                 if name == "lm loss" or name.startswith("mtp_")]
+        losses.append(sum(total / count for total, count in pairs))
         norms.append(float(step.grad_norm))
     for parallel in trainer.parallels:
         parallel.finish_gather()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -44,17 +42,12 @@ from megatron.core.transformer.stack import Stack
 from megatron.training import stages
 from megatron.training.step import StepWork
 from tests.helpers.training import Held, train_here
-
-Row = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Defect:
-    """patches: what to replace, as (owner, name, replacement). rows: rows of the table that must notice."""
-
-    name: str
-    rows: tuple[Row, ...]
-    patches: tuple[tuple[Any, str, Any], ...]
+from tests.parity.attention_defects import VARIANTS
+from tests.parity.context_defects import CONTEXT
+from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
+from tests.parity.expert_defects import EXPERTS
+from tests.parity.latent_defects import LATENTS
+from tests.parity.routing_defects import ROUTING
 
 
 @contextmanager
@@ -72,21 +65,7 @@ def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[
         return train_here(changes, steps)
 
 
-def _collectives_with(**replaced: Callable[..., Any]) -> SimpleNamespace:
-    """The collectives as one module sees them, some of them replaced."""
-    return SimpleNamespace(**{**vars(collectives), **replaced})
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
 # Sums that layouts ask for.
-
-def _sum_replicated_but(left_out: Callable[[Segment], bool]) -> Callable[..., None]:
-    whole = finalize.sum_replicated
-    return lambda segments, mesh: whole([segment for segment in segments if not left_out(segment)], mesh)
-
 
 def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None:
     for segment in segments:
@@ -100,8 +79,8 @@ _counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, 
 _group_of, _set_rates = optimizer.group_of, Optimizer.set_rates
 
 
-def _count_tied_twice(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
+def _count_tied_twice(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded)
 
 
 def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
@@ -287,18 +266,18 @@ def _forget_the_divisor(self: StepWork) -> float:
 
 DEFECTS: tuple[Defect, ...] = (
     Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "layernorm" in s.name)),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "layernorm" in s.name)),)),
     Defect("row bias gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),)),
     Defect("position embedding gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "position" in s.name)),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "position" in s.name)),)),
     Defect("query and key norm gradients are not summed over tensor ranks", (("tp2 mb4", "qk-norm-decays"),),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),)),
-    Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", _nothing),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),)),
+    Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", nothing),)),
     Defect("key/value head copies are summed over all ranks, not over those that share", (("tp4 sp mb2", "gqa2"),),
            ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),)),
     Defect("the tied matrix's gradients are not summed over its two stages", (("pp2", "gpt"), ("pp2 vpp2", "gpt")),
-           ((finalize, "sum_tied", _nothing),)),
+           ((finalize, "sum_tied", nothing),)),
     Defect("the norm counts replicated parameters on every tensor rank", (("tp2", "gpt"), ("tp2 sp", "gpt")),
            ((clip, "is_shared_over_tensor", lambda spec: False),)),
     Defect("the norm counts the tied matrix on both stages", (("pp2", "gpt"),), ((clip, "counted_ranges", _count_tied_twice),)),
@@ -315,23 +294,23 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)),
     Defect("a row layer adds its bias on every rank before the sum", (("tp2", "gpt"),), ((RowLinear, "forward", _bias_before_the_sum),)),
     Defect("a column layer does not sum its input gradient", (("tp2", "gpt"),),
-           ((linear, "collectives", _collectives_with(start_all_reduce=_nothing)),)),
+           ((linear, "collectives", collectives_with(start_all_reduce=nothing)),)),
     Defect("a column layer keeps its piece of the input gradient without summing", (("tp2 sp", "gpt"),),
-           ((linear, "collectives", _collectives_with(start_reduce_scatter=_keep_own_piece)),)),
+           ((linear, "collectives", collectives_with(start_reduce_scatter=_keep_own_piece)),)),
     Defect("a column layer's weight gradient sees one piece of the sequence", (("tp2 sp", "gpt"),),
-           ((linear, "collectives", _collectives_with(start_all_gather=_repeat_own_piece)),)),
+           ((linear, "collectives", collectives_with(start_all_gather=_repeat_own_piece)),)),
     Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
     Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
            ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
     Defect("padded vocabulary rows take part in the softmax", (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
            ((heads, "cross_entropy", _softmax_with_padding),)),
     Defect("ranks subtract different maxima in the softmax", (("tp2", "gpt"),),
-           ((loss, "collectives", _collectives_with(all_reduce=_own_maximum)),)),
+           ((loss, "collectives", collectives_with(all_reduce=_own_maximum)),)),
     Defect("documents are kept apart on the first stage only", (("pp4 mb2", "packed-rope"),), ((GPTModel, "forward", _forget_documents),)),
     Defect("a saved input is gathered in the wrong order", (("recompute-uniform tp2 distribute-saved", "gpt"),),
-           ((recompute, "collectives", _collectives_with(all_gather=_gather_backwards)),)),
+           ((recompute, "collectives", collectives_with(all_gather=_gather_backwards)),)),
     Defect("recomputation draws other dropout", (("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout")),
-           ((RandomStreams, "load", _nothing),)),
+           ((RandomStreams, "load", nothing),)),
     Defect("a gradient meets another microbatch's activations", (("pp2", "gpt"), ("pp2 gpipe", "gpt")),
            ((_Walk, "_backward", _another_activation),)),
     Defect("the last stage reads another microbatch's labels", (("pp2", "gpt"),), ((StepWork, "_batch", _another_batch_at_the_end),)),
@@ -365,7 +344,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("each tensor rank pools the first position of its own piece", (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
            ((Region, "first", lambda self, x: x[0]),)),
     Defect("the masked-word transform's gradients are not summed under sequence parallelism", (("tp2 sp mb4", "bert-words"),),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "lm_head.dense" in s.name)),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "lm_head.dense" in s.name)),)),
     Defect("gradients of token types are not summed under sequence parallelism", (("tp2 sp mb2", "bert"),),
-           ((finalize, "sum_replicated", _sum_replicated_but(lambda s: "tokentype" in s.name)),)),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "tokentype" in s.name)),)),
+    *VARIANTS,
+    *CONTEXT,
+    *EXPERTS,
+    *LATENTS,
+    *ROUTING,
 )

@@ -38,6 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2-zero": layout(4, tensor_model_parallel_size=2, use_distributed_optimizer=True),
     "tp2-pp2-dp2-zero": layout(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True,
                                use_distributed_optimizer=True),
+    "cp2": layout(2, context_parallel_size=2),
+    "cp2-tp2-zero": layout(4, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
     "uneven": layout(2, pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1),
     "padding": layout(1, make_vocab_size_divisible_by=64),
 }

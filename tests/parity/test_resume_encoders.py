@@ -1,4 +1,4 @@
-"""BERT and T5: save under one layout, resume under another, and go on as if nothing had happened."""
+"""BERT, T5, latents and tokens ahead: save under one layout, resume under another, and go on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.parity.test_resume import AFTER, BEFORE, resume_and_train, train_and_
 
 PAIRS = (("bert", "", "tp2 sp pp2"), ("bert", "pp2 vpp2", "dp2 zero"), ("bert-published", "tp2 dp2 zero", "pp4"),
          ("t5", "pp2", "tp2 sp"), ("t5-v1.0", "pp2 vpp3", ""), ("t5-v1.0", "dp2 zero", "pp2 first-layers4"),
-         ("t5-v1.1", "tp2 pp2 dp2 zero", "dp2"))
+         ("t5-v1.1", "tp2 pp2 dp2 zero", "dp2"), ("mla-q", "tp2 sp dp2 zero", "pp2 vpp2"), ("mtp2", "pp4 layout=E|ttt|tmm|L", "tp2 sp"),
+         ("mtp2-tied-packed", "dp2 zero", "pp4 layout=Et|t|ttmm|L"), ("mla-mtp2", "cp2 tp2 sp", "pp2 dp2 zero"))
 
 
 @cache

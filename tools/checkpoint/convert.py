@@ -39,6 +39,7 @@ from megatron.core.families import hf
 from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.shapes import EMBEDDING
+from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
 from megatron.training.dialects import FOREIGN, OURS, open_checkpoint
 
@@ -103,8 +104,7 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
     settings = dict(source.settings)
     if dialect != OWN:  # what it leaves out has its default
         settings = {**settings, **to_values(model_of(settings))}
-        settings |= {name: value for name, value in (hf.model_settings(source.where) if dialect == PUBLISHED else {}).items()
-                     if name.startswith("tokenizer_")}
+        settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else {}
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, Saved) else 1
     return rewrite(source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks), remarks

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, walk
-from megatron.trust.contents import Contents, Entry, as_json, counted, fits, own_contents, own_step, size_words
+from megatron.trust.contents import OWN, Contents, Entry, as_json, counted, fits, own_contents, own_step, size_words
 
 SHOWN = 100  # characters of a value
 
@@ -66,8 +66,8 @@ def heading(contents: Contents) -> list[str]:
 
 
 def others(path: str, contents: Contents) -> list[str]:
-    """What else lies in a folder of checkpoints."""
-    if os.path.abspath(path) == os.path.abspath(contents.path):
+    """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
+    if contents.dialect != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
     found = walk(path)
     here = ", ".join(str(step.iteration) for step in sorted(found.steps, key=lambda step: step.iteration))

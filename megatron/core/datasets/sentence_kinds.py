@@ -14,6 +14,7 @@ from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.marks import refuse_frame
 from megatron.core.datasets.masking import MaskOptions, word_continuations
 from megatron.core.datasets.mock import MockSentences
 from megatron.core.datasets.samples import DatasetKind
@@ -88,7 +89,11 @@ def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
 
 
 def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
-    """The ids of these names; `ConfigError` with all that the tokenizer lacks. needed: name -> what it is called."""
+    """The ids of these names; `ConfigError` with all that the tokenizer lacks, or for one that adds some itself.
+
+    needed: name -> what it is called.
+    """
+    refuse_frame(tokenizer)
     lacking = [words for name, words in needed.items() if getattr(tokenizer, name) is None]
     if lacking:
         raise ConfigError(f"{network} needs {', '.join(lacking)}, which {type(tokenizer).__name__} does not have; choose a "

@@ -2,109 +2,93 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
-from itertools import islice
 
 import pytest
 import torch
 
-from megatron.core.config.rules import stages_of
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
-from megatron.inference.generate import continuation, generate_text
+from megatron.inference.engine import Engine
+from megatron.inference.generate import continuation, generate_text, generate_texts
 from megatron.inference.sampling import Sampling
 from tests.helpers import tiny
+from tests.unit.inference.serving import GREEDY, engine_of, network, stages_on
 
-GREEDY = Sampling(temperature=0.0)
 POSITIONS = 16
 
 
 @cache
 def model(positions: str = "learned_absolute", vocabulary: int = tiny.VOCABULARY) -> GPTModel:
-    """A whole untrained network; large initial weights make its opinions strong."""
-    settings = tiny.config(1, num_layers=2, hidden_size=32, num_attention_heads=4, init_method_std=0.5,
-                           position_embedding_type=positions, hidden_dropout=0.3, attention_dropout=0.3,
-                           untie_embeddings_and_output_weights=True)
-    unpadded = dataclasses.replace(settings, model=dataclasses.replace(settings.model, padded_vocab_size=None))
-    run = tiny.run_of(tiny.with_vocabulary(unpadded, vocabulary))
-    return tiny.gpt(run, stages_of(run.config)[0]).materialize(7).eval()
+    """A whole untrained network with few positions."""
+    return stages_on(1, vocabulary, position_embedding_type=positions, max_position_embeddings=POSITIONS, seq_length=POSITIONS)[0]
 
 
-def likeliest(network: GPTModel, ids: list[int]) -> int:
-    """The token after a text, from one forward pass over all of it."""
-    with torch.no_grad():
-        logits = network(ids=torch.tensor([ids]))
-    return int(logits[-1, 0, :network.build.model.true_vocab_size].argmax())
+def engine(positions: str = "learned_absolute") -> Engine:
+    return engine_of(model(positions))
+
+
+def recomputed(network: GPTModel, ids: list[int], count: int) -> list[int]:
+    """The likeliest tokens after a text, each from one forward pass over as much of it as there are positions for."""
+    ids = list(ids)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = network(ids=torch.tensor([ids[-POSITIONS:]]))
+        ids.append(int(logits[-1, 0, :network.build.model.true_vocab_size].argmax()))
+    return ids[-count:]
 
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "none"])
 def test_a_greedy_continuation_is_the_step_by_step_recomputation(positions: str) -> None:
-    network, ids = model(positions), [3, 1, 4, 1, 5]
-    found = list(continuation(network, ids, num_tokens=10, sampling=GREEDY, stop=None))
-    expected = list(ids)
-    for _ in range(10):
-        expected.append(likeliest(network, expected))
-    assert found == expected[5:]
-    assert len(set(found)) > 2, "a continuation of one token proves little"
+    ids = [3, 1, 4, 1, 5]
+    assert continuation(engine(positions), ids, num_tokens=10, sampling=GREEDY, ends=False) == recomputed(model(positions), ids, 10)
 
 
-def test_a_continuation_longer_than_the_positions_slides() -> None:
-    network, ids = model(), list(range(12))
-    found = list(continuation(network, ids, num_tokens=20, sampling=GREEDY, stop=None))
-    expected = list(ids)
-    for _ in range(20):
-        expected.append(likeliest(network, expected[-POSITIONS:]))
-    assert found == expected[12:]
+@pytest.mark.parametrize("length", [1, 12, 16, 30])
+def test_a_text_longer_than_the_positions_slides(length: int) -> None:
+    ids = [number * 7 % 50 for number in range(length)]
+    assert continuation(engine(), ids, num_tokens=20, sampling=GREEDY, ends=False) == recomputed(model(), ids, 20)
 
 
-def test_a_prompt_longer_than_the_positions_is_read_from_its_end() -> None:
-    ids = [7, 3, 9] * 10
-    found = list(continuation(model(), ids, num_tokens=3, sampling=GREEDY, stop=None))
-    assert found == list(continuation(model(), ids[-POSITIONS:], num_tokens=3, sampling=GREEDY, stop=None))
+def test_a_text_that_slides_draws_on_with_its_seed() -> None:
+    warm = Sampling(temperature=0.8)
+    found = continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
+    assert found[:14] == continuation(engine(), [3, 1, 4], num_tokens=14, sampling=warm, ends=False, seed=4)
+    assert found == continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
+    assert found != continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=5)
 
 
 def test_it_stops_at_the_end_of_document_and_does_not_give_it() -> None:
-    free = list(continuation(model(), [3, 1, 4], num_tokens=12, sampling=GREEDY, stop=None))
-    stop = free[6]
-    assert list(continuation(model(), [3, 1, 4], num_tokens=12, sampling=GREEDY, stop=stop)) == free[:free.index(stop)]
+    free = continuation(engine(), [3, 1, 4], num_tokens=30, sampling=GREEDY, ends=False)
+    for stop in (free[6], free[20]):
+        tokenizer = NullTokenizer(tiny.VOCABULARY - 1)
+        tokenizer.eod = stop
+        found = continuation(engine_of(model(), tokenizer), [3, 1, 4], num_tokens=30, sampling=GREEDY)
+        assert found == free[:free.index(stop)]
 
 
-def test_tokens_come_one_at_a_time() -> None:
-    endless = continuation(model(), [3], num_tokens=10**9, sampling=GREEDY, stop=None)
-    assert len(list(islice(endless, 3))) == 3
-    assert torch.is_grad_enabled(), "a continuation that is left half-way switches gradients off for its user"
+TOKENIZERS: dict[str, tuple[Tokenizer, str]] = {"bytes": (ByteTokenizer(), "abc"), "numbers": (NullTokenizer(256), "3 1")}
 
 
-def test_padded_ids_are_never_drawn() -> None:
-    network = model()
-    assert network.build.model.padded_vocab_size > tiny.VOCABULARY
-    hot = Sampling(temperature=1e6)
-    found = list(continuation(network, [3], num_tokens=300, sampling=hot, stop=None, seed=1))
-    assert max(found) < tiny.VOCABULARY and len(set(found)) > 40
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("count", [0, 6, 20])
+def test_a_text_is_continued_as_text(name: str, count: int) -> None:
+    tokenizer, prompt = TOKENIZERS[name]
+    asked = engine_of(model("rope", 257), tokenizer)
+    ids = tokenizer.tokenize(prompt)
+    new = continuation(asked, ids, num_tokens=count, sampling=GREEDY)
+    assert generate_text(asked, prompt, num_tokens=count, sampling=GREEDY) == tokenizer.detokenize(ids + new)
 
 
-def test_a_seed_gives_the_same_text_again_and_leaves_the_global_generator_alone() -> None:
-    state = torch.get_rng_state()
-    texts = [list(continuation(model(), [3, 1], num_tokens=12, sampling=Sampling(), stop=None, seed=seed)) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_text_is_continued_as_text() -> None:
-    network, tokenizer = model("rope", 257), ByteTokenizer()
-    found = generate_text(network, tokenizer, "abc", num_tokens=6, sampling=GREEDY)
-    new = list(continuation(network, list(b"abc"), num_tokens=6, sampling=GREEDY, stop=256))
-    assert found == "abc" + tokenizer.detokenize(new)
+def test_texts_decoded_together_are_those_decoded_alone() -> None:
+    asked, prompts = engine_of(network(vocabulary=257), ByteTokenizer()), ["a", "", "abcdef", "x" * 70]
+    together = generate_texts(asked, prompts, num_tokens=10, sampling=Sampling(0.8), seed=3)
+    assert together == [generate_text(asked, prompt, num_tokens=10, sampling=Sampling(0.8), seed=3) for prompt in prompts]
 
 
 def test_an_empty_prompt_begins_a_document() -> None:
-    network, tokenizer = model("rope", 257), ByteTokenizer()
-    new = list(continuation(network, [tokenizer.eod], num_tokens=6, sampling=GREEDY, stop=256))
-    assert generate_text(network, tokenizer, "", num_tokens=6, sampling=GREEDY) == tokenizer.detokenize(new)
-
-
-def test_a_tokenizer_that_puts_blanks_between_tokens_keeps_them_apart_from_the_prompt() -> None:
-    network, tokenizer = model(), NullTokenizer(tiny.VOCABULARY - 1)
-    new = list(continuation(network, [3, 1], num_tokens=3, sampling=GREEDY, stop=tokenizer.eod))
-    assert generate_text(network, tokenizer, "3 1", num_tokens=3, sampling=GREEDY) == " ".join(map(str, [3, 1, *new]))
+    tokenizer = ByteTokenizer()
+    asked = engine_of(model("rope", 257), tokenizer)
+    new = continuation(asked, [tokenizer.eod], num_tokens=6, sampling=GREEDY)
+    assert generate_text(asked, "", num_tokens=6, sampling=GREEDY) == tokenizer.detokenize(new)

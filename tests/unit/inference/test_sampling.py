@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.inference.sampling import Sampling, draw, probabilities
+from megatron.core.config.flags import ConfigError
+from megatron.inference.sampling import Sampling, draw, penalized, pick, probabilities, uniform
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0])
@@ -36,6 +38,7 @@ def promised(sampling: Sampling) -> list[float]:
             kept.add(token)
             reached += shares[token]
         shares = [share if token in kept else 0.0 for token, share in enumerate(shares)]
+    shares = [share if share >= sampling.min_p * max(shares) else 0.0 for share in shares]
     return [share / sum(shares) for share in shares]
 
 
@@ -46,20 +49,28 @@ def chi_squared(counts: list[int], shares: list[float]) -> tuple[float, int]:
     return sum(terms), len(terms) - 1
 
 
+def picked(sampling: Sampling, seed: int = 1) -> list[int]:
+    """How often each token came, by a request's own numbers."""
+    numbers = [uniform(seed, number) for number in range(DRAWS)]
+    return torch.bincount(pick(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)).tolist()
+
+
 def drawn(sampling: Sampling, seed: int = 1) -> list[int]:
-    """How often each token came."""
+    """How often each token came, by a generator."""
     generator = torch.Generator().manual_seed(seed)
     tokens = draw(LOGITS.expand(DRAWS, -1), sampling, generator)
     return torch.bincount(tokens, minlength=len(LOGITS)).tolist()
 
 
 SETTINGS = [Sampling(), Sampling(temperature=0.5), Sampling(temperature=2.0), Sampling(top_k=3), Sampling(top_k=2, temperature=3.0),
-            Sampling(top_p=0.7), Sampling(top_p=0.35), Sampling(top_p=0.99, temperature=1.5), Sampling(top_k=5, top_p=0.8)]
+            Sampling(top_p=0.7), Sampling(top_p=0.35), Sampling(top_p=0.99, temperature=1.5), Sampling(top_k=5, top_p=0.8),
+            Sampling(min_p=0.2), Sampling(min_p=0.5, temperature=2.0), Sampling(top_k=6, top_p=0.9, min_p=0.3)]
 
 
+@pytest.mark.parametrize("source", [picked, drawn])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampling) -> None:
-    shares, counts = promised(sampling), drawn(sampling)
+def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampling, source: Callable[[Sampling], list[int]]) -> None:
+    shares, counts = promised(sampling), source(sampling)
     assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0), counts
     statistic, freedom = chi_squared(counts, shares)
     # Wilson and Hilferty's approximation of the quantile that chance exceeds once in 10,000 times
@@ -69,8 +80,9 @@ def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampl
 
 def test_the_chi_squared_test_can_tell_settings_apart() -> None:
     for wrong in (Sampling(temperature=1.1), Sampling(top_k=6), Sampling(top_p=0.97)):
-        statistic, freedom = chi_squared(drawn(wrong), promised(Sampling()))
-        assert statistic > 5 * freedom, wrong
+        for source in (picked, drawn):
+            statistic, freedom = chi_squared(source(wrong), promised(Sampling()))
+            assert statistic > 5 * freedom, wrong
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -103,3 +115,66 @@ def test_rows_are_drawn_by_themselves() -> None:
 
 def test_a_seed_gives_the_same_draws_again() -> None:
     assert drawn(Sampling(), seed=5) == drawn(Sampling(), seed=5) != drawn(Sampling(), seed=6)
+
+
+@pytest.mark.parametrize("bins", [7, 100])
+def test_numbers_are_uniform_along_a_text_and_across_seeds(bins: int) -> None:
+    for numbers in ([uniform(5, place) for place in range(DRAWS)], [uniform(seed, 3) for seed in range(DRAWS)],
+                    [uniform(2**63 + seed, seed % 5) for seed in range(DRAWS)]):
+        assert 0.0 <= min(numbers) and max(numbers) < 1.0
+        counts = torch.histc(torch.tensor(numbers, dtype=torch.float64), bins, 0.0, 1.0).tolist()
+        statistic, freedom = chi_squared(counts, [1 / bins] * bins)
+        assert statistic <= freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
+    for pairs in ([(uniform(5, place), uniform(5, place + 1)) for place in range(DRAWS)],
+                  [(uniform(seed, 0), uniform(seed + 1, 0)) for seed in range(DRAWS)]):
+        correlation = float(torch.corrcoef(torch.tensor(pairs, dtype=torch.float64).T)[0, 1])
+        assert abs(correlation) < 4 / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize("number", [0.0, 0.3, 0.7, 1.0 - 2.0**-52])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling, number: float) -> None:
+    shares = promised(sampling)
+    token = int(pick(LOGITS[None].double(), [sampling], [number]))
+    assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[:token + 1]) + 1e-12
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-52])
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.3), Sampling(min_p=0.9)], ids=str)
+def test_no_number_falls_on_a_token_that_is_left_out(sampling: Sampling, number: float) -> None:
+    rows = torch.tensor([[0.0, 0.0, 5.0, 5.1, 0.0, 0.0]])
+    assert probabilities(rows, sampling)[0, int(pick(rows, [sampling], [number]))] > 0
+
+
+def test_rows_are_picked_each_with_its_own_settings() -> None:
+    settings = [Sampling(0.0), Sampling(top_k=2), Sampling(0.0), Sampling(0.5), Sampling(top_k=2)]
+    rows = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
+    numbers = [uniform(1, place) for place in range(5)]
+    alone = [int(pick(rows[place:place + 1], settings[place:place + 1], numbers[place:place + 1])) for place in range(5)]
+    assert pick(rows, settings, numbers).tolist() == alone
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_have_no_token_and_spoil_no_other(bad: float) -> None:
+    rows = torch.stack((LOGITS, LOGITS.index_fill(0, torch.tensor([2]), bad), LOGITS))
+    for sampling in (Sampling(0.0), Sampling(), Sampling(top_k=3, top_p=0.9)):
+        first, none, last = pick(rows, [sampling] * 3, [0.5] * 3).tolist()
+        assert none == -1 and first == last >= 0
+
+
+def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
+    found = penalized(LOGITS, torch.tensor([0, 1, 5]), 2.0)
+    assert found.tolist() == [1.0, -2.0, 0.5, 1.5, -3.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"temperature": -1.0}, "temperature -1.0 is negative"), ({"top_k": -1}, "top-k -1"), ({"top_p": 1.5}, "top-p 1.5"),
+    ({"min_p": 2.0}, "min-p 2.0"), ({"repetition_penalty": 0.0}, "repetition penalty 0.0"), ({"top_p": 0.5, "top_p_bound": 0.6}, "bound 0.6 is above"),
+    ({"temperature": -1.0, "top_k": -1}, "2 settings"),
+])
+def test_settings_that_mean_nothing_are_refused(changes: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Sampling(**changes)

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
@@ -57,7 +58,9 @@ def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
     if task == "RACE":
         return ChoiceSamples([Question(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}") for i in range(count)],
                              encoder)
-    return PairSamples([Text(str(i), text(), text(), i % 3, f"x:{i}") for i in range(count)], encoder)
+    numbers = task == "STS-B"
+    texts = [Text(str(i), text(), text(), i % 6 / 2 if numbers else i % 3, f"x:{i}") for i in range(count)]
+    return PairSamples(texts, encoder, numbers=numbers)
 
 
 def config_of(world_size: int, **changes: Any) -> RunConfig:
@@ -84,15 +87,45 @@ def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Judged]:
     return finetune.predictions(trainer, samples(task))
 
 
-@pytest.mark.parametrize("task", ["MNLI", "RACE"])
+@pytest.mark.parametrize("task", ["MNLI", "RACE", "STS-B"])
 @pytest.mark.parametrize(("ranks", "changes"), [(2, {}), (2, {"pipeline_model_parallel_size": 2}),
                                                 (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
 def test_every_layout_learns_and_says_the_same(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
     changes = {**changes, "fp64": True, "num_layers": 2}
     alone = after_an_epoch(task, {"fp64": True, "num_layers": 2})
     for found in world(ranks).run(after_an_epoch, task, changes):
-        assert [(row.index, row.predicted, row.label) for row in found] == [(row.index, row.predicted, row.label) for row in alone]
+        assert [(row.index, row.label) for row in found] == [(row.index, row.label) for row in alone]
+        assert [row.predicted for row in found] == pytest.approx([row.predicted for row in alone], rel=1e-5, abs=1e-7)
         assert np.allclose([row.scores for row in found], [row.scores for row in alone], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("task", ["MNLI", "STS-B"])
+def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_path: Path, task: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(2)
+    given = samples(task)
+    published = transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=tokenizer().vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=LENGTH, num_labels=1 if task == "STS-B" else 3, initializer_range=0.2)).eval()
+    published.bert.save_pretrained(tmp_path)
+    trainer = trainer_of(task, num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, seq_length=LENGTH,
+                         norm_after_residual=True, embedding_layernorm=True, norm_epsilon=1e-12, pretrained_checkpoint=str(tmp_path))
+    finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task=task, epochs=1))
+    (stage,) = trainer.stages
+    stage.classification_head.load_state_dict(published.classifier.state_dict())
+    rows = [given[number] for number in range(len(given))]
+    ids, types, mask = (torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("tokens", "types", "padding_mask"))
+    labels = torch.tensor([text.label for text in given.texts])
+    theirs = published(ids, token_type_ids=types, attention_mask=mask, labels=labels)
+    found = finetune.predictions(trainer, given)
+    assert np.allclose([row.scores for row in found], theirs.logits.detach(), rtol=1e-4, atol=1e-5)
+    theirs.loss.backward()
+    arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    scores, loss = finetune.judging(trainer.run, iter([Batch.from_arrays(arrays, torch.device("cpu"), positions=False)]), stage)
+    total, count, _ = loss(scores)
+    assert float((total / count).detach()) == pytest.approx(theirs.loss.item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(total / count, stage.pooler.dense.weight)
+    assert torch.allclose(gradient, published.bert.pooler.dense.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_an_answer_that_is_not_there_is_never_chosen() -> None:
@@ -171,6 +204,20 @@ def test_predictions_are_written_with_the_names_of_the_classes(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["said.jsonl"]
 
 
+def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: Path) -> None:
+    run, texts = trainer_of("STS-B").run, samples("STS-B", 2)
+    task = TaskConfig(task="STS-B", output_file=str(tmp_path / "said.jsonl"))
+    finetune.write_predictions(task, Sets(None, (texts,), ("dev.tsv",)), [[Judged(0, 2.25, 0.0, (2.25,)), Judged(1, 4.0, None, (4.0,))]], run)
+    found = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert found == [{"file": "dev.tsv", "uid": "0", "prediction": 2.25, "label": 0.0}, {"file": "dev.tsv", "uid": "1", "prediction": 4.0}]
+    trainer = trainer_of("STS-B")
+    sets = Sets(None, (samples("STS-B"),), ("dev.tsv",))
+    results, (rows,) = finetune.measure(trainer, task, sets)
+    assert list(results) == ["pearson", "spearman"]
+    expected = np.corrcoef([row.predicted for row in rows], [row.label for row in rows])[0, 1]
+    assert results["pearson"] == pytest.approx(expected)
+
+
 def test_flags_have_the_defaults_of_their_task() -> None:
     assert defaults_of(["main.py", "--task", "LAMBADA"])["skip_train"] and "architecture" not in defaults_of(["--task", "LAMBADA"])
     assert defaults_of(["--task=MNLI"]) | {"skip_train": True, "architecture": "bert"} == defaults_of(["--task=MNLI"])
@@ -197,3 +244,9 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
     right = sum(row["prediction"] == row["label"] for row in rows)
     assert len(rows) == 101 and right / len(rows) > 0.95, last
     assert f"MNLI overall: accuracy: {100 * right / 101:.2f} % ({right} of 101 right)" in said("--load", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("words, said", [([], "no --task stands on the command line"), (["--task", "STS-C"], "'STS-B'")])
+def test_a_command_without_a_known_task_is_told_so(words: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "tasks/main.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr, done.stderr

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from tasks.glue import TASKS, accuracy, f1, matthews, measured, read_glue
+from tasks.glue import TASKS, accuracy, f1, matthews, measured, pearson, read_glue, spearman
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/mnli"
@@ -23,6 +24,8 @@ FILES = {
     "MRPC": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tIt rains .\tIt is wet .",
     "SST-2": "sentence\tlabel\nIt rains .\t1",
     "CoLA": "gj04\t1\t\tIt rains .",
+    "STS-B": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+             "7\ta\tb\t2012\t1\tc\td\tIt rains .\tIt is wet .\t1.000",
 }
 
 
@@ -58,6 +61,17 @@ def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
     assert f"{path}:4: 2 columns, expected 12" in said
     assert f"{path}:5: the column sentence1 is empty" in said
     assert f"{path}:2" not in said
+
+
+def test_numbers_outside_the_scale_are_named(tmp_path: Path) -> None:
+    path = table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75\nA .\tB .\t5.1\nA .\tB .\tnan\nA .\tB .\tmuch")
+    with pytest.raises(DataError) as caught:
+        read_glue("STS-B", path)
+    said = str(caught.value)
+    assert all(f"{path}:{line}: label {word!r}, expected a number from 0 to 5" in said for line, word in ((3, "5.1"), (4, "nan"), (5, "much")))
+    assert f"{path}:2" not in said
+    (sample,) = read_glue("STS-B", table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75", "one.tsv"))
+    assert sample.label == 2.75
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
@@ -96,3 +110,29 @@ def test_metrics_are_those_of_their_definitions() -> None:
         precision, recall = (hits / sum(side) if sum(side) else 0.0 for side in (found, true))
         assert f1(pairs) == pytest.approx(2 * precision * recall / (precision + recall) if hits else 0.0)
     assert measured(TASKS["CoLA"], [(1, 1), (0, 0)]) == {"matthews": 1.0, "accuracy": 1.0}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_correlations_are_those_of_their_definitions(tied: bool) -> None:
+    random = np.random.default_rng(3)
+    true = random.integers(0, 6, 40).astype(float) if tied else random.uniform(0, 5, 40)
+    found = true ** 3 + random.normal(0, 20, 40).round(0 if tied else 6)
+    pairs = list(zip(found.tolist(), true.tolist()))
+    mean_f, mean_t = found.mean(), true.mean()
+    covariance = sum((a - mean_f) * (b - mean_t) for a, b in pairs)
+    assert pearson(pairs) == pytest.approx(covariance / (sum((a - mean_f) ** 2 for a in found) * sum((b - mean_t) ** 2 for b in true)) ** 0.5)
+
+    def ranks(numbers: np.ndarray) -> np.ndarray:  # by counting: how many are smaller, and half of the others that are equal
+        return np.array([(numbers < one).sum() + ((numbers == one).sum() + 1) / 2 for one in numbers])
+
+    by_rank = np.corrcoef(ranks(found), ranks(true))[0, 1]
+    assert spearman(pairs) == pytest.approx(by_rank)
+    if not tied:  # Spearman's own formula, for ranks without ties
+        assert spearman(pairs) == pytest.approx(1 - 6 * ((ranks(found) - ranks(true)) ** 2).sum() / (40 * (40 ** 2 - 1)))
+
+
+def test_rank_correlation_is_whole_where_the_order_is_right() -> None:
+    pairs = [(value ** 3, value) for value in (0.5, 4.0, 2.0, 3.0)]
+    assert spearman(pairs) == pytest.approx(1.0) and pearson(pairs) < 0.99
+    assert spearman([(-a, b) for a, b in pairs]) == pytest.approx(-1.0)
+    assert pearson([(1.0, 0.0), (1.0, 5.0)]) == 0.0, "what never changes tells nothing"

@@ -26,8 +26,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
+from megatron.core.datasets.marks import frame  # noqa: E402
 from tasks.harness import MegatronLM, generation  # noqa: E402
-from tasks.likelihood import frame  # noqa: E402
 
 TEXT = "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States " * 3
 PAIRS = [("The state of the", " Union"), ("", "The whale"), ("Call me ", "Ishmael"), (TEXT, " and so on"), ("a", TEXT[:40]),

@@ -54,6 +54,20 @@ def test_rows_are_those_of_transformers(tokenizer: Tokenizer, theirs: object, se
         assert sample["labels"].tolist() == [number] and sample["loss_mask"].tolist() == [1.0] and sample["index"].tolist() == [number]
 
 
+def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(tokenizer: Tokenizer, theirs: object, tmp_path: Path) -> None:
+    theirs.save_pretrained(tmp_path)
+    framing = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert framing.tokenize("rain")[0] == tokenizer.cls and framing.tokenize("rain")[-1] == tokenizer.sep
+    pairs, question = texts(), Question("q", "It rained .", ("What fell ? rain", "What fell ? snow"), 0, "1.txt:1")
+    for given in (PairSamples(pairs, Encoder(framing, 24)), ChoiceSamples([question], Encoder(framing, 24))):
+        expected = PairSamples(pairs, Encoder(tokenizer, 24)) if isinstance(given, PairSamples) else ChoiceSamples(
+            [question], Encoder(tokenizer, 24))
+        for number in range(len(given)):
+            found, wanted = given[number], expected[number]
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert PairSamples(pairs, Encoder(framing, 12)).cut == PairSamples(pairs, Encoder(tokenizer, 12)).cut
+
+
 def test_a_sample_without_a_label_has_no_loss(tokenizer: Tokenizer) -> None:
     sample = PairSamples([Text("0", "a", "b", None, "x:1")], Encoder(tokenizer, 8))[0]
     assert sample["loss_mask"].tolist() == [0.0]

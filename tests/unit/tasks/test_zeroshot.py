@@ -13,16 +13,21 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import bare_ids
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
+from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.training.stages import Trainer, build_trainer
 from tasks import zeroshot
 from tasks.detokenize import detokenized
 from tasks.zeroshot import LastWords, Text, TokenWindows, likeliest, read_passages, read_text
 from tests.helpers import tiny
+from tests.helpers.architecture import ROOT
+from tests.helpers.toytext import package_tokenizer
 from tests.helpers.world import Worlds
 from tests.parity.test_published import ours_and_theirs
 
@@ -160,6 +165,25 @@ def test_strict_passages_end_with_the_whole_last_word(tmp_path: Path) -> None:
     assert (bytes(strict[0]), bytes(strict[1])) == (b"He sat on the old", b" chair")
     (loose,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=False).passages
     assert (bytes(loose[0]), bytes(loose[1])) == (b"He sat on the old chai", b"r")
+
+
+@pytest.mark.parametrize("kind", ["Llama2Tokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"])
+def test_what_a_tokenizer_puts_around_texts_is_never_the_word_to_predict(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lambada.jsonl"
+    path.write_text(json.dumps({"text": "He sat on the old chair"}) + "\n", encoding="utf-8")
+    if kind == "HuggingFaceTokenizer":
+        toy = package_tokenizer()
+        toy.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A $B", special_tokens=[(name, toy.token_to_id(name)) for name in ("<s>", "</s>")])
+        toy.save(str(tmp_path / "tokenizer.json"))
+    model = tmp_path / "tokenizer.json" if kind == "HuggingFaceTokenizer" else ROOT / "examples/data/demo-llama.model"
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
+    opening = [tokenizer.bos] * (kind != "GPTSentencePieceTokenizer")
+    for strict in (True, False):
+        ((beginning, word),) = read_passages([str(path)], tokenizer, length=64, strict=strict).passages
+        assert [*beginning, *word] == [*opening, *bare_ids(tokenizer, ["He sat on the old chair"])[0]]
+        assert tokenizer.detokenize(word).strip() == "chair" if strict else len(word) == 1
+        assert word[-1] not in tokenizer.special_ids
 
 
 def test_a_long_passage_loses_its_first_tokens() -> None:

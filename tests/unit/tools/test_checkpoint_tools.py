@@ -130,6 +130,7 @@ def test_inspect_and_verify_take_every_dialect(dialect: str, dialects: dict[str,
         if "embedding" not in name:  # which is padded in Megatron's files
             assert tuple(found["tensors"][name]["shape"]) == own[name].shape, name
     assert "sound" in printed(capsys, verify, dialects[dialect])
+    assert "damaged" not in printed(capsys, inspect, dialects[dialect], "--summary"), "another project's folder lacks only our files"
 
 
 def test_inspect_of_our_own_format_needs_no_torch_and_the_folder_hides_no_standard_module(made: Path) -> None:

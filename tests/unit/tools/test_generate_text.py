@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.inference.engine import Engine
 from megatron.inference.generate import generate_text
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpointing import Checkpoint
@@ -84,8 +85,9 @@ def generated(tool: ModuleType, capsys: pytest.CaptureFixture[str], folder: str,
 def test_the_text_is_that_of_the_network_that_was_trained(
         tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]) -> None:
     trainer = trained({"hidden_dropout": 0.3, "attention_dropout": 0.3}, str(tmp_path))  # dropout that generation must leave off
-    network, sampling = trainer.stages[0].eval(), Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
-    expected = [generate_text(network, trainer.run.tokenizer, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
+    sampling = Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
+    engine = Engine([trainer.stages[0].eval()], trainer.run.tokenizer)
+    expected = [generate_text(engine, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
                 for prompt in ("3 1 4", "7")]
     found = generated(tool, capsys, str(tmp_path), options)
     assert found == expected and all(line.startswith(prompt + " ") for line, prompt in zip(found, ("3 1 4", "7"), strict=True))

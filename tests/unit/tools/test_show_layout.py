@@ -116,3 +116,11 @@ def test_what_is_missing_is_named(tool: ModuleType, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         tool.main(["--world-size", "2", "--", "--num-layers", "2"])
     assert "--hidden-size, --num-attention-heads, --seq-length, --micro-batch-size must be given" in capsys.readouterr().err
+
+
+def test_the_groups_of_experts_and_what_a_token_uses_are_shown(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown(tool, capsys, "--world-size 4", "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --expert-model-parallel-size 2")
+    assert "experts:        0 1  2 3" in said and "expert data:    0 2  1 3" in said
+    total, active = (int(number.replace(",", "")) for number in re.search(r"([\d,]+) parameters, ([\d,]+) of them used by a token", said).groups())
+    assert total - active == 8 * 3 * (2 * 32 * 128 + 128 + 32)  # layers, idle experts, an expert
+    assert "experts:" not in shown(tool, capsys, "--world-size 4")

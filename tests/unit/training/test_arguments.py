@@ -166,9 +166,9 @@ def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, content: str |
 
 
 def test_unknown_flags_old_flags_and_broken_rules_come_in_one_message() -> None:
-    found = problems([*NEEDED, "--num-leyers", "4", "--multi-latent-attention", "--num-attention-heads", "3", "--bf16", "--fp16",
+    found = problems([*NEEDED, "--num-leyers", "4", "--use-mup", "--num-attention-heads", "3", "--bf16", "--fp16",
                       "--zzzz-qqqq", "--tensor-model-parallel-size", "2", "--save-interval", "5"], world_size=2)
-    for words in ("--num-leyers is not a flag; did you mean --num-layers", "--zzzz-qqqq is not a flag", "--multi-latent-attention:",
+    for words in ("--num-leyers is not a flag; did you mean --num-layers", "--zzzz-qqqq is not a flag", "--use-mup:",
                   "--num-attention-heads 3 cannot be divided over --tensor-model-parallel-size 2", "--fp16 and --bf16 contradict",
                   "--save-interval 5 has no folder"):
         assert sum(words in line for line in found) == 1, (words, found)

@@ -102,6 +102,15 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(changes: 
     assert needs_text(run.config, [middle]) == (told or apart), "a stage between the ends reads what its layers are told"
 
 
+@pytest.mark.parametrize("changes, reads", [
+    ({"moe_aux_loss_coeff": (0.1,)}, True), ({"moe_z_loss_coeff": 0.1}, True), ({}, False),
+    ({"moe_aux_loss_coeff": (0.1,), "calculate_per_token_loss": False}, False),
+    ({"moe_aux_loss_coeff": (0.1,), "moe_layer_freq": "[1]+[0]*3"}, False)])
+def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_count_by_tokens(changes: dict[str, Any], reads: bool) -> None:
+    settings = tiny.config(4, pipeline_model_parallel_size=4, num_experts=4, **changes)
+    assert needs_text(settings, [stages_of(settings)[1]]) == reads
+
+
 def cu_seqlens(tokens: list[int], eod: int) -> list[int]:
     """Where documents begin and, last, the end: the boundaries that kernels for variable lengths take."""
     return sorted({0, len(tokens), *(place + 1 for place, token in enumerate(tokens) if token == eod)})

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 import torch
 
-from megatron.training.metrics import (Meter, Report, Step, Throughput, Work, known_peak, memory_line, progress_facts,
+from megatron.training.metrics import (Loads, Meter, Report, Step, Throughput, Work, known_peak, memory_line, progress_facts,
                                        progress_line, report_line, theoretical_memory_line, validation_text)
 
 NOW = datetime(2024, 9, 3, 15, 54, 54)
@@ -143,6 +143,33 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
 def test_mfu_is_left_out_where_the_peak_is_unknown():
     report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, 3.0, 4.0))
     assert "MFU" not in report_line(report, NOW)
+
+
+def test_loads_of_experts_are_added_over_ranks_before_their_figures_are_made():
+    mine = torch.tensor([[0, 0, 0, 0, 0], [4, 0, 0, 0, 1], [3, 1, 2, 2, 0]])
+    theirs = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 4, 0, 1], [1, 1, 2, 4, 0]])
+    meter = Meter(lambda flat: flat + torch.cat((torch.tensor([6.0, 2.0]), theirs.flatten().double())))
+    meter.add(step(1, [2.0, 2.0], loads=Loads(mine, by_layer=True)))
+    (point,) = meter.resolve()
+    found = point.losses
+    assert point.loads is None and found["lm loss"] == 2.0
+    assert found["moe/load_max_over_mean_layer_1"] == 4 * 4 / 8 and found["moe/load_max_over_mean_layer_2"] == 4 * 6 / 16
+    assert found["moe/load_max_over_mean"] == (2.0 + 1.5) / 2
+    assert found["moe/load_entropy_layer_1"] == pytest.approx(0.5), "two of four experts, evenly"
+    assert found["moe/dropped"] == (2 / 8 + 0.0) / 2
+    assert [found[f"moe/load_layer_2_expert_{expert}"] for expert in range(4)] == [4 / 16, 2 / 16, 4 / 16, 6 / 16]
+    assert not any("layer_0" in name for name in found), "a layer without experts says nothing"
+
+
+def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_boards():
+    meter = Meter(same)
+    meter.add(dataclasses.replace(step(1, [2.0, 1.0], loads=Loads(torch.ones(1, 3, dtype=torch.int64), by_layer=False)),
+                                  losses={"lm loss": torch.tensor([2.0, 1.0]), "load_balancing_loss": torch.tensor([2.5, 2.0]),
+                                          "moe/load_balancing_loss_layer_0": torch.tensor([2.5, 2.0])}))
+    (point,) = meter.resolve()
+    line = report_line(meter.report(train_iters=1, seconds=1.0), NOW)
+    assert "| lm loss: 2.000000E+00 | load_balancing_loss: 1.250000E+00 | loss scale" in line
+    assert point.losses["moe/load_balancing_loss_layer_0"] == 1.25 and point.losses["moe/load_max_over_mean"] == 1.0
 
 
 def test_throughput_counts_the_samples_of_the_whole_interval():

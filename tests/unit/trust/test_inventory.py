@@ -34,6 +34,8 @@ FLAGS = [*TINY, *("--train-iters 8 --eval-iters 1 --eval-interval 2 --save-inter
 RUNS = {
     "adam": [], "sgd": ["--optimizer", "sgd"], "bf16": ["--bf16"], "readers": ["--num-workers", "1"],
     "growing batch": "--rampup-batch-size 2 2 4 --global-batch-size 4".split(),
+    "experts": "--bf16 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-enable-routing-replay "
+               "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
     "fp16": "--fp16 --initial-loss-scale 1e30 --loss-scale-window 2 --hysteresis 1".split(),
 }
 TWO = {

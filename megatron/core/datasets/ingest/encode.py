@@ -13,6 +13,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.ingest.records import UNREADABLE, Drops, Records, read_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
 from megatron.core.datasets.ingest.source import Chunk
+from megatron.core.datasets.marks import refuse_frame
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 
@@ -52,11 +53,16 @@ class Encoded:
 
 
 class Encoder:
-    """A tokenizer and a splitter of sentences, of which each process has its own."""
+    """A tokenizer and a splitter of sentences, of which each process has its own.
+
+    `ConfigError` for a tokenizer that is not built, or whose ids are not those of a sentence alone.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
+        if job.language:
+            refuse_frame(self._tokenizer)
         self._memory: int | None = None
         self._split: Split | None = sentence_splitter(job.language, job.keep_newlines) if job.language else None
 
