@@ -1,0 +1,131 @@
+"""Before training: does a token reach what it must not reach, on the attention that this run has really chosen?
+
+A mask that is not obeyed costs no error and little loss; a network that sees its own future, or its neighbour's document, trains
+well and is worth nothing. So for each kind of layer (its window, its transport over context ranks) some queries, keys and
+values of the run's own sizes go through the run's own kernel. Then a token is changed, and of the outputs only these may
+change:
+
+    documents   a a a b b b b c c        token 4 of document b, in a window of (1, 0):
+    changed     . . . . X . . . .
+    may differ  . . . . + + . . .        token 4, and token 5 that sees it
+
+What does not differ is equal to the last bit, as nothing else was put in.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import refuse
+from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel import collectives
+from megatron.core.transformer.attention import attend
+from megatron.core.transformer.build import Build
+from megatron.training.run import Run
+
+_SHORTEST = 256  # tokens, or the run's own length if that is less
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers whose attention is alike. layer: one of them."""
+
+    layer: int
+    causal: bool
+    window: tuple[int, int] | None
+    transport: str
+
+    def __str__(self) -> str:
+        reach = "layers without a window" if self.window is None else f"layers with a window of {self.window[0]},{self.window[1]}"
+        return reach + (f" and context transport {self.transport}" if self.transport else "")
+
+
+def demand_no_leak(run: Run) -> None:
+    """Do nothing where neither documents, windows nor context ranks hide a token; else try, and refuse to train on a leak."""
+    model, mesh, separate = run.config.model, run.mesh, run.config.data.separates_documents
+    if model.architecture == "t5" or not (separate or mesh.cp.size > 1 or any(plan.window for plan in layer_rows(model))):
+        return
+    started = time.perf_counter()
+    kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
+    found = kinds(run.build, layer_rows(model))
+    leaks = [leak for kind in found if (leak := leak_of(run.build, kind, length_of(run, kind), separate=separate))]
+    # All ranks hear of every rank's leaks, so that all refuse together.
+    problems = [leak for some in collectives.gather_objects(leaks, mesh.world) for leak in some]
+    refuse(f"the attention kernel {kernel} lets tokens leak: {leak}; choose another --attention-backend" for leak in problems)
+    run.say(f"leak probe: {kernel} attention keeps hidden tokens apart in {len(found)} kinds of layers "
+            f"({time.perf_counter() - started:.2f} s)")
+
+
+def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[Kind]:
+    """The kinds of layers of a network, each once."""
+    types = build.cp_comm_type
+    rows: dict[tuple, Kind] = {}
+    for plan in plans:
+        transport = types[plan.index % len(types)] if build.mesh.cp.size > 1 else ""
+        key = (plan.causal, plan.window, transport)
+        rows.setdefault(key, Kind(plan.index, *key))
+    return list(rows.values())
+
+
+def length_of(run: Run, kind: Kind) -> int:
+    """Tokens of a probe: enough to look past both ends of a window, and that a kernel for short windows is at work."""
+    reach = 0 if kind.window is None else max(0, *kind.window)
+    unit = 2 * run.mesh.cp.size
+    wanted = min(run.config.train.seq_length, max(_SHORTEST, 4 * reach + _SHORTEST))
+    return max(unit, wanted // unit * unit)
+
+
+@torch.no_grad()
+def leak_of(build: Build, kind: Kind, length: int, *, separate: bool) -> str:
+    """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
+    documents = (torch.arange(length) // max(1, length * 3 // 10))[None]  # borders that are no borders of ranks or blocks
+    inputs = _inputs(build, length)
+    before = _run(build, kind, inputs, documents if separate else None)
+    own = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
+    border, problem = int((documents == 1).nonzero()[0, 1]), ""
+    for place in sorted({border - 1, border, length // 2, length - 2} & set(range(length))):
+        changed = [x.clone() for x in inputs]
+        for x in changed:
+            x[place] += 4.0
+        differs = (_run(build, kind, changed, documents if separate else None) != before).flatten(1).any(dim=1).cpu()
+        distance = own - place
+        left, right = kind.window or (-1, -1)
+        may = (distance >= 0) if kind.causal else torch.ones_like(own, dtype=torch.bool)
+        may &= (distance <= left) | (left < 0)
+        may &= (-distance <= right) | (right < 0)
+        if separate:
+            may &= documents[0, own] == documents[0, place]
+        if (differs & ~may).any():  # and on with the others: another rank may have found nothing, and waits for this one
+            problem = problem or f"in {kind}, token {place} reaches token {int(own[differs & ~may][0])} of {length}, which must not see it"
+        if not (differs | (own != place)).all():
+            problem = problem or f"in {kind}, token {place} of {length} does not even see itself"
+    return problem
+
+
+def _inputs(build: Build, length: int) -> list[Tensor]:
+    """Queries, keys and values of a whole sequence, as many heads as a rank of this run has."""
+    model, tp = build.model, build.mesh.tp.size
+    size = model.rotary_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
+    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
+    value_size = model.mla.v_head_dim if model.mla.multi_latent_attention else model.kv_channels
+    shapes = ((heads, size), (groups, size), (groups, value_size))
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(length, 1, *shape, generator=generator).to(build.mesh.device, build.dtype) for shape in shapes]
+
+
+def _run(build: Build, kind: Kind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
+    """This rank's outputs, [s/cp, 1, n/tp * dv]."""
+    cp, length = build.mesh.cp, len(inputs[0])
+    pieces = [Zigzag(length, cp.size).piece(x, cp.rank) for x in inputs]
+    mask = MaskSpec(causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device))
+    if cp.group is not None:
+        mask = MaskSpec(causal=kind.causal, documents=mask.documents, query_places=build.places(len(pieces[0])), length=length)
+    layer = build.over_context(kind.layer)
+    sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
+    return attend(layer, *pieces, mask.within(kind.window), None, training=False, sink=sink)

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Bytes, counted and computed: what one layer keeps for its backward pass, and what a training step sends.
+
+    python tests/benchmarks/bytes.py
+
+Activations are counted by hooks on every tensor that autograd saves (bf16, dropout, one layer, each storage once) and stand
+beside the formulas of "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al., 2022, table 2).
+The small rest above them (mean and deviation of the norms) is left out there. What a step sends is counted at the calls of
+torch.distributed and stands beside what the mathematics of each layout asks for. Both are exact on any machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel import collectives
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.passing import Pass
+from megatron.training.step import train_step
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
+
+Changes = dict[str, Any]
+LENGTH, BATCH, HIDDEN, HEADS = 128, 2, 128, 8
+SHAPE: Changes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": LENGTH, "micro_batch_size": BATCH,
+                  "max_position_embeddings": LENGTH}
+TRAINING: Changes = {**SHAPE, "num_layers": 4, "global_batch_size": 8, "clip_grad": 0.0,
+                     "untie_embeddings_and_output_weights": True}
+SELECTIVE: Changes = {"recompute_granularity": "selective"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the first table. formula: bytes over s * b * h."""
+
+    name: str
+    tensor: int
+    changes: Changes
+    formula: Callable[[float], float]
+
+
+def cases(t: int) -> list[Case]:
+    """The rows of the paper's table for t tensor ranks; the argument of a formula is 5 * a * s / h."""
+    cut = {"sequence_parallel": True}
+    found = [Case("selective recomputation", t, SELECTIVE, lambda core: 10 + 24 / t), Case("attention kept", t, {}, lambda core: 10 + (24 + core) / t)]
+    if t > 1:
+        found += [Case("sequence parallel, selective", t, cut | SELECTIVE, lambda core: 34 / t),
+                  Case("sequence parallel, attention kept", t, cut, lambda core: (34 + core) / t)]
+    return found
+
+
+def kept_here(changes: Changes) -> int:
+    """On every rank: bytes that one layer keeps."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    run = tiny.run_of(tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes}))
+    layer = Layer(layer_rows(run.config.model)[0], run.build)
+    name_all(layer)
+    materialize(layer, run.mesh, 1)
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    x = torch.randn(run.build.region.length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x, Pass(MaskSpec()))
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+def sent_here(changes: Changes) -> dict[str, int]:
+    """On every rank: elements that one step brings to the calls of each axis."""
+    run = tiny.run_of(tiny.config(dist.get_world_size(), **{**TRAINING, **changes}))
+    trainer = tiny.trainer_of(run)
+    names = {axis.group: name for name in ("pp_backward", "pp", "dp_cp", "tp") if (axis := run.mesh.axis(name)).group is not None}
+    sent: Counter[str] = Counter()
+
+    def counted(call: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def through(*tensors: Any, **options: Any) -> Any:
+            if tensors[place].numel() > 8 and options.get("group") in names:
+                sent[names[options["group"]]] += tensors[place].numel()
+            return call(*tensors, **options)
+        return through
+
+    with (patch.object(dist, "all_reduce", counted(dist.all_reduce, 0)), patch.object(dist, "isend", counted(dist.isend, 0)),
+          patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0)),
+          patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1))):
+        train_step(trainer, tiny.batches(run, 0))
+    return dict(sent) | {"parameters": sum(parameter.numel() for stage in trainer.stages for parameter in stage.parameters())}
+
+
+def expected(changes: Changes, own: int) -> dict[str, int]:
+    """Elements of one step by the mathematics. own: parameters of a rank.
+
+    A layer is entered and left twice, and each is a sum over the tensor ranks of s * b * h, once forward and once backward;
+    with sequence parallelism a sum is a gather and a scatter of the same size together, and the two inputs are gathered once
+    more for the gradients of the weights; what it leaves whole is summed once. The embedding and the head add one each, the
+    loss 3 numbers a token. A message between stages counts where it is sent.
+    """
+    t, p = changes.get("tensor_model_parallel_size", 1), changes.get("pipeline_model_parallel_size", 1)
+    d, cut = changes.pop("dp", 1), changes.get("sequence_parallel", False)
+    passes, layers, hidden = TRAINING["global_batch_size"] // BATCH // d, TRAINING["num_layers"] // p, LENGTH * BATCH * HIDDEN
+    found: dict[str, int] = {}
+    if t > 1:
+        sums = (8 + 2) * layers + 5 if cut else 4 * layers + 2
+        whole = layers * (2 * 2 + 2) * HIDDEN + 2 * HIDDEN + LENGTH * HIDDEN  # norms, biases after a sum, positions
+        found["tp"] = passes * (sums * hidden + 3 * LENGTH * BATCH) + (whole if cut else 0)
+    if p > 1:
+        found["pp"] = passes * hidden
+    if d > 1:
+        found["dp_cp"] = own * (2 if changes.get("use_distributed_optimizer") else 1)
+    return found
+
+
+def main() -> None:
+    """Print both tables."""
+    worlds = Worlds()
+    core = 5 * HEADS * LENGTH / HIDDEN
+    print(f"activations of one layer in bytes over s*b*h, s={LENGTH} b={BATCH} h={HIDDEN} a={HEADS}, 5as/h={core:g}")
+    for t in (1, 2, 4):
+        for case in cases(t):
+            counted = max(worlds(t).run(kept_here, case.changes) if t > 1 else [kept_here(case.changes)])
+            share, formula = counted / (LENGTH * BATCH * HIDDEN), case.formula(core)
+            print(f"  tp={t} {case.name:36} counted {share:8.3f}   formula {formula:8.3f}   {share / formula:6.1%}")
+    print("elements that the first rank brings to one step's calls")
+    for words in ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"dp": 2},
+                  {"dp": 2, "use_distributed_optimizer": True}, {"pipeline_model_parallel_size": 2}):
+        changes = dict(words)
+        plain = {name: value for name, value in changes.items() if name != "dp"}
+        counted, last = worlds(2).run(partial(sent_here, plain))
+        if "pp_backward" in last:
+            assert counted["pp"] == last["pp_backward"], "gradients of messages are as large as the messages"
+        theory = expected(changes, counted.pop("parameters"))
+        for axis in sorted(counted.keys() | theory.keys()):
+            found, computed = counted.get(axis, 0), theory.get(axis, 0)
+            print(f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {found:10}   theory {computed:10}   "
+                  f"{found / max(computed, 1):6.1%}")
+
+
+if __name__ == "__main__":
+    main()

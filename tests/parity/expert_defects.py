@@ -1,0 +1,152 @@
+"""Mistakes around experts, for the table of `defects.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed import ddp, finalize
+from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.optimizer import clip
+from megatron.core.parallel import collectives, rng
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.spec import Cut, ParamSpec, Part, pieces
+from megatron.core.tensor_parallel.region import Region
+from megatron.core.transformer import dispatch, moe
+from megatron.core.transformer.dispatch import AllGather, AllToAll, Order, Parcel, Rows
+from megatron.core.transformer.moe import Experts, GroupedLinear
+from megatron.core.transformer.router import Routing
+from tests.parity.defect import Defect, collectives_with, sum_replicated_but
+
+_counted_ranges, _make_buckets, _launch, _order_of, _cut = (
+    clip.counted_ranges, ddp.make_buckets, DataParallel._launch, dispatch.order_of, moe.Cut)
+_forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
+_gathered, _sent, _exchange = AllGather.send, AllToAll.send, collectives.exchange
+
+
+# The gradient, from the experts on.
+
+def _count_experts_on_every_data_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(segment, dataclasses.replace(mesh, edp=Axis("edp")), sharded=sharded)
+
+
+def _count_experts_on_the_first_ep_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(segment, mesh, sharded=sharded) if mesh.ep.is_first or segment.spec.reduce_over != "edp" else iter(())
+
+
+def _experts_over_the_dense_data_ranks(module: Any, mesh: Mesh, **keywords: Any) -> Any:
+    return _make_buckets(module, dataclasses.replace(mesh, edp=mesh.dp_cp), **keywords)
+
+
+def _divide_by_the_ranks_of_the_bucket(self: DataParallel) -> None:
+    if self.divisor is not None:
+        self.divisor = self.buckets[self._launched].axis.size
+    _launch(self)
+
+
+def _draw_by_place(value: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
+    held = pieces(spec, mesh)
+    for place in range(len(value)):
+        whole = spec.init(spec.shape[1:], torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, place)))
+        for piece in held:
+            value[piece.local.slices()][place].copy_(whole[piece.box.slices()[1:]].to(value))
+
+
+def _one_part(dim: int, axis: str, parts: tuple[Part, ...]) -> Cut:
+    return _cut(dim, axis, (Part(sum(part.size for part in parts)),))
+
+
+# On the way.
+
+def _collect_one_row_off(rows: Tensor, order: Order) -> Tensor:
+    return _collect(rows.roll(1, 0), order)
+
+
+def _count_one_expert_off(self: AllToAll, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    parcel = _sent(self, tokens, routing, room)
+
+    def arrive() -> Rows:
+        rows = parcel.arrive()
+        return dataclasses.replace(rows, counts=rows.counts.roll(1))
+
+    return dataclasses.replace(parcel, arrive=arrive)
+
+
+def _all_choices_are_mine(*arguments: Any, first: int = 0, **keywords: Any) -> Order:
+    return _order_of(*arguments, first=0, **keywords)
+
+
+def _own_share(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    return tensor.split(sizes)[axis.rank]
+
+
+def _without_a_way_back(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    return _exchange(tensor if tensor.shape[-1] > 1 else tensor.detach(), send, receive, axis)
+
+
+def _weights_of_this_rank_only(self: AllGather, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    here = self.num_experts // self.ep.size
+    mine = (routing.experts // here == self.ep.rank).to(routing.weights.dtype)
+    return _gathered(self, tokens, dataclasses.replace(routing, weights=routing.weights * mine), room)
+
+
+# In the layer.
+
+def _weigh_twice(self: Experts, wide: Tensor, weights: Tensor) -> Tensor:
+    return _act(self, wide, weights) * weights[:, None]
+
+
+def _bias_of_every_rank(self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+    self.bias_share = 1.0
+    return _forward(self, x, counts, weights)
+
+
+def _bias_without_weight(self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+    return _forward(self, x, counts, None if weights is None else torch.ones_like(weights))
+
+
+EXPERTS: tuple[Defect, ...] = (
+    Defect("the norm counts experts on every rank that has a copy", (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4", "moe-capacity")),
+           ((clip, "counted_ranges", _count_experts_on_every_data_rank),)),
+    Defect("the norm counts the experts of the first ep rank only", (("ep2 dp2", "moe"), ("tp2 etp1 ep2", "moe")),
+           ((clip, "counted_ranges", _count_experts_on_the_first_ep_rank),)),
+    Defect("expert gradients are summed over all data ranks", (("ep2 dp2", "moe"), ("ep2 dp2 alltoall zero", "moe-padded")),
+           ((ddp, "make_buckets", _experts_over_the_dense_data_ranks),)),
+    Defect("averaged expert gradients are divided by the number of their copies",
+           (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4 zero average overlap-reduce overlap-gather bucket900 alltoall", "moe-shared")),
+           ((DataParallel, "_launch", _divide_by_the_ranks_of_the_bucket),)),
+    Defect("router gradients are not summed over tensor ranks", (("tp2", "moe-bias"), ("tp2 sp", "moe-bias")),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "router" in s.name)),)),
+    Defect("bias gradients of cut experts are not summed", (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith("experts.linear_fc2.bias"))),)),
+    Defect("gradients of the shared expert's gate are not summed under sequence parallelism", (("tp2 sp ep2 dp2 alltoall", "moe-shared"),),
+           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "gate_weight" in s.name)),)),
+    Defect("experts are drawn by their place on the rank", (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
+           ((rng, "_draw_stack", _draw_by_place),)),
+    Defect("gates and linear halves of experts are cut as one matrix", (("etp2 ep2 dp4 alltoall zero", "moe-shared-bias"),),
+           ((moe, "Cut", _one_part),)),
+    Defect("rows come back one off", (("tp2 etp1 ep2", "moe"), ("ep4 dp4 alltoall grouped", "moe")),
+           ((dispatch, "collect", _collect_one_row_off),)),
+    Defect("rows meet the expert beside their own", (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
+           ((AllToAll, "send", _count_one_expert_off),)),
+    Defect("every rank takes the choices of the first experts for its own", (("ep2 dp2", "moe"),),
+           ((dispatch, "order_of", _all_choices_are_mine),)),
+    Defect("shares of cut experts are not added up", (("etp2 dp2 alltoall", "moe-shared-bias"),),
+           ((dispatch, "collectives", collectives_with(uneven_scatter_then_gather=_own_share)),)),
+    Defect("gradients of weights do not come home", (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
+           ((dispatch, "collectives", collectives_with(exchange=_without_a_way_back)),)),
+    Defect("tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)),
+    Defect("every tensor rank sends all tokens", (("tp2 etp1 alltoall mb2", "moe-bias"),),
+           ((Region, "own_tokens", lambda self, x: x), (Region, "whole_tokens", lambda self, own, held: own))),
+    Defect("routing weights are applied twice", (("tp2", "moe-bias"), ("ep2 dp2", "moe")), ((Experts, "_act", _weigh_twice),)),
+    Defect("every rank of a cut expert adds its bias", (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
+           ((GroupedLinear, "forward", _bias_of_every_rank),)),
+    Defect("the second bias of an expert is not weighed", (("tp2 etp1 dp2 average", "moe-bias"),),
+           ((GroupedLinear, "forward", _bias_without_weight),)),
+)
