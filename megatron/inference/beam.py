@@ -1,0 +1,75 @@
+"""Beam search: the few likeliest texts, a token at a time.
+
+Each step asks the engine what follows every text that is still in the running. Texts of one beam begin alike, so that nearly
+all of their keys and values are shared and stored already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from megatron.core.config.flags import refuse
+from megatron.inference.requests import Ids, Reply, Request
+from megatron.inference.sampling import Sampling
+
+Ask = Callable[[Sequence[Request]], list[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A continuation. logprob: sum over its tokens, and over what ended it, which is not among `ids`; score: that sum over the
+    number of those tokens to the power of the length penalty.
+    """
+
+    ids: Ids
+    logprob: float
+    score: float
+
+
+class BeamFailed(Exception):
+    """The engine did not answer; the message says why."""
+
+
+def beam_search(ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0) -> list[Beam]:
+    """The `width` continuations with the highest scores that the search finds, the best first.
+
+    ask: `Engine.run` or `Service.ask`. ends: ids that end a text. A length penalty above 1 favours long texts. Raises `ConfigError`
+    as `Engine.submit` does.
+    """
+    refuse(filter(None, ("" if width >= 1 else f"beam width {width} is too small; give 1 or more",
+                         "" if num_tokens >= 1 else f"{num_tokens} new tokens are asked for; a beam needs 1 or more")))
+    running: list[tuple[Ids, float]] = [((), 0.0)]
+    ended: list[Beam] = []
+    for length in range(1, num_tokens + 1):
+        scores = _scored(ask, prompt, [ids for ids, _ in running], 2 * width)
+        steps = sorted(((before + logprob, place, token) for place, (_, before) in enumerate(running) for token, logprob in scores[place]),
+                       key=lambda step: (-step[0], *step[1:]))[:2 * width]
+        going: list[tuple[Ids, float]] = []
+        for place, (total, parent, token) in enumerate(steps):
+            if token not in ends:
+                going.append(((*running[parent][0], token), total))
+            elif place < width:  # further down it is no better than what goes on
+                ended.append(Beam(running[parent][0], total, total / length**length_penalty))
+        ended = sorted(ended, key=lambda beam: -beam.score)[:width]
+        running = going[:width]
+        if not running or _over(ended, width, running[0][1], length, length_penalty):
+            break
+    else:
+        ended += [Beam(ids, total, total / len(ids)**length_penalty) for ids, total in running]
+    return sorted(ended, key=lambda beam: -beam.score)[:width]
+
+
+def _over(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
+    """Whether no text in the running would get among the best if it ended now."""
+    return len(ended) == width and ended[-1].score >= best / length**penalty
+
+
+def _scored(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
+    """(id, log-probability) of what is likeliest to follow each text."""
+    replies = ask([Request(prompt + ids, num_tokens=1, sampling=Sampling(0.0), ignore_eod=True, logprobs=True, top_logprobs=count)
+                   for ids in texts])
+    for reply in replies:
+        if reply.reason not in ("length", "stop") or not reply.tokens:
+            raise BeamFailed(reply.problem or f"a request of the search was {reply.reason}")
+    return [reply.tokens[0].top for reply in replies]

@@ -1,0 +1,163 @@
+"""Keys and values of texts, in blocks, and attention over them.
+
+    step of 5 tokens:    a a a | b | c          new tokens of three texts, end to end
+    tables:              a: 5 2   b: 7 3 1   c: 4
+    groups:              {a}, {b, c}            texts with as many new tokens, and about as many old ones
+
+The kernel sees each group as a batch whose keys end together: the last query of a row stands at its last key, so causality
+and windows hold row by row, and what a shorter row lacks in front is left out as padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.plan import LayerPlan
+from megatron.core.kernels.mask import MaskSpec, Scores
+
+_SHORT = 128  # keys that a row may be filled up with, however few its own are
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one text in a step: `count` of them after `start` that are stored, in the blocks of its table."""
+
+    count: int
+    start: int
+    blocks: tuple[int, ...]
+
+    @property
+    def keys(self) -> int:
+        """Tokens that the last new one sees."""
+        return self.start + self.count
+
+
+def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
+    """(heads, head size) of what a layer stores of a token on one rank: keys and values, or of latent attention one vector."""
+    if plan.mixer == "mla":
+        return ((1, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),)
+    heads = max(1, model.num_query_groups // tensor_size)
+    return ((heads, model.kv_channels), (heads, model.kv_channels))
+
+
+def bytes_per_token(model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype) -> int:
+    """Bytes that the layers of these rows store of a token on one rank."""
+    return dtype.itemsize * sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size))
+
+
+class Pool:
+    """What the layers of one rank have stored: for each a tensor [slots, heads * size] of keys, and one of values.
+
+    Slot i of block b is b * block_size + i.
+    """
+
+    def __init__(self, model: ModelConfig, plans: Sequence[LayerPlan], *, tensor_size: int, slots: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.device = device
+        self.layers = {plan.index: tuple(torch.empty(slots, heads * size, dtype=dtype, device=device)
+                                         for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans}
+        for tensors in self.layers.values():
+            for tensor in tensors:
+                tensor[0] = 0.0  # read in the place of keys that a shorter row lacks; no other slot is read before it is written
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Texts with equally many new tokens, which stand end to end. slots: [b, keys], ends aligned; padding: [b, keys], or None
+    where all are as long.
+    """
+
+    first: int
+    queries: int
+    slots: Tensor
+    padding: Tensor | None
+
+
+def ordered(spans: Sequence[Span]) -> list[list[int]]:
+    """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys)):
+        span, first = spans[number], spans[groups[-1][0]] if groups else None
+        if first is not None and first.count == span.count and first.keys <= max(2 * span.keys, _SHORT):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+class StepCache:
+    """The `Cache` of one forward pass. groups: spans as `ordered` says; wanted: places among the tokens, or None for all; total:
+    tokens of the pass, of which those behind the last span only fill the shape.
+    """
+
+    def __init__(self, pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int) -> None:
+        self._pool, self._wanted = pool, wanted
+        self._groups: list[_Group] = []
+        new, first = [], 0
+        for spans in groups:
+            slots, padding = _slots(spans, block_size)
+            count = spans[0].count
+            new.append(slots[:, slots.shape[1] - count:].reshape(-1))
+            self._groups.append(_Group(first, count, torch.from_numpy(slots).to(pool.device),
+                                       None if padding.all() else torch.from_numpy(padding).to(pool.device)))
+            first += len(spans) * count
+        new.append(np.zeros(total - first, np.int64))
+        self._new, self._filling = torch.from_numpy(np.concatenate(new)).to(pool.device), total - first
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""
+        return x if self._wanted is None else x.index_select(0, self._wanted)
+
+    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`kernel` for new tokens of all texts, which also see what is stored of theirs."""
+        stored = self._pool.layers[layer]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+            assert dropout == 0.0 and scores.bias is None, "texts are decoded without dropout and without a bias of the scores"
+            for pool, new in zip(stored, (k, v), strict=False):  # latent attention stores what its values are the beginning of
+                pool.index_copy_(0, self._new, new[:, 0].flatten(1))
+            found = [_attend(group, stored, kernel, q, v, mask, scores) for group in self._groups]
+            if self._filling:
+                found.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        return attend
+
+
+def _slots(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the keys of a group's texts are, and which of them there are: [b, keys] each, ends aligned."""
+    lengths = np.array([span.keys for span in spans])
+    tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int64)
+    for row, span in enumerate(spans):
+        tables[row, :len(span.blocks)] = span.blocks
+    places = np.arange(lengths.max())[None] - (lengths.max() - lengths)[:, None]
+    there = places >= 0
+    places = np.maximum(places, 0)
+    blocks = np.take_along_axis(tables, places // block_size, axis=1)
+    return np.where(there, blocks * block_size + places % block_size, 0), there
+
+
+def _attend(group: _Group, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
+            scores: Scores) -> Tensor:
+    """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
+    slots, padding = group.slots, group.padding
+    if mask.window is not None and mask.window[0] >= 0:
+        seen = mask.window[0] + group.queries  # what no query of the group sees need not be fetched
+        slots, padding = slots[:, -seen:], None if padding is None else padding[:, -seen:]
+    rows, keys = slots.shape
+    fetched = [pool.index_select(0, slots.reshape(-1)).view(rows, keys, -1) for pool in stored]
+    heads = v.shape[2]
+    k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
+    values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., :v.shape[-1]]
+    queries = q[group.first:group.first + rows * group.queries, 0].unflatten(0, (rows, group.queries)).transpose(0, 1)
+    # A single query stands at the last key, so that it sees all of them.
+    causal = mask.causal and group.queries > 1
+    window = mask.window if group.queries > 1 else None
+    output = kernel(queries, k, values, replace(mask, causal=causal, window=window, padding=padding), 0.0, scores)
+    return output.transpose(0, 1).reshape(rows * group.queries, 1, -1)

@@ -1,0 +1,76 @@
+"""New ids as text, while they come: what is certain is said at once, and a stop word ends it.
+
+Text is held back while it ends in the middle of a character, or with what may become a stop word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.tokenizers.base import Tokenizer
+
+_CONTEXT = 8  # ids decoded in front of new ones: some tokenizers put a blank between two tokens, or none before the first
+_UNFINISHED = "\ufffd"  # bytes that make no character yet are shown as one of these
+_PATIENCE = 64  # ids that make no whole character any more
+
+
+class Text:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False) -> None:
+        self._tokenizer, self._stop_words, self._keep_stop = tokenizer, tuple(stop_words), keep_stop
+        self._ids = list(prompt[-_CONTEXT:])
+        self._first, self._settled = 0, len(self._ids)  # ids before _settled have their text; from _first on they are context
+        self._before = ""  # the text of the new ones among the settled
+        self._text, self._said, self._searched = "", 0, 0
+        self.ended = False
+
+    @property
+    def whole(self) -> str:
+        """All of the text that is known, up to a stop word."""
+        return self._text
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Take new ids; returns what has become certain. `ended` tells whether a stop word has come."""
+        self._ids += ids
+        self._decode(finishing=False)
+        self._stop()
+        return self._say(len(self._text) if self.ended else len(self._text) - self._doubtful())
+
+    def finish(self) -> str:
+        """No more ids come; returns what was held back."""
+        if not self.ended:
+            self._decode(finishing=True)
+            self._stop()
+        return self._say(len(self._text))
+
+    def _decode(self, *, finishing: bool) -> None:
+        """The text of all ids, but for a character that is not whole yet."""
+        context = self._tokenizer.detokenize(self._ids[self._first:self._settled])
+        found = self._tokenizer.detokenize(self._ids[self._first:])[len(context):]
+        whole = finishing or not found.endswith(_UNFINISHED)
+        self._text = self._before + (found if whole else found[:-1])
+        if whole or len(self._ids) - self._settled > _PATIENCE:
+            self._before, self._settled = self._before + found, len(self._ids)
+            self._first = max(self._first, self._settled - _CONTEXT)
+
+    def _stop(self) -> None:
+        """Cut the text at the first stop word, if there is one in what is new."""
+        longest = max(map(len, self._stop_words), default=0)
+        first = max(0, self._searched - longest + 1)
+        found = [(place, len(word)) for word in self._stop_words if (place := self._text.find(word, first)) >= 0]
+        self._searched = len(self._text)
+        if found:
+            place, length = min(found)
+            self._text = self._text[:place + length if self._keep_stop else place]
+            self.ended = True
+
+    def _doubtful(self) -> int:
+        """Characters at the end that may be the beginning of a stop word."""
+        return max((size for word in self._stop_words for size in range(1, len(word))
+                    if self._text.endswith(word[:size])), default=0)
+
+    def _say(self, end: int) -> str:
+        said = self._text[self._said:end] if end > self._said else ""
+        self._said = max(self._said, end)
+        return said

@@ -1,0 +1,104 @@
+"""Blocks of the cache: never lost, never given twice, and shared only by texts that begin alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from megatron.inference.blocks import Blocks
+
+SIZE = 2
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)  # two ids only: many begin alike
+
+
+class Texts(RuleBasedStateMachine):
+    """Texts come, are stored, shared, and go; `stored` says what a block must hold by what was written into it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks(14, SIZE)
+        self.tables: list[tuple[list[int], list[int]]] = []
+        self.stored: dict[int, tuple[int, ...]] = {}
+
+    @rule(ids=TEXTS)
+    def come(self, ids: list[int]) -> None:
+        """A text takes what is stored of its beginning, and blocks for the rest."""
+        shared = self.blocks.beginning(ids)
+        assert len(shared) * SIZE < len(ids), "its last token is left to be read"
+        for place, block in enumerate(shared):
+            assert self.stored[block] == tuple(ids[:(place + 1) * SIZE]), "a block of another text was shared"
+        table = list(shared)
+        while len(table) < self.blocks.needed(len(ids)):
+            if not self.blocks.available:
+                self.blocks.give_back(table)
+                return
+            table.append(self.blocks.take())
+            self.stored[table[-1]] = tuple(ids[:len(table) * SIZE])
+        self.blocks.publish(table, ids, known=0, content=b"")
+        self.tables.append((table, ids))
+
+    @rule(number=st.integers(0, 20))
+    def go(self, number: int) -> None:
+        """A text leaves."""
+        if self.tables:
+            self.blocks.give_back(self.tables.pop(number % len(self.tables))[0])
+
+    @rule()
+    def forget(self) -> None:
+        """The weights change."""
+        self.blocks.forget_all()
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        """Used ones and available ones are all there are, and only full ones of equal beginnings are used twice."""
+        users = Counter(block for table, _ in self.tables for block in table)
+        assert 0 not in users and len(users) + self.blocks.available == self.blocks.capacity
+        for block, count in users.items():
+            beginnings = {tuple(ids[:(table.index(block) + 1) * SIZE]) for table, ids in self.tables if block in table}
+            assert count == 1 or len(beginnings) == 1
+
+
+Texts.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTexts = Texts.TestCase
+
+
+def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_start() -> None:
+    blocks = Blocks(5, SIZE)
+    first, second = [1, 1, 2, 2, 3], [4, 4, 5]
+    for ids in (first, second):
+        table = [blocks.take() for _ in range(len(ids) // SIZE)]
+        blocks.publish(table, ids, known=0, content=b"")
+        blocks.give_back(table)
+    assert (blocks.kept, blocks.available) == (3, 4)
+    taken = [blocks.take(), blocks.take()]  # the free one, then the second block of the first text
+    assert blocks.kept == 2
+    blocks.give_back(taken)
+    shared = blocks.beginning(first)
+    assert len(shared) == 1 and len(blocks.beginning(second)) == 1
+
+
+def test_blocks_are_published_as_they_fill() -> None:
+    blocks = Blocks(6, SIZE)
+    table, ids = [blocks.take() for _ in range(3)], [1, 2, 3, 4, 5, 6]
+    content = blocks.publish(table, ids[:3], known=0, content=b"")
+    assert blocks.beginning([*ids, 7]) == table[:1]
+    blocks.publish(table, ids, known=1, content=content)
+    assert blocks.beginning([*ids, 7]) == table
+
+
+@pytest.mark.parametrize("tokens, count", [(0, 0), (1, 1), (2, 1), (3, 2)])
+def test_so_many_blocks_hold_so_many_tokens(tokens: int, count: int) -> None:
+    assert Blocks(4, SIZE).needed(tokens) == count
+
+
+def test_nothing_is_shared_when_that_is_not_wanted() -> None:
+    blocks = Blocks(6, SIZE, sharing=False)
+    table = [blocks.take(), blocks.take()]
+    blocks.publish(table, [1, 2, 3, 4], known=0, content=b"")
+    assert blocks.beginning([1, 2, 3, 4, 5]) == []
+    blocks.give_back(table)
+    assert (blocks.kept, blocks.available) == (0, 5)

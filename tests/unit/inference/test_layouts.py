@@ -1,0 +1,98 @@
+"""The same answers under every layout as in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.config.inference import InferenceConfig
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Reply, Request
+from megatron.inference.sampling import Sampling
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
+from tests.unit.inference.serving import EXPERTS, LATENT, prompts, stages_on
+
+SETTINGS = {"inference_dynamic_batching_block_size": 4, "inference_dynamic_batching_max_tokens": 16, "inference_max_requests": 4}
+NETWORK = {"num_layers": 4, "init_method_std": 0.3}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2 sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2 vpp2": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "dp2": (2, {}),
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2 dp2 tied": (4, {"tensor_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}),
+    "tp4 two groups": (4, {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2}),
+    "tp2 latent": (2, {"tensor_model_parallel_size": 2, **LATENT}),
+    "tp2 sp latent": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, **LATENT}),
+    "ep2": (2, {"expert_model_parallel_size": 2, **EXPERTS}),
+    "ep2 alltoall": (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", **EXPERTS}),
+    "tp2 experts": (2, {"tensor_model_parallel_size": 2, **EXPERTS}),
+    "tp2 ep2 pp2": (8, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **EXPERTS}),
+    "pp2 ahead": (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
+    "pp2 dp2 tied": (4, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}),
+}
+
+
+def requests() -> list[Request]:
+    """Greedy and warm ones, some scored, some long enough to be read in pieces."""
+    asked = []
+    for number, text in enumerate(prompts(9, longest=24)):
+        sampling = Sampling(0.0) if number % 2 else Sampling(0.9, top_p=0.9, repetition_penalty=1.1)
+        asked.append(Request(text, 6 + number, sampling, seed=number, ignore_eod=number != 3, logprobs=True, top_logprobs=2 * (number == 4),
+                             prompt_logprobs=number % 3 == 0))
+    return asked
+
+
+def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
+    """The replies, on the first rank."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    stages = stages_on(size, **{**NETWORK, **changes})
+    draft = stages_on(size, seed=8, **{**NETWORK, **changes}) if guesses else []
+    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY - 1), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft)
+    if not engine.mesh.world.is_first:
+        engine.follow()
+        return None
+    engine.beat()
+    replies = engine.run(requests())
+    assert engine.metrics().blocks_used == 0
+    engine.close()
+    return replies
+
+
+LAYOUT = ("_parallel_size", "_per_pipeline_rank", "sequence_parallel", "_dispatcher_type")
+
+
+@cache
+def serial(name: str) -> list[Reply]:
+    """The replies of one process for the network of a layout."""
+    replies = answered({setting: value for setting, value in LAYOUTS[name][1].items() if not setting.endswith(LAYOUT)})
+    assert replies is not None and len({token for reply in replies for token in reply.ids}) > 10
+    return replies
+
+
+def same(found: list[Reply], expected: list[Reply]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.ids, one.reason, one.text) == (other.ids, other.reason, other.text)
+        for said, right in zip((*one.prompt, *one.tokens), (*other.prompt, *other.tokens), strict=True):
+            assert said.logprob == pytest.approx(right.logprob, abs=1e-9)
+            assert [number for number, _ in said.top] == [number for number, _ in right.top]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_answers_do_not_depend_on_the_layout(world: Worlds, name: str) -> None:
+    size, changes = LAYOUTS[name]
+    found = world(size).run(answered, changes)
+    assert found[1:] == [None] * (size - 1)
+    same(found[0], serial(name))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_a_draft_changes_no_answer_under_a_layout(world: Worlds, name: str) -> None:
+    size, changes = LAYOUTS[name]
+    same(world(size).run(answered, changes, 2)[0], serial(name))
