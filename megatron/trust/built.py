@@ -1,0 +1,126 @@
+"""What a layout builds, against what the arithmetic says: layers of all stages, and parameters of every rank and of the whole.
+
+Nothing runs and nothing takes memory: each rank's place is a mesh without process groups, and parameters lie on the meta device.
+Ranks that differ only in their data are alike, so one of them is built. Three counts are compared:
+
+    a rank's tensors        with models/flops.py
+    the boxes of all ranks  with the true shape of every named parameter: each element is somewhere
+    all named parameters    with those of one rank that has everything, and with models/flops.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from megatron.core.config.plan import StageSpec, layer_rows
+from megatron.core.config.rules import stages_of
+from megatron.core.config.run import RunConfig
+from megatron.core.kernels.table import Need, select
+from megatron.core.models.bert import BERTModel
+from megatron.core.models.expert_counts import Split
+from megatron.core.models.flops import count_parameters, rank_parameters
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
+from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import pieces, spec_of
+from megatron.core.transformer.build import Build
+
+NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
+Network = GPTModel | BERTModel | T5Model
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What was found. ranks: places that were built. parameters: of the whole network. problems: what does not agree."""
+
+    ranks: int
+    layers: int
+    parameters: int
+    problems: tuple[str, ...]
+
+
+def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> Built:
+    """Build the places of a checked, resolved config, and compare. most: places to build; the first and the last of more."""
+    model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
+    config = replace(config, model=replace(model, true_vocab_size=model.padded_vocab_size))  # a vocabulary without padding
+    stages, problems = stages_of(config), []
+    layers = sum(len(stage.layers) for stage in stages)
+    wanted = len(layer_rows(config.model))
+    if layers != wanted:
+        problems.append(f"the stages have {layers} layers, and the network {wanted}")
+    places = _places(config, world_size)
+    shown = places if len(places) <= most else places[:most // 2] + places[-(most // 2):]
+    held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, mesh in shown:
+        own = [stage for stage in stages if stage.rank == mesh.pp.rank]
+        networks = [network_on(config, mesh, stage) for stage in own]
+        tensors = {id(param): param for network in networks for param in network.parameters()}.values()
+        found = sum(param.numel() for param in tensors)
+        counted = rank_parameters(config.model, own, config.parallel.tp, split=Split.of(config.parallel))
+        if found != counted:
+            problems.append(f"rank {rank} holds {found:,} parameters, and the formula says {counted:,}")
+        for param in tensors:
+            spec = spec_of(param)
+            shapes[spec.name] = spec.shape
+            held.setdefault(spec.name, set()).update((p.box.offset, p.box.shape) for p in pieces(spec, mesh) if p.is_first_copy)
+    counted = count_parameters(config.model).total
+    if len(shown) == len(places):
+        problems += [f"{name} is {shape}, and the ranks hold {size:,} of its elements" for name, shape in sorted(shapes.items())
+                     if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)]
+        problems += _whole(shapes, config, counted)
+    return Built(len(shown), layers, counted, tuple(problems))
+
+
+def network_on(config: RunConfig, mesh: Mesh, stage: StageSpec) -> Network:
+    """One pipeline stage as a rank at this place builds it, on the meta device."""
+    wishes = {**config.model.kernel_wishes, "attention": "local"}  # nothing runs, so another device's kernel need not be here
+    kernels = select(Need(device="cpu", dtype=torch.float32), wishes)
+    build = Build(model=config.model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 0),
+                  sequence_parallel=config.parallel.sequence_parallel, recompute=config.recompute,
+                  cp_comm_type=config.parallel.cp_comm_type)
+    return NETWORKS[config.model.architecture](stage, build)
+
+
+def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
+    """A rank's place on every axis, without process groups. lists: those of `axis_ranks`."""
+    axes = {}
+    for field in fields(Mesh):
+        if field.name not in ("device", "blocks"):
+            groups = lists["pp" if field.name == "pp_backward" else field.name]
+            ranks = next((group for group in groups if rank in group), (rank,))
+            axes[field.name] = Axis(field.name, len(ranks), ranks.index(rank), ranks)
+    return Mesh(device=torch.device("cpu"), **axes)
+
+
+def _places(config: RunConfig, world_size: int) -> list[tuple[int, Mesh]]:
+    """The first rank at every place that differs in what it holds."""
+    found: dict[tuple[int, ...], tuple[int, Mesh]] = {}
+    for rank, mesh in _meshes(config, world_size):
+        found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), (rank, mesh))
+    return list(found.values())
+
+
+def _meshes(config: RunConfig, world_size: int) -> Iterator[tuple[int, Mesh]]:
+    lists = axis_ranks(config.parallel, world_size)
+    yield from ((rank, mesh_of(lists, rank)) for rank in range(world_size))
+
+
+def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig, counted: int) -> list[str]:
+    """What is wrong with the parameters of all ranks together."""
+    found, problems = sum(map(math.prod, shapes.values())), []
+    serial = replace(config, parallel=type(config.parallel)())
+    (stage,) = stages_of(serial)
+    alone = {spec_of(param).name: spec_of(param).shape for param in network_on(serial, Mesh.single(), stage).parameters()}
+    if alone != shapes:
+        odd = sorted(name for name in alone.keys() | shapes.keys() if alone.get(name) != shapes.get(name))
+        problems.append(f"one rank alone has other parameters: {', '.join(odd[:5])}")
+    if found != counted:
+        problems.append(f"the ranks hold {found:,} parameters in all, and the formula says {counted:,}")
+    return problems

@@ -1,0 +1,53 @@
+"""What would be started: the words of a run's command, as a setting that rules can look at.
+
+    --num-layers 12 ...                                                          flags alone, on one rank
+    torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a BERT on 16 ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.core.config.run import RunConfig
+from megatron.training.arguments import read_flags
+from megatron.trust.edits import Broken, Given
+
+# What an entry script says of itself.
+ENTRIES: Mapping[str, Mapping[str, Any]] = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"architecture": "bert"},
+                                            "pretrain_t5.py": {"architecture": "t5"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command. unread: what of the flags could not be read, and is left out of the setting; None: nothing could be read."""
+
+    setting: Given | None
+    unread: tuple[Broken, ...]
+
+
+def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
+    """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
+    place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
+    launcher, flags = ([], list(words)) if place is None else (list(words[:place]), list(words[place + 1:]))
+    entry = entry if place is None else Path(words[place]).name
+    ranks = _ranks(launcher) if ranks is None else ranks
+    try:
+        args = read_flags(flags, defaults=ENTRIES[entry])
+    except ConfigError as error:
+        return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
+    return Command(Given(from_namespace(RunConfig, args), ranks), tuple(Broken("command-line", said) for said in args.problems))
+
+
+def _ranks(launcher: Sequence[str]) -> int:
+    """Ranks that torchrun's words ask for; 1 of what they leave open, such as `gpu`."""
+    words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
+    given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}
+    counts = [value.rpartition(":")[2] for value in given.values()]  # 2:4 machines are at most 4
+    product = 1
+    for count in counts:
+        product *= int(count) if count.isdecimal() else 1
+    return product

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Check the flags of a run before it is started: which rules they break, and the fewest changes that keep all of them.
+
+    python tools/check_config.py <the flags of the run> --world-size 8
+    python tools/check_config.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
+    LAUNCH="python tools/check_config.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
+
+Exit code: 0 all rules are kept, 1 some are broken (or what was built does not agree), 2 the question could not be read.
+docs/rules.md lists the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.training.arguments import examine
+from megatron.trust.command import ENTRIES, Command, read_command
+from megatron.trust.edits import WORLD, Answer, Broken, Given, fewest_edits
+from megatron.trust.rule_page import page
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options, and the words of the run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
+    parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
+    parser.add_argument("--why-not", action="append", default=[], metavar="FLAG=VALUE",
+                        help="what this change would break, and what else would have to change; may be given more than once")
+    parser.add_argument("--build", action="store_true", help="build every rank's place without memory, and count what is there")
+    parser.add_argument("--true-vocab-size", type=int, default=50257, help="--build: ids of the tokenizer (default: GPT-2's 50257)")
+    parser.add_argument("--tries", type=int, default=10_000, help="configurations that the search for changes may look at (default: 10000)")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_known_args(list(argv[:place]))
+    words += argv[place + 1:]
+    if not words and options.write_rules is None:
+        parser.error("give the flags of a run")
+    return options, words
+
+
+def changed(words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace) -> tuple[Command, list[str]]:
+    """The command with these changes, `flag=value` or a switch each; and the fields that they fix."""
+    ranks, more, fixed = options.world_size, [], []
+    for wish in wishes:
+        name, glued, value = wish.removeprefix("--").partition("=")
+        fixed.append(name.replace("-", "_"))
+        if fixed[-1] == WORLD:
+            ranks = int(value) if value.isdecimal() else ranks
+        else:
+            more += [f"--{name}", *(value.split() if glued else ())]
+            fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
+    return read_command([*words, *more], ranks=ranks, entry=options.entry), fixed
+
+
+def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
+    """The broken rules, and under each what it says. before: what was broken already."""
+    lines: list[str] = []
+    for rule in dict.fromkeys(one.rule for one in broken):
+        lines += ["", f"  {rule}"]
+        lines += [f"    {one.says}" + ("  (broken without it, too)" if one in before else "") for one in broken if one.rule == rule]
+    return lines
+
+
+def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
+    """The changes that keep every rule. beside: of other flags than those that were asked about. unread: some could not be read."""
+    what = "Beside that, " if beside else ""
+    if answer.edits is None:
+        return ["", f"No set of {'other ' * beside}changes was found that keeps every rule ({answer.tried:,} configurations tried)."]
+    count = len(answer.edits)
+    rest = "; what cannot be read must be mended by hand" if unread else ""
+    lines = ["", f"{what}{count} change{'s' * (count > 1)} would keep every rule{rest}:"]
+    lines += [f"    {str(edit):60} for {', '.join(edit.mends)}" for edit in answer.edits]
+    proof = "No smaller set of the values tried does so" if answer.fewest else "A smaller set may exist; give more --tries"
+    return [*lines, f"  {proof} ({answer.tried:,} configurations tried)."]
+
+
+def built_on(setting: Given, true_vocab_size: int) -> dict[str, Any]:
+    """What `--build` found, as plain values."""
+    from megatron.trust.built import check_build  # needs torch, which no other answer waits for
+    config, _ = examine(setting.config, setting.world_size)
+    return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, and exit with its code."""
+    options, words = read(sys.argv[1:] if argv is None else argv)
+    if options.write_rules is not None:
+        options.write_rules.write_text(page(), encoding="utf-8")
+        return
+    first = read_command(words, ranks=options.world_size, entry=options.entry)
+    command, fixed = changed(words, options.why_not, options)
+    before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
+    rules = command.setting.broken() if command.setting else ()
+    broken = (*command.unread, *rules)
+    answer = fewest_edits(command.setting, fixed=fixed, tries=options.tries) if command.setting and rules else None
+    built = built_on(command.setting, options.true_vocab_size) if options.build and command.setting and not broken else None
+    ranks = command.setting.world_size if command.setting else options.world_size or 1
+    if options.json:
+        found = {"ranks": ranks, "kept": not broken, "broken": [asdict(one) for one in broken], "built": built,
+                 "why_not": options.why_not, "tried": answer.tried if answer else 0, "fewest": answer.fewest if answer else True,
+                 "edits": None if answer and answer.edits is None else [
+                     {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
+                     for edit in (answer.edits if answer else ())]}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        names = list(dict.fromkeys(one.rule for one in broken))
+        wish = f"With {', '.join(options.why_not)}: " if options.why_not else ""
+        lines = [f"{wish}{len(names)} rule{'s are' if len(names) != 1 else ' is'} broken on {ranks} rank{'s' * (ranks > 1)}" if broken else
+                 f"{wish}all rules are kept on {ranks} rank{'s' * (ranks > 1)}", *said_of(broken, before)]
+        lines += advice(answer, beside=bool(options.why_not), unread=bool(command.unread)) if answer else []
+        if built:
+            lines += [f"built {built['ranks']} places: {built['layers']} layers and {built['parameters']:,} parameters, as the formulas say"
+                      if not built["problems"] else "what was built does not agree:", *(f"    {line}" for line in built["problems"])]
+        sys.stdout.write("\n".join(lines) + "\n")
+    raise SystemExit(1 if broken or built and built["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
