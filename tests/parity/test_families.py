@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.core.config.flags import to_values
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import stages_of
+from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.families import hf
 from megatron.core.families.registry import family_of, model_of
@@ -27,6 +28,7 @@ from megatron.core.families.tensor_file import read_header
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
+from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import pieces, spec_of
@@ -116,6 +118,8 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2 etp 2 ep 2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
                             "global_batch_size": 4}),
     "pp 2 ep 2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "global_batch_size": 4}),
+    "cp 2": (2, {"context_parallel_size": 2}),
+    "pp 2 ep 2 cp 2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "context_parallel_size": 2}),
 }
 
 
@@ -186,7 +190,8 @@ def ask(model: GPTModel | BERTModel | T5Model, message: tuple[Tensor, ...]) -> t
     elif isinstance(model, BERTModel):
         out = model(ids=ids(), padding=padding(), types=ids() % 2, hidden=next(iter(message), None))
     else:
-        out = model(ids=ids(), hidden=next(iter(message), None))
+        cp = model.build.mesh.cp
+        out = model(ids=Zigzag(LENGTH, cp.size).piece(ids(), cp.rank, dim=1), hidden=next(iter(message), None))
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -215,7 +220,9 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
             dist.all_gather(words, out[0].contiguous(), group=run.mesh.tp.group)
         else:
             words = [out[0]]
-    found = {"words": torch.cat(words, dim=-1)[..., :VOCABULARY].transpose(0, 1)}
+    whole_text = Zigzag(LENGTH, run.mesh.cp.size).in_order(range(run.mesh.cp.size), run.mesh.device)
+    pieces_of_text = collectives.all_gather(torch.cat(words, dim=-1)[..., :VOCABULARY].contiguous(), run.mesh.cp)
+    found = {"words": (pieces_of_text if len(pieces_of_text) != LENGTH else pieces_of_text[whole_text]).transpose(0, 1)}
     return found if len(out) == 1 or out[1] is None else {**found, "pairs": out[1]}
 
 
