@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.timeline import picture, play
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LONGEST = 60  # seconds for one block, on a busy machine
+LONGEST = 180  # seconds for one block, on a busy machine
 OWN = (".git", ".venv", ".pytest_cache", "runs")  # what the folder of a test does not share with the checkout
 
 

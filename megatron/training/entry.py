@@ -43,12 +43,13 @@ class Alarm:
         self.place = place
         self._over = threading.Event()
         self._store = self._connect()
+        self._watching = threading.Thread(target=self._watch, name="first-failure", daemon=True)
         if self._store is not None:
-            threading.Thread(target=self._watch, name="first-failure", daemon=True).start()
+            self._watching.start()
 
     def sound(self, error: BaseException) -> None:
         """This rank is about to die of `error`."""
-        self._over.set()
+        self.silence()
         try:
             client = self._connect()
             if client is not None and not client.check([_KEY]):
@@ -57,8 +58,10 @@ class Alarm:
             pass  # the store is gone: so is the launcher, and with it the other ranks
 
     def silence(self) -> None:
-        """All went well."""
+        """All went well. A thread that came back from the store while Python ends would abort the process."""
         self._over.set()
+        if self._watching.is_alive():
+            self._watching.join(_GRACE)
 
     def _connect(self) -> dist.TCPStore | None:
         if self.place.size == 1 or not self.place.store:
@@ -77,8 +80,7 @@ class Alarm:
                 return
             if failed:
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
-                time.sleep(_GRACE)
-                if not self._over.is_set():
+                if not self._over.wait(_GRACE):
                     os._exit(1)
                 return
 

@@ -7,10 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from megatron.training import entry
+from megatron.training.place import Place
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
@@ -42,6 +46,24 @@ def test_one_failing_rank_ends_all_within_ten_seconds_and_is_named(layout: list[
         assert "rank      : 2" in summary and "the planted failure of the last rank" in summary, output[-3000:]
     else:
         assert "Signal 9" in output[output.rindex("Root Cause"):], output[-3000:]
+
+
+def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A store that answers after a while, as one on a busy machine does."""
+
+        def check(self, keys: list[str]) -> bool:
+            looking.set()
+            time.sleep(0.5)
+            return False
+
+    looking = threading.Event()
+    monkeypatch.setattr(entry.Alarm, "_connect", lambda self: Slow())
+    monkeypatch.setattr(entry, "_LOOK_EVERY", 0.01)
+    alarm = entry.Alarm(Place(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
+    assert looking.wait(5)
+    alarm.silence()
+    assert not [thread for thread in threading.enumerate() if thread.name == "first-failure"]
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
