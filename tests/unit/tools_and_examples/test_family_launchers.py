@@ -13,7 +13,7 @@ from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 
-FOLDERS = ("llama", "mixtral", "deepseek", "qwen", "gpt_oss")
+FOLDERS = ("llama", "mistral", "mixtral", "deepseek", "qwen", "gpt_oss")
 ALL = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / "examples" / folder).glob("*.sh"))
 SMALL = [path for path in ALL if "small" in path]
 PATHS = ("checkpoints", "tensorboard", "tokenizer", "corpus_text_document")
@@ -21,17 +21,19 @@ PATHS = ("checkpoints", "tensorboard", "tokenizer", "corpus_text_document")
 LARGE = {
     "llama/train_llama3_8b.sh": (1, 128256, 8.03, "llama"), "llama/train_llama3_70b.sh": (8, 128256, 70.6, "llama"),
     "llama/train_llama3_405b.sh": (64, 128256, 405.9, "llama"), "mixtral/train_mixtral_8x7b.sh": (4, 32000, 46.7, "mixtral"),
+    "mistral/train_mistral_7b.sh": (1, 32000, 7.24, "mistral"), "deepseek/train_deepseek_v2.sh": (32, 102400, 235.7, "deepseek_v2"),
     "deepseek/train_deepseek_v2_lite.sh": (1, 102400, 15.7, "deepseek_v2"),
     "deepseek/train_deepseek_v3.sh": (128, 129280, 671 + 11.5, "deepseek_v3"), "qwen/train_qwen2.5_7b.sh": (1, 152064, 7.62, "qwen2"),
     "qwen/train_qwen3_8b.sh": (1, 151936, 8.19, "qwen3"), "qwen/train_qwen3_30b_a3b.sh": (4, 151936, 30.5, "qwen3_moe"),
     "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"), "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss")}
-SAME = {"mixtral/train_mixtral_8x7b.sh": "Mixtral 8x7B", "deepseek/train_deepseek_v2_lite.sh": "DeepSeek V2 Lite",
+SAME = {"mistral/train_mistral_7b.sh": "Mistral 7B v0.1", "deepseek/train_deepseek_v2.sh": "DeepSeek V2",
+        "mixtral/train_mixtral_8x7b.sh": "Mixtral 8x7B", "deepseek/train_deepseek_v2_lite.sh": "DeepSeek V2 Lite",
         "deepseek/train_deepseek_v3.sh": "DeepSeek V3", "gpt_oss/train_gpt_oss_20b.sh": "gpt-oss 20b"}
 
 
 def test_every_launcher_is_known() -> None:
     assert ALL == sorted([*SMALL, *(f"examples/{name}" for name in LARGE)])
-    assert len(SMALL) == len(FOLDERS)
+    assert {Path(path).parent.name for path in SMALL} == {*FOLDERS} - {"mistral"}  # a Llama with a window
 
 
 @pytest.mark.parametrize("name", LARGE)
