@@ -65,7 +65,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    scaled = logits / sampling.temperature
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # never above 0, however cold
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < smallest, float("-inf"))

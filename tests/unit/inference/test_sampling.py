@@ -165,6 +165,12 @@ def test_rows_that_are_no_numbers_have_no_token_and_spoil_no_other(bad: float) -
         assert none == -1 and first == last >= 0
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-10])
+def test_the_coldest_draw_is_the_likeliest_token(temperature: float) -> None:
+    logits = torch.randn(2, 257, dtype=torch.float64)
+    assert pick(logits, [Sampling(temperature)] * 2, [0.0, 0.999]).tolist() == logits.argmax(dim=-1).tolist()
+
+
 def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
     found = penalized(LOGITS, torch.tensor([0, 1, 5]), 2.0)
     assert found.tolist() == [1.0, -2.0, 0.5, 1.5, -3.0, 0.0, 1.0]
