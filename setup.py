@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=("megatron", "megatron.*")),
-    package_data={"megatron.core.datasets.ingest": ["punkt/README.md", "punkt/*/*"]},
+    package_data={"megatron.core.datasets.ingest": ["punkt/README.md", "punkt/*/*"], "megatron.inference.server": ["page.html"]},
     py_modules=[name for name in ENTRIES if (HERE / f"{name}.py").exists()],
     install_requires=["torch>=2.11", "numpy>=1.26", "tokenizers>=0.19", "tiktoken>=0.7", "sentencepiece>=0.2", "safetensors>=0.4",
                       "xxhash>=3.0", "fsspec>=2023.1", "Jinja2>=3.1", "PyYAML>=6.0", "tqdm>=4.60"],

@@ -113,6 +113,10 @@ class Template:
         whole = self._run(messages, tools, False)
         return self._pieces(whole, () if self._tells_answers else self._answers(messages, tools, whole))
 
+    def invitation(self, messages: Sequence[Message], tools: Any = None) -> list[Piece]:
+        """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `pieces`."""
+        return self._pieces(self._run(messages, tools, True), answers=())
+
     def _answers(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
         """Where in the text the answers are, for a template that does not say."""
         found: list[tuple[int, int]] = []

@@ -1,0 +1,208 @@
+"""The routes, who may use them, and errors as answers.
+
+    /                      the page                 everyone
+    /health                200, or 503 and why      everyone
+    PUT /api               Megatron's               with the token, if there is one
+    POST /v1/completions   OpenAI's                 "
+    POST /v1/chat/completions                       "
+    GET /v1/models, /metrics                        "
+
+A body must say that it is JSON: a page of another site can then not send one without the browser asking first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from megatron.inference.server import openai, put_api
+from megatron.inference.server.asking import Call, Gone, Searches, unless_gone
+from megatron.inference.server.chat import Chat
+from megatron.inference.server.fields import Refused
+from megatron.inference.server.metrics import CONTENT_TYPE, exposition
+from megatron.inference.server.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+_OPEN = ("/", "/health", "/v1/health")
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'", "X-Content-Type-Options": "nosniff"}
+_CLIENT_LEFT = 499  # of no standard, and seen in the metrics only
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class Door:
+    """Around the app: checks the token, counts and logs answers. No prompt and no answer is ever logged."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, answers: Counter[tuple[str, int]]) -> None:
+        self._app, self._token, self._answers = app, token, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.monotonic(), 0
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            if self._lets_in(scope):
+                await self._app(scope, receive, counted)
+            else:
+                refused = Refused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
+                await error_answer(scope["path"], refused)(scope, receive, counted)
+        finally:
+            # Any path may be asked for, and only those that there are get a number of their own.
+            path = scope["route"].path if scope.get("route") is not None else "other"
+            self._answers[path, status or _CLIENT_LEFT] += 1
+            logger.info("%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun)
+
+    def _lets_in(self, scope: Scope) -> bool:
+        if not self._token or scope["path"] in _OPEN:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, b"Bearer " + self._token.encode())
+
+
+def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "") -> Door:
+    """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything."""
+    # The pages that FastAPI makes of its routes need scripts from elsewhere.
+    app = FastAPI(title="Megatron", docs_url=None, redoc_url=None, openapi_url=None)
+    answers: Counter[tuple[str, int]] = Counter()
+    _add_views(app, serving, answers)
+    _add_generation(app, serving, chat)
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        return error_answer(request.url.path, error)
+
+    @app.exception_handler(HTTPException)
+    async def unserved(request: Request, error: HTTPException) -> Response:
+        return error_answer(request.url.path, Refused(str(error.detail), error.status_code, error.headers))
+
+    @app.exception_handler(Gone)
+    async def gone(request: Request, error: Gone) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    return Door(app, token, answers)
+
+
+def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
+    page = files("megatron.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+    begun = int(time.time())
+
+    @app.get("/")
+    async def view() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
+    @app.get("/health")
+    @app.get("/v1/health")
+    async def health() -> Response:
+        failure = serving.service.failure
+        return json_answer({"status": "failed", "reason": failure} if failure else {"status": "ok"}, 503 if failure else 200)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_answer({"object": "list", "data": [_model(serving, begun)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != serving.model:
+            raise Refused(f"there is no model {name[:100]!r} here; this server has {serving.model!r}", 404)
+        return json_answer(_model(serving, begun))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
+
+
+def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
+    searches = Searches(serving.service, serving.limits.searches)
+
+    @app.put("/api")
+    @app.post("/api")
+    async def api(request: Request) -> Response:
+        body = await body_of(request, serving)
+        return json_answer(await unless_gone(put_api.generate(body, serving, searches), request.receive))
+
+    async def answer(request: Request, asked: openai.Asked) -> Response:
+        call = Call(serving.service, asked.requests)
+        if asked.streams:
+            return Chunks(call, openai.chunks(asked, call, serving))
+        return json_answer(await unless_gone(openai.whole(asked, call, serving), request.receive))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await body_of(request, serving)
+        return await answer(request, await asyncio.to_thread(openai.completion, body, serving))
+
+    @app.post("/v1/chat/completions")
+    async def conversations(request: Request) -> Response:
+        body = await body_of(request, serving)
+        return await answer(request, await asyncio.to_thread(openai.conversation, body, serving, chat))
+
+
+class Chunks(StreamingResponse):
+    """Server-sent events; a client who leaves, even before the first of them, lets the requests go."""
+
+    def __init__(self, call: Call, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.cancel()
+
+
+async def body_of(request: Request, serving: Serving) -> bytes:
+    """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused("the header Content-Type must be application/json", 415)
+    most, parts = serving.limits.body_bytes, bytearray()
+
+    async def collect() -> None:
+        async for part in request.stream():
+            parts.extend(part)
+            if len(parts) > most:
+                raise Refused(f"the body is larger than the {most} bytes that this server takes", 413, {"Connection": "close"})
+
+    try:
+        await asyncio.wait_for(collect(), serving.limits.read_seconds)
+    except asyncio.TimeoutError:
+        raise Refused(f"the body did not come within {serving.limits.read_seconds} s", 408, {"Connection": "close"}) from None
+    return bytes(parts)
+
+
+def json_answer(content: dict[str, Any], status: int = 200) -> Response:
+    """Written in ASCII, so that halves of surrogate pairs, which clients may send, can be sent back."""
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+def error_answer(path: str, error: Refused) -> Response:
+    """An error as the clients of a path read it."""
+    said = {"message": str(error)} if path == "/api" else openai.error_body(str(error), error.status)
+    return Response(json.dumps(said), error.status, error.headers, "application/json")
+
+
+def _model(serving: Serving, begun: int) -> dict[str, Any]:
+    return {"id": serving.model, "object": "model", "created": begun, "owned_by": "megatron", "max_model_len": serving.positions}

@@ -1,0 +1,44 @@
+"""/metrics, in Prometheus' text format (version 0.0.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.inference.requests import Metrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "megatron_inference_"
+# (field of `Metrics`, name, kind, help)
+_ROWS = (
+    ("requests", "requests_total", "counter", "requests that the engine took in"),
+    ("waiting", "requests_waiting", "gauge", "requests that wait to be decoded"),
+    ("running", "requests_running", "gauge", "requests that are decoded"),
+    ("blocks", "cache_blocks", "gauge", "blocks of the cache"),
+    ("blocks_used", "cache_blocks_used", "gauge", "blocks that hold running requests"),
+    ("blocks_kept", "cache_blocks_kept", "gauge", "blocks that hold beginnings which nobody uses now"),
+    ("bytes_per_token", "cache_bytes_per_token", "gauge", "bytes of keys and values of a token, on a rank"),
+    ("steps", "steps_total", "counter", "forward passes"),
+    ("prompt_tokens", "prompt_tokens_total", "counter", "tokens of prompts that were read"),
+    ("cached_tokens", "cached_tokens_total", "counter", "tokens of prompts that were in the cache"),
+    ("generated_tokens", "generated_tokens_total", "counter", "tokens that were made"),
+    ("preempted", "preemptions_total", "counter", "requests that had to wait again"),
+    ("proposed_tokens", "proposed_tokens_total", "counter", "tokens that a draft guessed"),
+    ("accepted_tokens", "accepted_tokens_total", "counter", "guesses that were right"),
+    ("tokens_per_second", "tokens_per_second", "gauge", "tokens made in a second, lately"),
+)
+
+
+def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
+    """The text. answers: number of HTTP answers by (path, status)."""
+    lines = []
+    for field, name, kind, told in _ROWS:
+        lines += [*_head(name, kind, told), f"{_PREFIX}{name} {getattr(metrics, field)}"]
+    lines += _head("finished_total", "counter", "requests that ended, by the reason")
+    lines += [f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())]
+    lines += _head("http_answers_total", "counter", "HTTP answers, by path and status")
+    lines += [f'{_PREFIX}http_answers_total{{path="{path}",status="{status}"}} {count}' for (path, status), count in sorted(answers.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _head(name: str, kind: str, told: str) -> list[str]:
+    return [f"# HELP {_PREFIX}{name} {told}", f"# TYPE {_PREFIX}{name} {kind}"]

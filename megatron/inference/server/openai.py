@@ -1,0 +1,259 @@
+"""/v1/completions and /v1/chat/completions, as OpenAI's clients ask and read them; whole, or as server-sent events.
+
+    body -> Asked -> requests of the engine -> an answer, or chunks of it
+
+Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos; and a finish_reason cancelled when the server ends before the text
+does. What cannot be served (penalties by frequency, a bias, tools) is refused unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.inference.requests import Event, Reply, Request, Token
+from megatron.inference.sampling import Sampling
+from megatron.inference.server.asking import Call
+from megatron.inference.server.chat import Chat, messages_of
+from megatron.inference.server.fields import Field, Refused, anything, boolean, integer, is_integer, number, only, read, text
+from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, told
+
+_MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
+
+
+def _prompt(value: Any) -> str:
+    ids = isinstance(value, list) and bool(value) and (all(map(is_integer, value)) or all(
+        isinstance(part, list) and part and all(map(is_integer, part)) for part in value))
+    texts = isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value)
+    return "" if isinstance(value, str) or texts or ids else "must be a string, ids, or a list of strings or of lists of ids"
+
+
+def _stop(value: Any) -> str:
+    words = [value] if isinstance(value, str) else value
+    good = isinstance(words, list) and len(words) <= _MOST_STOPS and all(isinstance(word, str) and 0 < len(word) <= _LONGEST_STOP for word in words)
+    return "" if good else f"must be a string, or at most {_MOST_STOPS} of them, of 1 to {_LONGEST_STOP} characters"
+
+
+def _options(value: Any) -> str:
+    good = isinstance(value, dict) and set(value) <= {"include_usage", "include_obfuscation"} and all(isinstance(one, bool) for one in value.values())
+    return "" if good else "must be an object with include_usage, a boolean value"
+
+
+_COMMON = (
+    Field("model", text),
+    Field("temperature", number(0.0, 2.0), 1.0), Field("top_p", number(0.0, 1.0), 1.0), Field("top_k", integer(0, 10**6), 0),
+    Field("min_p", number(0.0, 1.0), 0.0), Field("repetition_penalty", number(0.01, 100.0), 1.0),
+    Field("n", integer(1, _MOST_CHOICES), 1), Field("seed", integer(-2**63, 2**64 - 1)), Field("stop", _stop, []),
+    Field("ignore_eos", boolean, False), Field("stream", boolean, False), Field("stream_options", _options),
+    Field("frequency_penalty", only(0, 0.0)), Field("presence_penalty", only(0, 0.0)), Field("logit_bias", only({})),
+    Field("user", text), Field("metadata", anything), Field("store", only(False)))
+COMPLETION = (
+    *_COMMON, Field("prompt", _prompt, needed=True), Field("max_tokens", integer(0), 16), Field("logprobs", integer(0, _MOST_TOP)),
+    Field("echo", boolean, False), Field("best_of", integer(1, _MOST_CHOICES)), Field("suffix", only("")))
+CHAT = (
+    *_COMMON, Field("messages", anything, needed=True), Field("max_tokens", integer(1)), Field("max_completion_tokens", integer(1)),
+    Field("logprobs", boolean, False), Field("top_logprobs", integer(0, _MOST_TOP)),
+    Field("tools", only([])), Field("tool_choice", only("none")), Field("response_format", only({"type": "text"})),
+    Field("modalities", only(["text"])))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call. requests: those of prompt p are [p * n, (p + 1) * n). echo: the text of each prompt, to be said first."""
+
+    fields: dict[str, Any]
+    requests: tuple[Request, ...]
+    chat: bool
+    echo: tuple[str, ...] = ()
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are told."""
+        return self.requests[0].logprobs or self.requests[0].prompt_logprobs
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes in pieces."""
+        return self.fields["stream"]
+
+    def prefix(self, place: int) -> str:
+        """What the text of a choice begins with."""
+        return self.echo[place // self.fields["n"]] if self.echo else ""
+
+
+def completion(body: bytes, serving: Serving) -> Asked:
+    """What a body of /v1/completions asks for. Raises `Refused`."""
+    asked = read(COMPLETION, body)
+    _demand_model(asked, serving)
+    if asked["best_of"] not in (None, asked["n"]):
+        raise Refused("best_of must be n: of several texts, all are given")
+    scored = asked["logprobs"] is not None
+    if asked["max_tokens"] == 0 and not (asked["echo"] and scored):
+        raise Refused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
+    if asked["echo"] and scored and asked["stream"]:
+        raise Refused("echo with logprobs is not streamed; leave one of the three out")
+    prompt = asked["prompt"]
+    several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
+    if len(several) * asked["n"] > serving.limits.prompts:
+        raise Refused(f"{len(several)} prompts with n={asked['n']} are more than the {serving.limits.prompts} texts of one call")
+    ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
+    echo = tuple(part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several) if asked["echo"] else ()
+    requests = _requests(asked, serving, ids, asked["max_tokens"], scored, asked["logprobs"] or 0)
+    return Asked(asked, requests, chat=False, echo=echo)
+
+
+def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:
+    """What a body of /v1/chat/completions asks for. Raises `Refused`."""
+    asked = read(CHAT, body)
+    _demand_model(asked, serving)
+    if chat is None:
+        raise Refused("the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format")
+    if asked["top_logprobs"] and not asked["logprobs"]:
+        raise Refused("top_logprobs needs logprobs to be true")
+    if None not in (asked["max_tokens"], asked["max_completion_tokens"]):
+        raise Refused("max_tokens is the old name of max_completion_tokens; give one of them")
+    if asked["n"] > serving.limits.prompts:
+        raise Refused(f"n={asked['n']} is more than the {serving.limits.prompts} texts of one call")
+    ids = tuple(chat.ids(messages_of(asked["messages"])))
+    room = serving.positions - len(ids) + 1
+    count = asked["max_completion_tokens"] or asked["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
+    return Asked(asked, _requests(asked, serving, [ids], count, asked["logprobs"], asked["top_logprobs"] or 0, chat), chat=True)
+
+
+def _demand_model(asked: dict[str, Any], serving: Serving) -> None:
+    if asked["model"] not in (None, serving.model):
+        raise Refused(f"there is no model {asked['model'][:100]!r} here; this server has {serving.model!r}", 404)
+    if asked["stream_options"] is not None and not asked["stream"]:
+        raise Refused("stream_options needs stream to be true")
+
+
+def _known(ids: Sequence[int], serving: Serving) -> Sequence[int]:
+    if not all(0 <= token < serving.ids for token in ids):
+        raise Refused(f"the ids of prompt must be from 0 to {serving.ids - 1}")
+    return ids
+
+
+def _requests(asked: dict[str, Any], serving: Serving, prompts: Sequence[tuple[int, ...]], count: int, scored: bool, top: int,
+              chat: Chat | None = None) -> tuple[Request, ...]:
+    # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
+    temperature = cooled(asked["temperature"]) if asked["top_p"] > 0.0 else 0.0
+    sampling = Sampling(temperature, asked["top_k"], float(asked["top_p"]), float(asked["min_p"]), float(asked["repetition_penalty"]))
+    stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
+    found = []
+    for ids in prompts:
+        serving.demand(_known(ids, serving), count)
+        for number_of_choice in range(asked["n"]):
+            seed = None if asked["seed"] is None else (asked["seed"] + number_of_choice) % 2**63
+            found.append(Request(ids, count, sampling, seed, stop_ids=chat.stop_ids if chat and not asked["ignore_eos"] else (),
+                                 stop_words=(*stop, *(chat.stop_words if chat and not asked["ignore_eos"] else ())),
+                                 ignore_eod=asked["ignore_eos"], logprobs=scored, prompt_logprobs=scored and asked.get("echo", False),
+                                 top_logprobs=top))
+    return tuple(found)
+
+
+async def whole(asked: Asked, call: Call, serving: Serving) -> dict[str, Any]:
+    """The answer, when it is there."""
+    replies = await call.replies()
+    choices = []
+    for place, reply in enumerate(replies):
+        tokens = [*reply.prompt, *reply.tokens] if asked.requests[place].prompt_logprobs else list(reply.tokens)
+        spelling = Spelling(serving.tokenizer, () if reply.prompt else asked.requests[place].prompt)
+        scores = _Scores(serving, asked.chat, spelling)
+        content = asked.prefix(place) + reply.text
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": content, "refusal": None}} if asked.chat else {"text": content}
+        choices.append({"index": place, **said, "logprobs": scores.of(tokens) if asked.scored else None, "finish_reason": reply.reason})
+    kind = "chat.completion" if asked.chat else "text_completion"
+    return {**_head(asked, serving, kind), "choices": choices, "usage": _usage(asked, replies)}
+
+
+async def chunks(asked: Asked, call: Call, serving: Serving) -> AsyncIterator[str]:
+    """The answer as server-sent events, the last of which is [DONE]."""
+    head = _head(asked, serving, "chat.completion.chunk" if asked.chat else "text_completion")
+    usage = {"usage": None} if (asked.fields["stream_options"] or {}).get("include_usage") else {}
+    scores = [_Scores(serving, asked.chat, Spelling(serving.tokenizer, request.prompt)) for request in asked.requests]
+    replies: dict[int, Reply] = {}
+    try:
+        for choice in _opening(asked):
+            yield _event({**head, "choices": [choice], **usage})
+        async for place, event in call.events():
+            if event.reply is not None and event.reply.reason == "error":
+                yield _event(error_body(event.reply.problem, 500))
+                return
+            if event.reply is not None:
+                replies[place] = event.reply
+            yield _event({**head, "choices": [_delta(asked, place, event, scores[place])], **usage})
+        if usage:
+            yield _event({**head, "choices": [], "usage": _usage(asked, [replies[place] for place in sorted(replies)])})
+        yield "data: [DONE]\n\n"
+    finally:
+        call.cancel()
+
+
+def _opening(asked: Asked) -> list[dict[str, Any]]:
+    """What is said before the first token."""
+    places = range(len(asked.requests))
+    if asked.chat:
+        return [{"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None} for place in places]
+    return [{"index": place, "text": asked.prefix(place), "logprobs": None, "finish_reason": None} for place in places if asked.prefix(place)]
+
+
+def _delta(asked: Asked, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
+    said: dict[str, Any] = {"delta": {"content": event.text} if event.text else {}} if asked.chat else {"text": event.text}
+    told_scores = scores.of(event.tokens, last=event.reply is not None) if asked.scored and event.tokens else None
+    return {"index": place, **said, "logprobs": told_scores, "finish_reason": None if event.reply is None else event.reply.reason}
+
+
+class _Scores:
+    """Tokens with their log-probabilities, as the two kinds of answers tell them."""
+
+    def __init__(self, serving: Serving, chat: bool, spelling: Spelling) -> None:
+        self._serving, self._chat, self._spelling, self._offset = serving, chat, spelling, 0
+
+    def of(self, tokens: Sequence[Token], *, last: bool = True) -> dict[str, Any]:
+        """What is told of the next tokens."""
+        texts = self._spelling.add([token.id for token in tokens], last=last)
+        if self._chat:
+            return {"content": [{**_named(piece, told(token)), "top_logprobs": [_named(self._name(number), max(score, LEAST_LOGPROB))
+                                                                              for number, score in token.top]}
+                                for piece, token in zip(texts, tokens, strict=True)], "refusal": None}
+        offsets = []
+        for piece in texts:
+            offsets.append(self._offset)
+            self._offset += len(piece)
+        top = [{self._name(number): max(score, LEAST_LOGPROB) for number, score in token.top} if token.logprob is not None else None for token in tokens]
+        return {"tokens": texts, "token_logprobs": [told(token) for token in tokens], "top_logprobs": top, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        said = self._serving.tokenizer.detokenize([token])
+        return said if said and "\ufffd" not in said else self._serving.tokenizer.id_to_token(token)
+
+
+def _named(piece: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
+
+
+def _head(asked: Asked, serving: Serving, kind: str) -> dict[str, Any]:
+    return {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
+            "model": serving.model}
+
+
+def _usage(asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
+    prompt = sum(len(request.prompt) for request in asked.requests[::asked.fields["n"]])
+    new = sum(len(reply.tokens) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(reply.cached_tokens for reply in replies[::asked.fields["n"]])}}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kinds: dict[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

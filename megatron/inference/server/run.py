@@ -1,0 +1,110 @@
+"""The process that serves: from the first request to the last.
+
+SIGTERM or SIGINT: no more is taken; what runs goes on for some seconds, and is then given as far as it is. A second SIGINT ends at
+once. When the engine fails, as when a rank has died, everyone who waits hears of it, and the process ends with the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from megatron.core.config.flags import ConfigError
+from megatron.inference.engine import Engine
+from megatron.inference.server.app import Door
+from megatron.inference.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class ServerFailed(Exception):
+    """The engine has ended; the message says why."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which also ends with the engine, and ends it before it leaves.
+
+    service: has been started. drain_seconds: what runs may go on for so long after a signal.
+    """
+
+    def __init__(self, app: Door, service: Service, drain_seconds: float) -> None:
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off",
+                                        ws="none"))
+        self._service, self._drain_seconds = service, drain_seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal; unlike uvicorn's, it is not raised again at the end, since to have drained is no failure."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say where."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            host, port = sock.getsockname()[:2]
+            logger.info("serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; whether to end."""
+        return bool(await super().on_tick(counter) or self._service.failure)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end, then connections, then leave."""
+        draining = asyncio.create_task(asyncio.to_thread(self._service.drain, self._drain_seconds))
+        closing = asyncio.create_task(self._close(draining))
+        await super().shutdown(sockets)
+        await closing
+
+    async def _close(self, draining: asyncio.Task[bool]) -> None:
+        while not (draining.done() or self.force_exit or self._service.failure):
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self._service.stop)
+        await draining
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that holds an address, and refuses connections until it is served on. port 0: a free one.
+
+    Raises `ConfigError` if the address cannot be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port} cannot be had: {error}; give others") from error
+    return sock
+
+
+def serve(app: Door, service: Service, sock: socket.socket, *, drain_seconds: float) -> None:
+    """Serve on a socket until a signal. The service has been started; it has stopped when this returns. Raises `ServerFailed`."""
+    try:
+        Server(app, service, drain_seconds).run([sock])
+    finally:
+        service.stop()
+    if service.failure:
+        raise ServerFailed(service.failure)
+
+
+def follow(engine: Engine, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
+    """On every rank but the first: take part until the first lets go. A launcher sends its signals to all ranks; the first drains
+    with the help of the others, so that they let signals pass.
+    """
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        engine.follow()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

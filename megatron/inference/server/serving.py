@@ -1,0 +1,106 @@
+"""What every route needs: the engine, the words, and how much one call may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.requests import Token
+from megatron.inference.server.fields import Refused
+from megatron.inference.service import Service
+
+_CONTEXT = 8  # ids in front of new ones that decide how those are written
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divided by less may overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one call. prompt_tokens, new_tokens: None leaves them to the engine. searches: beam searches at once, of all calls.
+    read_seconds: for a body to arrive.
+    """
+
+    body_bytes: int = 2**20
+    prompts: int = 128
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    searches: int = 4
+    read_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """service: the engine in its thread. model: the name that clients see."""
+
+    service: Service
+    model: str
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The words of the network."""
+        return self.service.engine.tokenizer
+
+    @property
+    def positions(self) -> int:
+        """The longest text."""
+        return self.service.engine.max_length
+
+    @property
+    def ids(self) -> int:
+        """How many ids the network knows."""
+        return self.service.engine.model.true_vocab_size
+
+    def read(self, text: str) -> list[int]:
+        """The ids of a text; `Refused` if it has none of its own, as half of a surrogate pair."""
+        try:
+            return self.tokenizer.tokenize(text)
+        except ValueError as error:
+            raise Refused(f"the prompt cannot be read: {error}") from None
+
+    def demand(self, prompt: Sequence[int], num_tokens: int) -> None:
+        """Raise `Refused` for a prompt, or a number of new tokens, beyond the limits."""
+        most, longest = self.limits.new_tokens, self.limits.prompt_tokens
+        if longest is not None and len(prompt) > longest:
+            raise Refused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)
+        if most is not None and num_tokens > most:
+            raise Refused(f"{num_tokens} new tokens are asked for; this server gives {most}")
+        if len(prompt) + max(0, num_tokens - 1) > self.positions:
+            raise Refused(f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.positions} positions of the "
+                          "network; shorten the prompt or ask for fewer")
+
+
+class Spelling:
+    """The text of each id of a text, as it grows. ids: what stands before.
+
+    An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] = ()) -> None:
+        self._tokenizer, self._ids = tokenizer, list(ids[-_CONTEXT:])
+        self._said = len(tokenizer.detokenize(self._ids))
+
+    def add(self, ids: Sequence[int], *, last: bool) -> list[str]:
+        """The texts of the ids that come next. last: no more come, so that half a character is all there will be of it."""
+        found = []
+        for place, token in enumerate(ids, start=1):
+            self._ids.append(token)
+            text = self._tokenizer.detokenize(self._ids)
+            whole = not text.endswith("\ufffd") or last and place == len(ids)
+            found.append(text[self._said:] if whole else text[self._said:-1])
+            self._said += len(found[-1])
+            if whole and len(self._ids) > 2 * _CONTEXT:
+                self._ids = self._ids[-_CONTEXT:]
+                self._said = len(self._tokenizer.detokenize(self._ids))
+        return found
+
+
+def told(token: Token) -> float | None:
+    """A token's log-probability as JSON can say it."""
+    return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
+
+
+def cooled(temperature: float) -> float:
+    """The temperature that is drawn with."""
+    return 0.0 if temperature < LEAST_TEMPERATURE else float(temperature)

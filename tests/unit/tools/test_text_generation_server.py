@@ -1,0 +1,134 @@
+"""The server as a process, and the programme that asks it: loaded, asked, drained by SIGTERM, alone and over two ranks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
+
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
+from megatron.training.loaded import GPT, load_network
+from tests.helpers.architecture import ROOT
+from tests.unit.inference.clients import until
+from tests.unit.tools.test_generate_text import trained
+
+TOOL, CLI = ROOT / "tools" / "run_text_generation_server.py", ROOT / "tools" / "text_generation_cli.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A trained network."""
+    made = str(tmp_path_factory.mktemp("network"))
+    trained({}, made)
+    return made
+
+
+@contextmanager
+def started(command: list[str], folder: str, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server process and its port."""
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, str(TOOL), "--load", folder, "--port", "0", *options], stdout=file, stderr=file, env=ENVIRONMENT)
+    try:
+        until(lambda: "serving at" in log.read_text() or process.poll() is not None, 90)
+        found = re.search(r"serving at http://127\.0\.0\.1:(\d+)", log.read_text())
+        assert found, log.read_text()
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def put(port: int, **body: Any) -> tuple[int, Any]:
+    """PUT /api."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("PUT", "/api", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def asked(port: int, lines: str, *options: str) -> str:
+    """What the client prints."""
+    done = subprocess.run([sys.executable, str(CLI), f"127.0.0.1:{port}", *options], input=lines, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done
+    return done.stdout
+
+
+def test_a_process_serves_the_client_and_drains_at_sigterm(folder: str, tmp_path: Path) -> None:
+    with started([sys.executable], folder, tmp_path / "log") as (process, port):
+        said = asked(port, "3 1 4\n4\n3 1 4\nmany\n3 1 4\n9999\n")
+        assert "Megatron Response: \n3 1 4" in said and "'many' is no number of tokens" in said and "Error 400: " in said and "positions" in said
+        found: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: found.append(put(port, prompts=["3 1 4"] * 32, tokens_to_generate=8, top_k=1, stop_token=0)))
+        thread.start()
+        until(lambda: b"requests_total 33" in metrics(port))
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert found[0][0] == 200 and set(found[0][1]["reasons"]) <= {"length", "stop"} and process.wait(60) == 0
+    assert "prompts" not in (tmp_path / "log").read_text() and "3 1 4" not in (tmp_path / "log").read_text()
+
+
+def metrics(port: int) -> bytes:
+    """GET /metrics."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    return connection.getresponse().read()
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_and_end_when_one_dies(folder: str, tmp_path: Path) -> None:
+    loaded = load_network(folder, GPT)
+    expected = [reply.ids for reply in Engine(loaded.stages, loaded.tokenizer).run(
+        [Request(prompt, 6, Sampling(0.0)) for prompt in ((3, 1, 4), (1,))])]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with started(launcher, folder, tmp_path / "two", "--tensor-model-parallel-size", "2") as (process, port):
+        status, answer = put(port, prompts=["3 1 4", "1"], tokens_to_generate=6, top_k=1)
+        found = [tuple(map(int, text.removeprefix(prompt).split())) for text, prompt in zip(answer["text"], ("3 1 4", "1"), strict=True)]
+        assert status == 200 and found == expected
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        follower = next(int(rank) for rank in ranks if b"RANK=1\0" in Path(f"/proc/{rank}/environ").read_bytes().replace(b"LOCAL_RANK", b""))
+        os.kill(follower, signal.SIGKILL)
+        assert process.wait(60) != 0
+
+
+@pytest.mark.parametrize("status, body, said", [
+    (200, b'{"text": ["ab"]}', "Megatron Response: \nab"), (200, b"[]", "does not answer as"), (200, b"no", "does not answer as"),
+    (400, b'{"message": "too long"}', "Error 400: too long"), (400, b'"too long"', "Error 400: too long"), (502, b"<html>", "Error 502: <html>")])
+def test_the_client_reads_what_any_server_says(status: int, body: bytes, said: str, tmp_path: Path) -> None:
+    heard: list[tuple[Any, str]] = []
+
+    class Canned(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            heard.append((json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.headers["Authorization"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    (tmp_path / "token").write_text("secret\n")
+    with HTTPServer(("127.0.0.1", 0), Canned) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        assert said in asked(server.server_port, "a\n2\n", "--token-file", str(tmp_path / "token"))
+        thread.join(30)
+    assert heard == [({"prompts": ["a"], "tokens_to_generate": 2}, "Bearer secret")]
