@@ -18,9 +18,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOTES] = []
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: more than a few seconds")
+    config.addinivalue_line("markers", "nightly: takes many minutes in all; runs only when it is asked for with -m nightly")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" not in config.getoption("-m"):
+        skip = pytest.mark.skip(reason="runs with -m nightly")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(skip)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:

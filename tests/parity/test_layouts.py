@@ -10,6 +10,7 @@ Tolerances, all relative:
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,14 @@ def serial(model: str, precision: str) -> Outcome:
     return train_alone({**MODELS[model], **PRECISIONS[precision]}, STEPS)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout, model", ROWS, ids=[named(*row) for row in ROWS])
+def every_row() -> list[Any]:
+    """Every row in fp64, and every third in fp32; the other rows in fp32 are for the night."""
+    return [pytest.param(*row, precision, id=f"{named(*row)}-{precision}",
+                         marks=[pytest.mark.nightly] if precision != "fp64" and place % 3 else [])
+            for precision in PRECISIONS for place, row in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("layout, model, precision", every_row())
 def test_a_row_of_the_table_equals_the_serial_run(world: Worlds, layout: str, model: str, precision: str) -> None:
     ranks, changes = read_layout(layout)
     found = train(world, ranks, {**MODELS[model], **PRECISIONS[precision], **changes}, STEPS)
