@@ -118,7 +118,8 @@ def _kernels(config: RunConfig, device: torch.device) -> Kernels:
     need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
                 padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
                 softcap=config.model.attention_logit_softcap is not None, attention_dropout=config.model.attention_dropout,
-                uneven_heads=config.model.uneven_heads)
+                uneven_heads=config.model.uneven_heads, experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
+                overlapped_experts=config.model.moe.moe_shared_expert_overlap)
     return select(need, config.model.kernel_wishes)
 
 
@@ -144,6 +145,8 @@ def _describe(run: Run) -> None:
                                     if op != "grouped_linear" or config.model.moe.num_experts))
     moe = config.model.moe
     if moe.num_experts:
-        kind = moe.moe_token_dispatcher_type.replace("flex", "alltoall (flex: no library such as DeepEP is called yet)")
+        kind = moe.moe_token_dispatcher_type
+        if kind == "flex":
+            kind = "alltoall" if run.kernels.moe_flex_dispatcher is None else "DeepEP"
         run.say(f"experts: {moe.num_experts} a layer over {mesh.ep.size} ranks, each cut over {mesh.etp.size} and held by {mesh.edp.size}; "
                 f"tokens are sent by {kind}")

@@ -175,8 +175,6 @@ LATER = (
     Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
-    Group("later", "no library such as DeepEP is called yet: --moe-token-dispatcher-type flex sends tokens as alltoall does; leave it out",
-          switches="moe-enable-deepep", values="moe-flex-dispatcher-backend=deepep"),
     Group("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
     Group("later", "this part of mixture-of-experts layers is not built yet",
           switches="overlap-moe-expert-parallel-comm "

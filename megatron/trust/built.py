@@ -80,7 +80,8 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
 
 def network_on(config: RunConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """One pipeline stage as a rank at this place builds it, on the meta device."""
-    wishes = {**config.model.kernel_wishes, "attention": "local"}  # nothing runs, so another device's kernel need not be here
+    # Nothing runs, so another device's kernel need not be here.
+    wishes = {**config.model.kernel_wishes, "attention": "local", "moe_flex_dispatcher": ""}
     kernels = select(Need(device="cpu", dtype=torch.float32), wishes)
     build = Build(model=config.model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 0),
                   sequence_parallel=config.parallel.sequence_parallel, recompute=config.recompute,

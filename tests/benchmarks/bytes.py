@@ -43,6 +43,8 @@ SHAPE: Changes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_leng
                   "max_position_embeddings": LENGTH}
 TRAINING: Changes = {**SHAPE, "num_layers": 4, "global_batch_size": 8, "clip_grad": 0.0,
                      "untie_embeddings_and_output_weights": True}
+EXPERTS: Changes = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "expert_model_parallel_size": 2,
+                    "expert_tensor_parallel_size": 1}
 SELECTIVE: Changes = {"recompute_granularity": "selective"}
 
 
@@ -94,16 +96,20 @@ def sent_here(changes: Changes) -> dict[str, int]:
     names = {axis.group: name for name in ("pp_backward", "pp", "dp_cp", "tp") if (axis := run.mesh.axis(name)).group is not None}
     sent: Counter[str] = Counter()
 
-    def counted(call: Callable[..., Any], place: int) -> Callable[..., Any]:
+    # Two ranks that share experts may be those that share gradients: then the calls tell them apart.
+    cut = "ep" if "num_experts" in changes else ""
+
+    def counted(call: Callable[..., Any], place: int, name: str = "") -> Callable[..., Any]:
         def through(*tensors: Any, **options: Any) -> Any:
             if tensors[place].numel() > 8 and options.get("group") in names:
-                sent[names[options["group"]]] += tensors[place].numel()
+                sent[name or names[options["group"]]] += tensors[place].numel()
             return call(*tensors, **options)
         return through
 
     with (patch.object(dist, "all_reduce", counted(dist.all_reduce, 0)), patch.object(dist, "isend", counted(dist.isend, 0)),
-          patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0)),
-          patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1))):
+          patch.object(dist, "all_to_all_single", counted(dist.all_to_all_single, 1, cut)),
+          patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0, cut)),
+          patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1, cut))):
         train_step(trainer, tiny.batches(run, 0))
     return dict(sent) | {"parameters": sum(parameter.numel() for stage in trainer.stages for parameter in stage.parameters())}
 
@@ -131,6 +137,21 @@ def expected(changes: Changes, own: int) -> dict[str, int]:
     return found
 
 
+def expected_of_experts(dispatcher: str, ranks: int) -> int:
+    """Elements that all ranks together bring to one step's calls for their experts.
+
+    A row is a choice of a token: it goes to its expert and comes back, and so does its gradient; its weight and the weight's
+    gradient go along, and the ranks tell each other how many rows go to each expert. Where all ranks see all tokens, these
+    are gathered and their outputs summed, and both once more for the gradients; the choices themselves are gathered too.
+    """
+    experts, choices = EXPERTS["num_experts"], EXPERTS["moe_router_topk"]
+    tokens, layers = LENGTH * TRAINING["global_batch_size"], TRAINING["num_layers"]
+    if dispatcher == "alltoall":
+        passes = TRAINING["global_batch_size"] // BATCH  # of all ranks
+        return layers * (tokens * choices * (4 * HIDDEN + 2) + passes * ranks * experts)
+    return layers * tokens * ranks * (4 * HIDDEN + 3 * choices)
+
+
 def main() -> None:
     """Print both tables."""
     worlds = Worlds()
@@ -154,6 +175,11 @@ def main() -> None:
             found, computed = counted.get(axis, 0), theory.get(axis, 0)
             print(f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {found:10}   theory {computed:10}   "
                   f"{found / max(computed, 1):6.1%}")
+    print("elements that two ranks bring to one step's calls for their experts, each token choosing 2 of 8")
+    for dispatcher in ("alltoall", "allgather"):
+        found = sum(row["ep"] for row in worlds(2).run(sent_here, {**EXPERTS, "moe_token_dispatcher_type": dispatcher}))
+        computed = expected_of_experts(dispatcher, 2)
+        print(f"  {dispatcher:77} counted {found:10}   theory {computed:10}   {found / computed:6.1%}")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,12 @@ from megatron.core.parallel.device import name_of, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.dispatch import Parcel, Rows
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.router import Routing
+from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -134,6 +137,36 @@ def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) ->
     return whole, alone
 
 
+class Stay:
+    """A dispatcher whose rows are where they belong: as many for each expert, and neither sorted nor sent."""
+
+    def __init__(self, here: int) -> None:
+        self.here = here
+
+    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+        """As the protocol says."""
+        each = routing.experts.numel() // self.here
+        rows = Rows(tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each))
+        return Parcel(lambda: rows, order=None, way=routing.experts.shape)
+
+    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+        """As the protocol says."""
+        tokens, choices = parcel.way
+        return outputs.view(choices, tokens, -1).sum(0)
+
+
+def steps(changes: dict[str, Any], ranks: int, dispatcher: str, stays: bool) -> float:
+    """On every rank: seconds of a training step of a small network, of which every layer has experts."""
+    torch.set_num_threads(1)
+    network = {**LLAMA, "num_layers": 4, "num_attention_heads": 4, "micro_batch_size": 2, "global_batch_size": 4 * ranks, "vocab_size": 2048,
+               "moe_router_force_load_balancing": True, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": ranks}
+    run = tiny.run_of(tiny.config(ranks, **{**network, **changes}))
+    trainer = tiny.trainer_of(run)
+    for layer in (part for stage in trainer.stages for part in stage.modules() if isinstance(part, MoELayer) and stays):
+        layer.dispatcher = Stay(run.config.model.moe.num_experts // ranks)
+    return seconds([lambda: train_step(trainer, tiny.batches(run, 0))], run.mesh.device)[0]
+
+
 def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -155,6 +188,9 @@ def main() -> None:
             whole, alone = (max(times) for times in zip(*found, strict=True))
             print(f"  {name} over {options.ranks} ranks, {dispatcher}: layer {whole * 1e3:.1f} ms, experts alone {alone * 1e3:.1f} ms: routing and "
                   f"sending take {1 - alone / whole:.0%}", flush=True)
+            whole, free = (max(worlds(options.ranks).run(steps, changes, options.ranks, dispatcher, stays)) for stays in (False, True))
+            print(f"    of a network of four such layers: a training step {whole * 1e3:.0f} ms, {free * 1e3:.0f} ms were the rows where they "
+                  f"belong: sorting and sending take {1 - free / whole:.0%}", flush=True)
     worlds.stop()
 
 

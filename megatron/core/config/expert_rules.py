@@ -24,6 +24,10 @@ def experts(run: RunConfig) -> str:
     elif moe.moe_shared_expert_overlap and moe.moe_token_dispatcher_type == "allgather":
         problems.append("--moe-shared-expert-overlap needs tokens that travel while it computes; choose "
                         "--moe-token-dispatcher-type alltoall or flex")
+    if moe.moe_token_dispatcher_type != "flex" and (moe.moe_enable_deepep or moe.moe_flex_dispatcher_backend != "auto"):
+        problems.append("--moe-enable-deepep, --moe-flex-dispatcher-backend: these are about --moe-token-dispatcher-type flex; choose it")
+    if moe.moe_enable_deepep and moe.moe_flex_dispatcher_backend == "alltoall":
+        problems.append("--moe-enable-deepep contradicts --moe-flex-dispatcher-backend alltoall; leave one out")
     if moe.moe_expert_capacity_factor is None:
         given = [spelling(name) for name, default in (("moe_pad_expert_input_to_capacity", False), ("moe_token_drop_policy", "probs"))
                  if getattr(moe, name) != default]

@@ -208,7 +208,8 @@ class ModelConfig:
     @property
     def kernel_wishes(self) -> dict[str, str]:
         """Op -> the kernel that was asked for."""
-        return {"attention": self.attention_backend, "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop"}
+        return {"attention": self.attention_backend, "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
+                "moe_flex_dispatcher": self.moe.library}
 
     @property
     def ties_embeddings(self) -> bool:

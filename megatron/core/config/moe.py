@@ -38,7 +38,10 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = flag(False, "choose at random, for measurements")
     moe_enable_routing_replay: bool = flag(False, "keep each choice of experts, so that a step can be run again with the same")
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", "how tokens reach their experts; flex: as alltoall, since no library such as DeepEP is called yet")
+        "allgather", "how tokens reach their experts; flex: by a library where one serves, else as alltoall")
+    moe_flex_dispatcher_backend: Literal["auto", "deepep", "alltoall"] = flag(
+        "auto", "what sends tokens with flex; auto: DeepEP where it is installed and fits, and the log says why not")
+    moe_enable_deepep: bool = flag(False, "as --moe-flex-dispatcher-backend deepep")
     moe_grouped_gemm: bool = flag(False, "experts of a rank are one grouped matmul; without it, one matmul each")
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of the expert that every token uses; left out: none")
     moe_shared_expert_gate: bool = flag(False, "a sigmoid of the token weighs the shared expert")
@@ -50,6 +53,13 @@ class MoEConfig:
     moe_use_upcycling: bool = flag(False, "load a dense checkpoint, each expert a copy of its MLP")
     moe_upcycling_granularity: int = flag(1, "--moe-use-upcycling: experts that one MLP is cut into")
     moe_per_layer_logging: bool = flag(False, "report balance layer by layer")
+
+    @property
+    def library(self) -> str:
+        """Which library is to send tokens; "" if none is to be asked for."""
+        if not self.num_experts or self.moe_token_dispatcher_type != "flex":
+            return ""
+        return "deepep" if self.moe_enable_deepep else self.moe_flex_dispatcher_backend
 
     @property
     def balances(self) -> tuple[tuple[str, float], ...]:

@@ -5,5 +5,6 @@ reference.py  every op in plain torch: the meaning of the others
 fused.py      torch's own fused kernels (scaled dot product attention)
 blocks.py     attention over some of the keys, whose results merge
 grouped.py    the linear layers of many experts as one
+deep_ep.py    tokens to their experts by a library
 table.py      Kernels record; select(): the best candidate per op, with reasons
 """

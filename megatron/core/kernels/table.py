@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import fused, grouped, reference
+from megatron.core.kernels import deep_ep, fused, grouped, reference
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """What the run asks of its kernels. window, softcap: some layers see a window, and some scores are capped.
-    uneven_heads: values are of another size than keys.
+    uneven_heads: values are of another size than keys. experts_cut: an expert lies on several ranks. overlapped_experts:
+    shared experts compute while tokens travel.
     """
 
     device: str = "cpu"
@@ -29,6 +30,8 @@ class Need:
     softcap: bool = False
     attention_dropout: float = 0.0
     uneven_heads: bool = False
+    experts_cut: bool = False
+    overlapped_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,13 @@ class Candidate:
 
     op: str
     name: str
-    call: Callable
+    call: Callable | None
     unfit: Callable[[Need], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One callable an op. `report`: (op, chosen, why the better ones were not)."""
+    """One callable an op; None: without a library. `report`: (op, chosen, why the better ones were not)."""
 
     attention: Callable = fused.attention
     layer_norm: Callable = reference.layer_norm
@@ -52,6 +55,7 @@ class Kernels:
     gated_activation: Callable = reference.gated_activation
     rotary: Callable = reference.rotary
     grouped_linear: Callable = reference.grouped_linear
+    moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -83,6 +87,10 @@ def _grouped_mm_unfit(need: Need) -> str:
     return "" if need.dtype == torch.bfloat16 else "torch's grouped matmul needs bf16"
 
 
+def _deep_ep_unfit(need: Need) -> str:
+    return deep_ep.unfit(device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts)
+
+
 def _always_fits(_: Need) -> str:
     return ""
 
@@ -97,15 +105,19 @@ CANDIDATES = (
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
+    Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
+    Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
 )
 
 
 def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES) -> Kernels:
-    """The kernels of a run. wish: op -> candidate name, or auto."""
+    """The kernels of a run. wish: op -> candidate name, auto, or "" if there is no such op."""
     chosen, report = {}, []
     for op in dict.fromkeys(candidate.op for candidate in candidates):
         offers = [candidate for candidate in candidates if candidate.op == op]
         wanted = (wish or {}).get(op, "auto")
+        if not wanted:
+            continue
         if wanted != "auto":
             offers = [candidate for candidate in offers if candidate.name == wanted]
         refusals = []
@@ -117,6 +129,6 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
             report.append((op, candidate.name, "; ".join(refusals)))
             break
         else:
-            raise ConfigError(f"--{op}-backend {wanted} cannot be used: {'; '.join(refusals) or 'no such kernel'}; "
+            raise ConfigError(f"--{op.replace('_', '-')}-backend {wanted} cannot be used: {'; '.join(refusals) or 'no such kernel'}; "
                               f"choose another or auto")
     return Kernels(**chosen, report=tuple(report))

@@ -8,6 +8,7 @@ The rows that leave a rank are its choices sorted by expert; their way back is t
     local       no one else has experts: sort, compute, sum
     alltoall    sort by expert | rows to the ranks of ep that have their experts | gather over etp | sort by own expert
     allgather   gather all tokens over etp and ep | sort the choices of own experts; back: sum over ep and etp, cut
+    library     tokens, each once, to the ranks of ep that have experts of theirs | sort the choices of own experts
 
 Every rank's tokens are its own: no two ranks of a stage send the same. A row takes its weight along, and the experts apply
 it, so that what comes back need only be summed.
@@ -100,9 +101,10 @@ def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: i
     else:
         starts = counts.cumsum(0) - counts
         inside = torch.arange(room, device=flat.device)
-        slots = (starts[:, None] + inside).clamp(max=len(flat) - 1)
+        slots = (starts[:, None] + inside).clamp(max=len(flat))
         empty = inside >= counts[:, None]
-        choices = sorted_choices[slots].masked_fill(empty, len(flat)).reshape(-1)
+        padded = torch.cat([sorted_choices, sorted_choices.new_full((1,), len(flat))])  # there may be no choice at all
+        choices = padded[slots].masked_fill(empty, len(flat)).reshape(-1)
         rows = torch.arange(len(choices), device=flat.device)
         counts = torch.full_like(counts, room)
     places = torch.full((len(flat) + 1,), len(choices), device=flat.device)  # the last is where empty rows point to
@@ -276,6 +278,28 @@ class AllToAll:
         return rearranged(collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back)
 
 
+@dataclass(frozen=True, slots=True)
+class ByLibrary:
+    """Tokens travel as a library sends them (kernels/deep_ep.py). Experts are whole."""
+
+    num_experts: int
+    ep: Axis
+    library: Any
+
+    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+        """As the protocol says."""
+        experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+        arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
+        room = None if room is None else room * self.ep.size
+        order = order_of(own, None, self.num_experts // self.ep.size, room=room)
+        rows = Rows(spread(arrived, order), spread_weights(weights, order), order.counts)
+        return Parcel(lambda: rows, order, handle)
+
+    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+        """As the protocol says."""
+        return self.library.combine(collect(outputs, parcel.order), parcel.way)
+
+
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
     """(index, back) that bring blocks by sender and then expert into the order by expert and then sender.
 
@@ -286,8 +310,10 @@ def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
     return index, index.argsort()
 
 
-def dispatcher_of(kind: str, num_experts: int, mesh: Mesh) -> Dispatcher:
-    """The dispatcher of --moe-token-dispatcher-type for these axes."""
+def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, library: Callable[[Any], Any] | None = None) -> Dispatcher:
+    """The dispatcher of --moe-token-dispatcher-type for these axes. library: for flex, made from the group of ep."""
     if mesh.ep.group is None and mesh.etp.group is None:
         return Local(num_experts)
+    if kind == "flex" and library is not None and mesh.ep.group is not None:
+        return ByLibrary(num_experts, mesh.ep, library(mesh.ep.group))
     return (AllGather if kind == "allgather" else AllToAll)(num_experts, mesh.ep, mesh.etp)

@@ -12,7 +12,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
     kernels = select(Need())
     assert kernels.attention is fused.attention and kernels.rms_norm is fused.rms_norm
     assert dict((op, chosen) for op, chosen, _ in kernels.report) == {
-        "attention": "fused", "rms_norm": "torch", "grouped_linear": "grouped"}
+        "attention": "fused", "rms_norm": "torch", "grouped_linear": "grouped", "moe_flex_dispatcher": "alltoall"}
 
 
 def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
@@ -27,6 +27,8 @@ def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
         select(Need(attention_dropout=0.1), {"attention": "flash"})
     with pytest.raises(ConfigError, match="it needs values of the size of keys"):
         select(Need(uneven_heads=True), {"attention": "flash"})
+    with pytest.raises(ConfigError, match="--moe-flex-dispatcher-backend deepep cannot be used: deepep: DeepEP is for GPUs"):
+        select(Need(), {"moe_flex_dispatcher": "deepep"})
     with pytest.raises(ConfigError, match="no such kernel"):
         select(Need(), {"attention": "quick"})
 

@@ -1,13 +1,27 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.dispatch import AllGather, AllToAll, Dispatcher, Local, collect, dispatcher_of, order_of, spread, spread_weights
+from megatron.core.kernels.deep_ep import DeepEP, unfit
+from megatron.core.transformer.dispatch import (
+    AllGather,
+    AllToAll,
+    ByLibrary,
+    Dispatcher,
+    Local,
+    collect,
+    dispatcher_of,
+    order_of,
+    spread,
+    spread_weights,
+)
 from megatron.core.transformer.router import Routing
+from tests.helpers import deep_ep_stand_in
 from tests.helpers.world import Worlds
 from tests.unit.parallel.ranks import mesh_of
 
@@ -140,3 +154,33 @@ def test_a_token_gets_the_same_from_experts_that_are_elsewhere(world: Worlds, si
     for rank, found in world(4).run(on_a_rank, kind, dispatcher, mesh, drops, room):
         for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
             torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
+
+
+def by_library_on_a_rank(kind: str, drops: bool, room: int | None) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    mesh = mesh_of(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    sys.modules["deep_ep"] = deep_ep_stand_in
+    try:
+        chosen = dispatcher_of("flex", EXPERTS, mesh, DeepEP)
+        assert isinstance(chosen, ByLibrary)
+        return mesh.world.rank, through(chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, room=room)
+    finally:
+        del sys.modules["deep_ep"]
+
+
+@pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, TOKENS)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_library_that_sends_each_token_once_brings_the_same(world: Worlds, kind: str, drops: bool, room: int | None) -> None:
+    for rank, found in world(4).run(by_library_on_a_rank, kind, drops, room):
+        # The library's weights are fp32.
+        for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
+            torch.testing.assert_close(value, true, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes, words", [({"device": "cpu"}, "for GPUs"), ({}, "not installed"), ({"dtype": torch.float16}, "bf16 only"),
+                                            ({"cut": True}, "--expert-tensor-parallel-size 1"),
+                                            ({"overlaps": True}, "--moe-shared-expert-overlap"), ({}, "")])
+def test_the_library_says_why_it_does_not_fit(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
+    fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
+    monkeypatch.setattr("megatron.core.kernels.deep_ep.is_installed", lambda: words != "not installed")
+    reason = unfit(**{**fits, **changes})
+    assert words in reason and bool(words) == bool(reason)

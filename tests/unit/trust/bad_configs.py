@@ -55,6 +55,8 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (4, f"{EP} 4", "experts", 1),
     (1, "--num-experts 8 --moe-shared-expert-gate", "experts", 1),
     (1, "--num-experts 8 --moe-shared-expert-intermediate-size 1024 --moe-shared-expert-overlap", "experts", 1),
+    (1, "--num-experts 8 --moe-enable-deepep", "experts", 1),
+    (1, "--num-experts 8 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend alltoall", "experts", 1),
     (1, "--num-experts 8 --moe-pad-expert-input-to-capacity", "experts", 1),
     (1, "pretrain_bert.py --num-experts 8", "experts", 1),
     (1, "--num-experts 8 --moe-router-topk 10", "choice-of-experts", 1),

@@ -1,0 +1,95 @@
+"""Tokens to the ranks of their experts and back by DeepEP (github.com/deepseek-ai/DeepEP), where it is installed.
+
+A token travels once to each rank that has one of its experts, however many of them it chose there; an all-to-all of rows
+sends it once for each choice. What comes back is summed on the way. The gradient of one direction is the other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+
+def is_installed() -> bool:
+    """Whether DeepEP can be imported."""
+    return find_spec("deep_ep") is not None
+
+
+@cache
+def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """The library's buffer of a group, which all layers share: as large as its two tuned configurations ask."""
+    library = import_module("deep_ep").Buffer
+    tuned = library.get_dispatch_config(group.size()), library.get_combine_config(group.size())
+    near = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in tuned)
+    far = max(config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in tuned)
+    return library(group, near, far)
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int, buffer: Any) -> tuple[Any, ...]:
+        by_rank, by_node, by_expert, goes, _ = buffer.get_dispatch_layout(experts, num_experts)
+        arrived, own, shares, _, handle, _ = buffer.dispatch(
+            tokens.contiguous(), topk_idx=experts, topk_weights=weights.float(), num_tokens_per_rank=by_rank,
+            num_tokens_per_rdma_rank=by_node, is_token_in_rank=goes, num_tokens_per_expert=by_expert)
+        context.buffer, context.handle, context.weights_dtype = buffer, handle, weights.dtype
+        context.mark_non_differentiable(own)
+        context.set_materialize_grads(True)
+        return arrived, shares, own, handle
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor, of_weights: Tensor, *_: Any) -> tuple[Any, ...]:
+        tokens, weights, _ = context.buffer.combine(gradient.contiguous(), context.handle, topk_weights=of_weights.float().contiguous())
+        return tokens, weights.to(context.weights_dtype), None, None, None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(context: Any, shares: Tensor, handle: Any, buffer: Any) -> Tensor:
+        context.buffer, context.handle = buffer, handle
+        return buffer.combine(shares.contiguous(), handle)[0]
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return context.buffer.dispatch(gradient.contiguous(), handle=context.handle)[0], None, None
+
+
+class DeepEP:
+    """The library over one group of ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def dispatch(self, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """tokens: [t, h]; weights, experts: [t, k], -1 for no expert; num_experts: of all ranks.
+
+        Returns the [n, h] tokens that some expert of this rank was chosen by, each once; their weights [n, k]; the experts
+        [n, k], counted from this rank's first, -1 where the choice is another rank's; and the handle for the way back.
+        """
+        buffer = _buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
+        arrived, shares, own, handle = _Dispatch.apply(tokens, weights, experts, num_experts, buffer)
+        return arrived, shares, own, handle
+
+    def combine(self, shares: Tensor, handle: Any) -> Tensor:
+        """shares: [n, h], what this rank's experts say of each token that arrived. Returns [t, h], the sum over ranks."""
+        return _Combine.apply(shares, handle, _buffer(self.group, shares.shape[1] * max(shares.element_size(), 2)))
+
+
+def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
+    """Why it cannot serve these experts; "" if it can. cut: each expert lies on several ranks. overlaps: with shared experts."""
+    if device != "cuda":
+        return "DeepEP is for GPUs"
+    if not is_installed():
+        return "DeepEP is not installed (github.com/deepseek-ai/DeepEP)"
+    if dtype != torch.bfloat16:
+        return "it sends bf16 only"
+    if cut:
+        return "its ranks hold whole experts; give --expert-tensor-parallel-size 1"
+    return "nothing runs beside it; leave out --moe-shared-expert-overlap" if overlaps else ""
