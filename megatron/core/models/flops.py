@@ -152,11 +152,14 @@ def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Bytes of weight, gradient and optimizer state per parameter of a rank.
 
     Weights and gradients lie on every data-parallel rank; the distributed optimizer cuts the rest, which for half
-    precision includes an fp32 copy of the weights, and of the gradients where they are half too.
+    precision includes an fp32 copy of the weights, and of the gradients where they are half too. FSDP2 cuts all of it, and
+    has fp32 weights and gradients only; what is whole while it works is not counted.
     """
     weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
     state = max(4, weight)
     has_moments = {"adam": 2, "sgd": int(config.optimizer.sgd_momentum > 0)}[config.optimizer.optimizer]
+    if config.parallel.use_torch_fsdp2:
+        return state * (2 + has_moments) / data_parallel_size
     copies = (weight < state) + (gradient < state)
     shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
     return weight + gradient + state * (has_moments + copies) / shards
@@ -258,6 +261,8 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     parallel = config.parallel
     if parallel.pipeline_schedule == "gpipe":
         return num_microbatches * chunks
+    if parallel.splits_backward:
+        return min(num_microbatches, parallel.pp)
     if chunks == 1:
         return min(num_microbatches, parallel.pp - position)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp

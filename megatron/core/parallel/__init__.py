@@ -8,4 +8,5 @@ boxes.py        rectangles inside global tensors
 spec.py         the one record a parameter carries, and what follows from it
 rng.py          named random streams; initial values drawn by global name
 recompute.py    activation recomputation that replays the random streams
+deferred.py     gradients of weights that wait for their turn in the schedule
 """

@@ -5,6 +5,7 @@ What a stage is and what a microbatch holds is the caller's `Work`. What lies be
 
     F   received tensors -> leaves that want gradients -> work.forward -> outputs, sent on
     B   gradients of the outputs -> autograd -> gradients of the received tensors, sent back
+    W   gradients of weights that a B left for later
 
 Between F and B only the received tensors and the *places* of the outputs in the autograd graph are kept. The output
 itself is let go as soon as it has been sent: the graph does not need its values unless an operation saved them.
@@ -16,6 +17,7 @@ gradients are those of the floating-point tensors among them, zeros where a stag
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.trail import Trail
 from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 
@@ -47,21 +51,24 @@ class Work(Protocol):
         """
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """A backward pass of the stage is about to run; `last`: its last one in this plan."""
+        """A backward pass of the stage is about to run; `last`: its last one in this plan, which leaves nothing for later."""
 
     def reduce(self, stage: int) -> None:
         """All gradients of the stage are there: begin their reduction over data parallelism."""
 
 
-def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis) -> None:
+def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, deferred: Deferred | None = None) -> None:
     """Do everything the script says; returns when this rank's messages are through.
 
     axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
+    deferred: where layers leave the gradients of weights that a plan has wait for a "W".
     """
     assert (script.rank, script.size) == (axis.rank, axis.size), \
         f"the script is for rank {script.rank} of {script.size}, this is rank {axis.rank} of {axis.size}"
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
-    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final)
+    splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
+    assert deferred is not None or not splits, "a plan whose weights wait needs a place where they do"
+    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, deferred if splits else None)
     with torch.set_grad_enabled(bool(final)):
         for step in script.steps:
             if isinstance(step, Transfer):
@@ -78,10 +85,13 @@ class _Payload:
     tensors: tuple[Tensor, ...]
     pending: tuple[dist.Work, ...] = ()
 
-    def wait(self) -> tuple[Tensor, ...]:
-        for handle in self.pending:
-            handle.wait()
-        self.pending = ()
+    def wait(self, trail: Trail) -> tuple[Tensor, ...]:
+        if self.pending:
+            trail.pause()
+            for handle in self.pending:
+                handle.wait()
+            self.pending = ()
+            trail.resume()
         return self.tensors
 
 
@@ -102,6 +112,7 @@ class _Walk:
     work: Work
     axes: dict[str, Axis]
     final: dict[int, Action]
+    deferred: Deferred | None
     arrived: dict[Action, _Payload] = field(default_factory=dict)  # by the action that takes it
     made: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)  # by the action that made it
     sending: list[_Payload] = field(default_factory=list)
@@ -110,39 +121,46 @@ class _Walk:
     def begin(self, transfer: Transfer) -> None:
         """Begin this rank's end of a message; see it through if messages are not to overlap with actions."""
         axis = self.axes[transfer.kind]
-        if transfer.src == axis.rank:
-            tensors, peer = self.made.pop(transfer.made_by), axis.ranks[transfer.dst]
-            payload = _Payload(tensors, tuple(dist.isend(t, dst=peer, group=axis.group) for t in tensors))
+        sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
+        tensors = self.made.pop(transfer.made_by) if sends else self._buffers(transfer.taken_by)
+        axis.trail.note("message", axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
+        if sends:
+            payload = _Payload(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(payload)
         else:
-            tensors, peer = self._buffers(transfer.taken_by), axis.ranks[transfer.src]
-            payload = _Payload(tensors, tuple(dist.irecv(t, src=peer, group=axis.group) for t in tensors))
+            payload = _Payload(tensors, tuple(dist.irecv(t, src=source, group=axis.group) for t in tensors))
             self.arrived[transfer.taken_by] = payload
         if not self.script.overlap:
-            payload.wait()
+            payload.wait(axis.trail)
 
     def perform(self, action: Action) -> None:
         """Do one action; what was being sent when it began is through when it ends, and is let go."""
         earlier, self.sending = self.sending, []
+        trail = self.axes["F"].trail
+        trail.enter(action)
+        trail.start()
         if action.op == "F":
             self._pass_on(action, self._forward(action))
         elif action.op == "B":
             self._pass_on(action, self._backward(action))
+        elif action.op == "W":
+            self.deferred.catch_up((action.stage, action.microbatch))
         else:
             self.work.reduce(action.stage)
+        trail.stop()
         for payload in earlier:
-            payload.wait()
+            payload.wait(trail)
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for payload in self.sending:
-            payload.wait()
+            payload.wait(self.axes["F"].trail)
         left = [*self.arrived, *self.made, *self.kept]
         assert not left, f"the script ended with results that nobody took: {left}"
 
     def _forward(self, action: Action) -> Iterable[Tensor]:
         """Run a stage on what it received; keep what its backward pass needs, if there will be one."""
-        received = self.arrived.pop(action).wait() if action.stage > 0 else ()
+        received = self.arrived.pop(action).wait(self.axes["F"].trail) if action.stage > 0 else ()
         if self.final:
             received = tuple(_leaf(tensor) for tensor in received)
         outputs = self.work.forward(action.stage, action.microbatch, received)
@@ -157,11 +175,13 @@ class _Walk:
         """Run autograd from a stage's outputs down to what it received, and return the gradients of that."""
         kept = self.kept.pop((action.stage, action.microbatch))
         is_last_stage = action.stage == self.script.stages - 1
-        gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait()
-        self.work.before_backward(action.stage, action.microbatch, action == self.final[action.stage])
+        gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait(self.axes["B"].trail)
+        self.work.before_backward(action.stage, action.microbatch, self.deferred is None and action == self.final[action.stage])
         pairs = [pair for pair in zip(kept.edges, gradients, strict=True) if pair[0] is not None]
+        waits = nullcontext() if self.deferred is None else self.deferred.collecting((action.stage, action.microbatch))
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            with waits:
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 for leaf in kept.received if leaf.requires_grad]
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from megatron.core.pipeline_parallel.schedules import Plan, num_stages
 from megatron.core.pipeline_parallel.timeline import Timeline
 
-COLORS = {"F": "Blues", "B": "Greens", "R": "Oranges"}
+COLORS = {"F": "Blues", "B": "Greens", "W": "Purples", "R": "Oranges"}
 ROW_INCHES = 0.4
 UNIT_INCHES = 0.3
 WIDEST_INCHES = 40.0
@@ -20,7 +20,7 @@ WIDEST_INCHES = 40.0
 def draw(plan: Plan, timeline: Timeline, path: Path) -> None:
     """One row a rank, time to the right; the suffix of `path` chooses the format.
 
-    Forwards are blue, backwards green, reductions orange, and darker the later the chunk. A box is labelled with its
+    Forwards are blue, backwards green, weights that waited purple, reductions orange, and darker the later the chunk. A box is labelled with its
     microbatch; in SVG its id is the action, such as F4.0.
     """
     chunks = num_stages(plan) // len(plan)

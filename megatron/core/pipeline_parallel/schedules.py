@@ -3,7 +3,8 @@
 Stage s lives on rank s % pp, as that rank's chunk s // pp. An `Action` is one stage's forward pass "F" or backward pass
 "B" of one microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the
 same shape: a rank runs some forwards to warm up, then one forward and one backward in turn, then the backwards that
-are left. Schedules differ in the order of the forwards and in how many of them warm up:
+are left. Schedules differ in the order of the forwards and in how many of them warm up. Where a plan has a "W" for each
+"B", the backward pass computes what the stage before waits for, and the gradients of weights are left to the "W":
 
     one_f_one_b(2, 3)     rank 0   F0.0 F0.1 B0.0 F0.2 B0.1 B0.2          (F0.2 is stage 0, microbatch 2)
                           rank 1   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
@@ -45,8 +46,10 @@ def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "
     """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size."""
     if name == "gpipe":
         return gpipe(pp, m, vpp=vpp)
+    if name == "zb-h1":
+        return zero_bubble(pp, m)
     if name != "1f1b":
-        raise ConfigError(f"--pipeline-schedule {name} is not known; choose 1f1b or gpipe")
+        raise ConfigError(f"--pipeline-schedule {name} is not known; choose 1f1b, gpipe or zb-h1")
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
@@ -64,6 +67,27 @@ def one_f_one_b(pp: int, m: int) -> Plan:
     return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
+def zero_bubble(pp: int, m: int) -> Plan:
+    """1F1B whose weight gradients wait: ZB-H1 (Qi et al., 2023).
+
+    Rank r is r weight gradients behind its backward passes, as many as 1F1B has it hold fewer activations than the first
+    rank: no rank holds more than that, and the last ranks' first gradients go upstream without a weight's in between. The
+    bubble shrinks from (pp - 1)(F + B + W) to (pp - 1)(F + B - W), where W is no longer than F and B.
+    """
+    rows = []
+    for rank, row in enumerate(one_f_one_b(pp, m)):
+        steps: list[Action] = []
+        waiting: list[Action] = []
+        for action in row:
+            steps.append(action)
+            if action.op == "B":
+                waiting.append(Action("W", action.stage, action.microbatch))
+                if len(waiting) > rank:
+                    steps.append(waiting.pop(0))
+        rows.append((*steps, *waiting))
+    return tuple(rows)
+
+
 def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
     """1F1B over vpp chunks a rank, which cuts the bubble by vpp; a chunk runs `group` microbatches in a row.
 
@@ -79,10 +103,10 @@ def forward_only(pp: int, vpp: int, m: int) -> Plan:
 
 
 def with_reduction(plan: Plan) -> Plan:
-    """The plan with an "R" right after each stage's last backward pass."""
+    """The plan with an "R" right after each stage's last backward pass, or after the last weight gradient that waited."""
     rows = []
     for row in plan:
-        last = {action.stage: action for action in row if action.op == "B"}
+        last = {action.stage: action for action in row if action.op in "BW"}
         steps: list[Action] = []
         for action in row:
             steps.append(action)

@@ -40,15 +40,18 @@ def play(
     *,
     forward: float | Sequence[float] = 1,
     backward: float | Sequence[float] = 2,
+    weight: float | Sequence[float] = 1,
     reduce: float | Sequence[float] = 0,
     message: float = 0,
 ) -> Timeline:
     """Play the plan; `ScheduleError` if it is wrong or cannot end.
 
-    forward, backward, reduce: time of an action, one for all stages or one a stage; message: time between ranks.
+    forward, backward, reduce: time of an action, one for all stages or one a stage; message: time between ranks. weight: the
+    part of a backward pass that a "W" does, where the plan has them.
     """
     check(plan)
-    stages, time = num_stages(plan), {"F": forward, "B": backward, "R": reduce}
+    stages, time = num_stages(plan), {"F": forward, "B": backward, "R": reduce, "W": weight}
+    splits = any(action.op == "W" for row in plan for action in row)
     start: list[list[float]] = [[] for _ in plan]
     end: list[list[float]] = [[] for _ in plan]
     done: dict[Action, tuple[int, float]] = {}
@@ -64,7 +67,10 @@ def play(
                 sender, arrival = done[source] if source is not None else (rank, 0.0)
                 free = end[rank][-1] if end[rank] else 0.0
                 start[rank].append(max(free, arrival + message * (sender != rank)))
-                end[rank].append(start[rank][-1] + _of_stage(time[action.op], action.stage))
+                taken = _of_stage(time[action.op], action.stage)
+                if splits and action.op == "B":
+                    taken -= _of_stage(weight, action.stage)
+                end[rank].append(start[rank][-1] + taken)
                 done[action] = rank, end[rank][-1]
         waiting = [rank for rank in waiting if len(end[rank]) < len(plan[rank])]
         if waiting and len(done) == before:
@@ -73,11 +79,11 @@ def play(
 
 
 def check(plan: Plan) -> None:
-    """Refuse a plan unless each stage sees each microbatch once in each direction, on its rank, F before B before R."""
+    """Refuse a plan unless each stage sees each microbatch once in each direction, on its rank, F before B before W before R."""
     stages = num_stages(plan)
     microbatches = {action.microbatch for row in plan for action in row if action.op != "R"}
     seen = Counter(action for row in plan for action in row)
-    ops = {op for op in "FBR" if any(action.op == op for action in seen)} | {"F"}
+    ops = {op for op in "FBWR" if any(action.op == op for action in seen)} | {"F"}
     wanted = {Action(op, stage, i) for op in ops for stage in range(stages)
               for i in (microbatches if op != "R" else {0})}
     problems = [f"{action} is missing" for action in sorted(wanted - set(seen))]
@@ -119,20 +125,20 @@ def _cell(action: Action, pp: int, chunks: int) -> str:
     if action.op == "R":
         return "R"
     letter = chr(ord("a") + action.stage // pp) if chunks > 1 else ""
-    return f"{letter}{action.microbatch}" + ("'" if action.op == "B" else "")
+    return f"{letter}{action.microbatch}" + {"B": "'", "W": '"'}.get(action.op, "")
 
 
 def _misplaced(row: Sequence[Action]) -> Iterator[str]:
     """What comes too early in one rank's row."""
     last = {(action.op, action.stage): place for place, action in enumerate(row)}
-    forwards = set()
+    done = set()
     for place, action in enumerate(row):
-        if action.op == "F":
-            forwards.add((action.stage, action.microbatch))
-        elif action.op == "B" and (action.stage, action.microbatch) not in forwards:
-            yield f"{action} comes before its forward pass"
-        elif action.op == "R" and place < last.get(("B", action.stage), 0):
+        earlier = {"B": "F", "W": "B"}.get(action.op)
+        if earlier and Action(earlier, action.stage, action.microbatch) not in done:
+            yield f"{action} comes before its {'forward' if earlier == 'F' else 'backward'} pass"
+        elif action.op == "R" and place < max(last.get((op, action.stage), 0) for op in "BW"):
             yield f"{action} comes before the stage's last backward pass"
+        done.add(action)
 
 
 def _circle(stuck: dict[int, Action], stages: int, pp: int) -> str:
@@ -156,11 +162,12 @@ def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) ->
 
 
 def _peak(row: Sequence[Action]) -> int:
-    """Most forwards whose backward is still to come; what has no backward is not kept."""
-    kept = {(action.stage, action.microbatch) for action in row if action.op == "B"}
+    """Most forwards whose backward is still to come, its weights included; what has no backward is not kept."""
+    ends = "W" if any(action.op == "W" for action in row) else "B"
+    kept = {(action.stage, action.microbatch) for action in row if action.op == ends}
     live = most = 0
     for action in row:
-        if action.op != "R" and (action.stage, action.microbatch) in kept:
+        if action.op in ("F", ends) and (action.stage, action.microbatch) in kept:
             live += 1 if action.op == "F" else -1
             most = max(most, live)
     return most

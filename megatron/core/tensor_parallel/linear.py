@@ -8,6 +8,7 @@ column layer sends back is on its way while the gradient of its weight is comput
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,24 +22,31 @@ from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant,
 from megatron.core.tensor_parallel.region import Region
 
 
+def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool) -> tuple[Tensor, ...]:
+    """Of y = x W^T + b: dW, and db if there is one. x: [..., in]; gradient: [..., out]."""
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    weight_gradient = flat.t().matmul(x.reshape(-1, x.shape[-1]))
+    return (weight_gradient, flat.sum(0)) if bias else (weight_gradient,)
+
+
 class _EnterLinear(Function):
     """Enter the region, multiply; backward overlaps the input gradient's collective with the weight gradient."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.has_bias = region, bias is not None
+        context.region, context.bias = region, bias
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
-        region, axis = context.region, context.region.axis
+        region, axis, bias = context.region, context.region.axis, context.bias
+        later = region.deferred is not None and region.deferred.collects and context.needs_input_grad[1]
         gathering, whole = None, x
-        if region.sequence_parallel:  # the gathered input is not kept: it is fetched again behind the first matmul
-            whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-            gathering = collectives.start_all_gather(whole, x.contiguous(), axis)
+        if region.sequence_parallel and not later:  # the gathered input is not kept: it is fetched again behind the first matmul
+            whole, gathering = _start_gather(x, region)
         input_gradient = gradient.matmul(weight)
         collectives.wait(gathering)
         if region.sequence_parallel:
@@ -46,18 +54,60 @@ class _EnterLinear(Function):
             sending = collectives.start_reduce_scatter(own, input_gradient, axis)
         else:
             own, sending = input_gradient, collectives.start_all_reduce(input_gradient, axis)
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        weight_gradient = flat.t().matmul(whole.reshape(-1, whole.shape[-1]))
-        bias_gradient = flat.sum(0) if context.has_bias else None
+        gradients: tuple[Tensor | None, ...] = (None,)
+        if later:
+            region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None))
+        else:
+            gradients = _weight_gradients(whole, gradient, bias=bias is not None)
         collectives.wait(sending)
-        return own, weight_gradient, bias_gradient, None
+        return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
+
+
+def _start_gather(x: Tensor, region: Region) -> tuple[Tensor, collectives.Work]:
+    """Begin to fetch all positions of a layer's input."""
+    whole = x.new_empty((x.shape[0] * region.axis.size, *x.shape[1:]))
+    return whole, collectives.start_all_gather(whole, x.contiguous(), region.axis)
+
+
+def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool) -> tuple[Tensor, ...]:
+    """The weight's and bias's gradients of a layer that enters a region."""
+    if region.sequence_parallel:
+        x, gathering = _start_gather(x, region)
+        collectives.wait(gathering)
+    return _weight_gradients(x, gradient, bias=bias)
+
+
+class _Multiply(Function):
+    """x W^T + b, whose weight gradient may wait."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.region, context.bias = region, bias
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight = context.saved_tensors
+        deferred, bias = context.region.deferred, context.bias
+        own, gradients = gradient.matmul(weight), (None,)
+        if deferred.collects and context.needs_input_grad[1]:
+            deferred.leave([weight] if bias is None else [weight, bias], partial(_weight_gradients, x, gradient, bias=bias is not None))
+        else:
+            gradients = _weight_gradients(x, gradient, bias=bias is not None)
+        return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
 def enter_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b with W cut by rows. x: [s or s/tp, b, h]; weight: [out/tp, h]. Returns [s, b, out/tp]."""
     if region.axis.size == 1:
-        return F.linear(x, weight, bias)
+        return multiply(x, weight, bias, region)
     return _EnterLinear.apply(x, weight, bias, region)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+    """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
+    return F.linear(x, weight, bias) if region.deferred is None else _Multiply.apply(x, weight, bias, region)
 
 
 class ColumnLinear(nn.Module):
@@ -107,6 +157,6 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
         if self.region.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self.region.exit(F.linear(x, self.weight))
+            return multiply(x, self.weight, self.bias, self.region)
+        total = self.region.exit(multiply(x, self.weight, None, self.region))
         return total if self.bias is None else total + self.bias

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.deferred import Deferred
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The choice, made once. axis: the tensor axis."""
+    """The choice, made once. axis: the tensor axis. deferred: where weight gradients may wait, if the schedule lets them."""
 
     axis: Axis
     sequence_parallel: bool = False
+    deferred: Deferred | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """All positions [s, b, h] of a tensor between regions, of which ranks make different things; gradients are summed."""

@@ -21,6 +21,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import dropping_output
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
 
@@ -37,11 +38,12 @@ class Build:
     sequence_parallel: bool = False
     recompute: RecomputeConfig = RecomputeConfig()
     cp_comm_type: tuple[str, ...] = ("p2p",)
+    deferred: Deferred | None = None
 
     @property
     def region(self) -> Region:
         """How tensor-parallel regions are entered and left."""
-        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1)
+        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred)
 
     @property
     def residual_dtype(self) -> torch.dtype:

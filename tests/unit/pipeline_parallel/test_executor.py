@@ -12,6 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import (
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     interleaved,
     one_f_one_b,
     with_reduction,
+    zero_bubble,
 )
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
@@ -47,6 +49,7 @@ class TinyWork:
     gradients: list[ndarray | None] = field(default_factory=list)
     sent: list[StorageWeakRef] = field(default_factory=list)
     taken: list[StorageWeakRef] = field(default_factory=list)
+    deferred: Deferred = field(default_factory=Deferred)
     most_sent: int = 0
     most_taken: int = 0
 
@@ -118,7 +121,7 @@ def walk(plan: Plan, overlap: bool, options: dict) -> TinyWork:
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
     axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
-    run(script(plan, rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis)
+    run(script(plan, rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis, deferred=work.deferred)
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -157,6 +160,9 @@ PLANS = {
     "1f1b on 3, fewer microbatches than ranks": one_f_one_b(3, 2),
     "1f1b on 4": one_f_one_b(4, 6),
     "gpipe with chunks": gpipe(2, 3, vpp=2),
+    "zero bubble on 2": zero_bubble(2, 5),
+    "zero bubble on 4": zero_bubble(4, 6),
+    "zero bubble on 3, fewer microbatches than ranks": zero_bubble(3, 2),
     "interleaved 2x2": interleaved(2, 2, 4, 2),
     "interleaved 2x2, group of 3": interleaved(2, 2, 5, 3),
     "interleaved 3x3": interleaved(3, 3, 6, 3),

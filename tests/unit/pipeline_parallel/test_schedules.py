@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
     interleaved,
     one_f_one_b,
     with_reduction,
+    zero_bubble,
 )
 from megatron.core.pipeline_parallel.timeline import play
 
@@ -62,6 +63,29 @@ def test_a_rank_of_1f1b_keeps_no_more_activations_than_ranks_follow_it(pp: int) 
         assert play(gpipe(pp, m)).peak == (m,) * pp
 
 
+@pytest.mark.parametrize("pp", PIPELINES)
+@pytest.mark.parametrize("times", [(1, 2, 1), (3, 5, 2), (3, 7, 2)], ids=str)
+def test_weights_that_wait_fill_the_bubble_as_the_paper_says_and_no_rank_holds_more_than_the_first_one_did(
+        pp: int, times: tuple[int, int, int]) -> None:
+    forward, backward, weight = times
+    for m in range(pp, 17):
+        played = play(with_reduction(zero_bubble(pp, m)), forward=forward, backward=backward, weight=weight)
+        lost = max(row[-1] for row in played.end) - m * (forward + backward)
+        assert lost == (pp - 1) * (forward + (backward - weight) - weight), f"m={m}"
+        assert max(played.peak) <= max(play(one_f_one_b(pp, m)).peak)
+
+
+def test_a_plan_whose_weights_come_before_their_backward_pass_or_after_the_reduction_is_refused() -> None:
+    first, second = zero_bubble(2, 2)
+    early = tuple(sorted(second, key=lambda action: (action.op != "F", action.op != "W")))
+    with pytest.raises(ScheduleError, match=r"W1\.0 comes before its backward pass"):
+        play((first, early))
+    with pytest.raises(ScheduleError, match=r"R1 comes before the stage's last backward pass"):
+        play((first + (Action("R", 0),), second[:-1] + (Action("R", 1), second[-1])))
+    with pytest.raises(ScheduleError, match=r"W1\.1 is missing"):
+        play((first, second[:-1]))
+
+
 def test_interleaved_ranks_warm_up_by_megatrons_count() -> None:
     for pp, vpp, m, group in [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 12, 6), (3, 2, 10, 7), (8, 2, 16, 8), (4, 2, 2, 4)]:
         counts = [warmup(row) for row in interleaved(pp, vpp, m, group)]
@@ -97,6 +121,7 @@ def test_a_tail_group_smaller_than_the_pipeline_deadlocks_and_is_named() -> None
 def test_flags_choose_the_schedule() -> None:
     assert choose(4, 1, 6) == one_f_one_b(4, 6)
     assert choose(4, 1, 6, name="gpipe") == gpipe(4, 6)
+    assert choose(4, 1, 6, name="zb-h1") == zero_bubble(4, 6)
     assert choose(2, 3, 4) == interleaved(2, 3, 4, 2)
     assert choose(2, 3, 4, group=4) == interleaved(2, 3, 4, 4)
     assert choose(1, 1, 2) == ((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),)
