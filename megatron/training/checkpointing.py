@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.flags import to_values
+from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver
@@ -43,8 +44,9 @@ class Checkpoint:
     last_saved: iteration whose checkpoint `--save` is known to hold. on_its_way: iteration that is being saved.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.config, self.mesh = trainer, trainer.run.config, trainer.run.mesh
+    def __init__(self, trainer: Trainer, config: RunConfig | None = None) -> None:
+        """config: what says where to save and what to load; left out, the run's."""
+        self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: Saver | None = None
@@ -112,6 +114,15 @@ class Checkpoint:
         self.load(opened, started)
         return True
 
+    def roll_back(self, why: Exception) -> None:
+        """Go back to the newest checkpoint of this run; raises `CheckpointError` because of `why` if it has none yet."""
+        self.finish()
+        if self.last_saved is None:
+            raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
+        asked = dataclasses.replace(self.config.checkpoint, load=self.config.checkpoint.save, ckpt_step=None, require_iteration=None,
+                                    finetune=False, load_optim=True, load_rng=True)
+        Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=asked)).resume()
+
     def load(self, opened: Opened, started: float) -> None:
         """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
 
@@ -163,7 +174,7 @@ class Checkpoint:
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
         asked, trainer = self.config.checkpoint, self.trainer
-        state: Tree = self._weights()
+        state: Tree = self.weights(rounded=True)
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
@@ -178,11 +189,15 @@ class Checkpoint:
             state |= self._streams()
         return state
 
-    def _weights(self) -> Tree:
+    def weights(self, *, rounded: bool = False) -> Tree:
+        """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their masters."""
         weights: Tree = {}
-        for stage in self.trainer.stages:
-            for param in stage.parameters():
+        for parallel in self.trainer.parallels:
+            for param in parallel.whole:
                 put(weights, f"model.{spec_of(param).name}", placed_parameter(param, self.mesh))
+            for segment in parallel.cut:
+                values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
+                put(weights, f"model.{segment.name}", placed_segment(segment, values, self.mesh))
         return weights
 
     def _streams(self) -> Tree:
@@ -192,7 +207,7 @@ class Checkpoint:
     def _tensors(self, formats: Formats, *, optimizer: bool) -> Tree:
         """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
         for, are filled from the weights, in the precision in which those were saved."""
-        tensors = self._weights()
+        tensors = self.weights()
         for slot, segment, tensor in self.trainer.optimizer.slots():
             name = f"optimizer.{slot}.{segment.name}"
             if slot == "master" and not (optimizer and name in formats):

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.ddp import DataParallel
+from megatron.core.distributed.fsdp import Parallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -44,6 +44,11 @@ class StepWork:
         self.reports: list[dict[str, Tensor]] = []
         self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
         self._scale = self._loss_scale()
+
+    @property
+    def seen(self) -> tuple[Batch, ...]:
+        """The microbatches that were taken so far, in order."""
+        return tuple(self._seen)
 
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """What the stage says."""
@@ -140,12 +145,16 @@ class StepWork:
         return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (self._scale / self._expected())
 
     def _batch(self, microbatch: int) -> Batch:
+        trail = self.trainer.run.mesh.trail
         while len(self._seen) <= microbatch:
+            action = trail.action
+            trail.enter(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
                 self._seen.append(take(self._batches))
+            trail.enter(action)
         return self._seen[microbatch]
 
-    def _parallel(self, stage: int) -> DataParallel:
+    def _parallel(self, stage: int) -> Parallel:
         return self.trainer.parallels[stage // self.trainer.run.mesh.pp.size]
 
 
@@ -159,11 +168,15 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
     size = trainer.batches.at(progress.consumed_train_samples)
+    mesh.trail.begin("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True)
+    trainer.before_step(work)
     with timers("forward-backward", 1):
-        run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward,
+            deferred=run_.deferred)
+    mesh.trail.enter("reduction of gradients")
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
@@ -174,11 +187,12 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     optimizer.set_rates(rate, trainer.schedule.weight_decay(progress.schedule_samples), decoupled)
     scale = optimizer.scaler.scale
     trainer.before_update()
+    losses = {**work.report(), **work.notes()}
+    mesh.trail.enter("optimizer")
     with timers("optimizer", 1):
         result = optimizer.step(multiplier=work.missing_factor(), count_zero_elements=config.log.log_num_zeros_in_grad,
-                                row_factors=_clipped(trainer))
+                                row_factors=_clipped(trainer), accepts=lambda norm: trainer.accepts(work, losses, norm))
     norm = optimizer.weights_norm() if config.log.log_params_norm else None
-    losses = {**work.report(), **work.notes()}
     loads = _loads(trainer)
     _close_step(trainer, stepped=result.stepped)
     progress.iteration += 1

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import pieces, spec_of
+from megatron.training.checkpointing import Checkpoint
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -54,13 +56,12 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
 
 def held_weights(trainer: Trainer) -> Held:
     """The rectangles of every parameter that this rank holds."""
-    found: Held = []
-    for stage in trainer.stages:
-        for param in stage.parameters():
-            spec = spec_of(param)
-            found += [(spec.name, spec.shape, piece.box, param.detach()[piece.local.slices()].clone())
-                      for piece in pieces(spec, trainer.run.mesh)]
-    return found
+    return [(name, placed.shape, box, value.clone()) for name, placed in weights_of(trainer).items() for box, value in placed.pieces]
+
+
+def weights_of(trainer: Trainer) -> dict[str, Placed]:
+    """The weights that this rank holds, by name; all are views."""
+    return {name.removeprefix("model."): placed for name, placed in Checkpoint(trainer).weights().items()}
 
 
 def whole_gradient(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:

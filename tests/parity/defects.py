@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.distributed import ddp, finalize
+from megatron.core.distributed import ddp, finalize, fsdp
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.distributed.fsdp import FullySharded
 from megatron.core.models import gpt, heads
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
@@ -29,6 +30,7 @@ from megatron.core.optimizer import clip, optimizer
 from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Part
@@ -217,6 +219,11 @@ def _another_activation(self: _Walk, action: Any) -> Any:
     return _walk_backward(self, action)
 
 
+def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool) -> tuple[Tensor, ...]:
+    first = gradient.tensor_split(region.axis.size)[region.axis.rank] if region.sequence_parallel else gradient
+    return linear._weight_gradients(x, first, bias=bias)
+
+
 def _another_batch_at_the_end(self: StepWork, microbatch: int) -> Any:
     ends = self.trainer.stages[-1].stage.heads
     return _batch(self, microbatch ^ 1 if ends else microbatch)
@@ -237,6 +244,7 @@ def _own_count(self: StepWork) -> Tensor:
 # Data parallelism.
 
 _make_buckets, _start_gather, _init = ddp.make_buckets, DataParallel.start_gather, DataParallel.__init__
+_init_shares, _share, _init_optimizer = FullySharded.__init__, fsdp._share, Optimizer.__init__
 
 
 def _buckets_over_tensor_ranks(module: GPTModel, mesh: Mesh, **keywords: Any) -> Any:
@@ -258,6 +266,18 @@ def _keep_the_last_piece(self: DataParallel) -> None:
 
 def _keep_gradients(self: DataParallel) -> None:
     self._missing, self._launched = None, 0
+
+
+def _always_average_shares(self: FullySharded, *arguments: Any, **keywords: Any) -> None:
+    _init_shares(self, *arguments, **{**keywords, "average": True})
+
+
+def _update_a_copy(*arguments: Any) -> list[Segment]:
+    return [dataclasses.replace(share, data=share.data.clone()) for share in _share(*arguments)]
+
+
+def _count_shares_of_the_first_rank(self: Optimizer, *arguments: Any, **keywords: Any) -> None:
+    _init_optimizer(self, *arguments, **{**keywords, "sharded": False})
 
 
 def _forget_the_divisor(self: StepWork) -> float:
@@ -313,6 +333,9 @@ DEFECTS: tuple[Defect, ...] = (
            ((RandomStreams, "load", nothing),)),
     Defect("a gradient meets another microbatch's activations", (("pp2", "gpt"), ("pp2 gpipe", "gpt")),
            ((_Walk, "_backward", _another_activation),)),
+    Defect("a weight's gradient waits and is forgotten", (("pp2 zb", "gpt"),), ((Deferred, "catch_up", nothing),)),
+    Defect("inputs that wait for their weights are pieces of the sequence",
+           (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),), ((linear, "_later", _piece_of_the_input),)),
     Defect("the last stage reads another microbatch's labels", (("pp2", "gpt"),), ((StepWork, "_batch", _another_batch_at_the_end),)),
     Defect("gradients are reduced one microbatch early", (("dp2 overlap-reduce bucket500", "gpt"),),
            ((StepWork, "before_backward", _reduce_one_early),)),
@@ -327,6 +350,15 @@ DEFECTS: tuple[Defect, ...] = (
            ((DataParallel, "start_gather", _keep_the_last_piece),)),
     Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
            ((DataParallel, "zero_gradients", _keep_gradients),)),
+    Defect("gradients of shares are averaged and scaled", (("dp2 fsdp", "gpt"),), ((FullySharded, "__init__", _always_average_shares),)),
+    Defect("gradients of shares are not zeroed between steps", (("dp2 fsdp", "gpt"),), ((FullySharded, "zero_gradients", nothing),)),
+    Defect("gradients of shares are those of the last microbatch", (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),
+           ((FullySharded, "before_last_backward", FullySharded.zero_gradients),)),
+    Defect("layers are gathered from old shares", (("dp2 fsdp", "gpt"),), ((fsdp, "_share", _update_a_copy),)),
+    Defect("the norm counts the shares of the first rank only", (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),
+           ((Optimizer, "__init__", _count_shares_of_the_first_rank),)),
+    Defect("experts are cut over all data-parallel ranks", (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
+           ((fsdp, "_placement", nothing),)),
     Defect("padding is left out on the first stage only", (("pp4 mb2", "bert-published"), ("pp2 vpp2", "bert")),
            ((BERTModel, "forward", _forget_padding),)),
     Defect("stages without encoder layers see padding of the memory", (("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),),

@@ -37,6 +37,8 @@ HALF_ROWS: tuple[tuple[str, str, Changes], ...] = (
     ("tp2 dp2 zero mb2", "qk-clip-gqa", {"bf16": True}),
     ("tp2 pp2 mb2", "llama", {"fp16": True, "loss_scale": 256.0}),
     ("dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0}),
+    ("tp2 sp dp2 fsdp mb2", "llama", {"bf16": True}),
+    ("pp2 dp2 fsdp mb2", "gpt", {"fp16": True, "loss_scale": 256.0}),
     ("tp2 sp pp2 mb2", "mla-mtp2", {"bf16": True}),
     ("tp2 pp4 layout=Ett|t|tmm|L mb2", "mla-mtp2", {"bf16": True, "fp32_residual_connection": True}),
     ("tp2 sp ep2 dp2 alltoall grouped mb2", "moe-shared", {"bf16": True}),
@@ -114,7 +116,7 @@ def test_half_precision_stays_near_the_serial_fp32_run(world: Worlds, layout: st
     assert not any(step.skipped for step in done)
 
 
-@pytest.mark.parametrize("layout, model", [("", "gpt"), ("tp2 sp pp2 mb2", "llama"), ("pp2 dp2 zero", "gpt")])
+@pytest.mark.parametrize("layout, model", [("", "gpt"), ("tp2 sp pp2 mb2", "llama"), ("pp2 dp2 zero", "gpt"), ("dp2 fsdp", "gpt")])
 def test_an_fp16_step_that_overflows_changes_nothing_but_the_loss_scale(world: Worlds, layout: str, model: str) -> None:
     done = half(world, layout, {**MODELS[model], **DYNAMIC}, 7)
     first = next(index for index, step in enumerate(done) if not step.skipped)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.parallel.spec import pieces, spec_of
 from megatron.training.checkpointing import Checkpoint
 from tests.helpers import tiny
-from tests.helpers.training import Held, Outcome, differences, held_weights, outcome, train_on
+from tests.helpers.training import Held, Outcome, differences, held_weights, outcome, train_on, weights_of
 from tests.helpers.world import Worlds
 
 BEFORE, AFTER = 2, 2
@@ -42,10 +41,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-tp2-zero": layout(4, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
     "uneven": layout(2, pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1),
     "padding": layout(1, make_vocab_size_divisible_by=64),
+    "dp2-fsdp": layout(2, use_torch_fsdp2=True),
+    "tp2-dp2-fsdp": layout(4, tensor_model_parallel_size=2, sequence_parallel=True, use_torch_fsdp2=True),
+    "pp2-dp2-fsdp": layout(4, pipeline_model_parallel_size=2, use_torch_fsdp2=True),
 }
-# Eight ranks on two cores are slow: that layout is paired with a few others only.
+# Eight ranks on two cores are slow: that layout is paired with a few others only, as are the last ones, each with each.
+FEW = {"tp2-pp2-dp2-zero": (("serial", "tp4", "dp4-zero-buckets"), ("serial", "pp2-vpp2", "dp2-zero")),
+       "dp2-fsdp": (("dp2", "dp4-zero-buckets", "tp2-dp2-fsdp"), ("tp2-sp", "dp2-zero", "pp2-dp2-fsdp")),
+       "tp2-dp2-fsdp": (("pp2-vpp2", "dp2-fsdp"), ("cp2", "dp2-fsdp")),
+       "pp2-dp2-fsdp": (("tp4", "dp2-fsdp"), ("serial", "tp2-dp2-fsdp"))}
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS
-         if "tp2-pp2-dp2-zero" not in (a, b) or a in ("serial", "tp4", "dp4-zero-buckets") or b in ("serial", "pp2-vpp2", "dp2-zero")]
+         if (b not in FEW or a in FEW[b][0]) and (a not in FEW or b in FEW[a][1] or (b in FEW and a in FEW[b][0]))]
 
 
 def train_and_save(changes: dict[str, Any], folder: str | None, steps: int) -> tuple[list[float], list[float], Held]:
@@ -62,10 +68,9 @@ def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[
     """Load a checkpoint and train on."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder, seed=7)))
-    for stage in trainer.stages:  # whatever is not loaded would show
-        for param in stage.parameters():
-            for piece in pieces(spec_of(param), trainer.run.mesh):
-                param.data[piece.local.slices()] = float("nan")
+    for placed in weights_of(trainer).values():  # whatever is not loaded would show
+        for _, value in placed.pieces:
+            value.fill_(float("nan"))
     assert Checkpoint(trainer).resume()
     assert trainer.progress.iteration == BEFORE
     losses, norms = train_on(trainer, steps)
@@ -98,7 +103,7 @@ def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
     assert not problems, "\n".join(problems)
 
 
-SAME = {"serial": layout(1), "tp2-sp": LAYOUTS["tp2-sp"], "pp2-dp2-zero": layout(4, pipeline_model_parallel_size=2,
+SAME = {"serial": layout(1), "tp2-sp": LAYOUTS["tp2-sp"], "tp2-dp2-fsdp": LAYOUTS["tp2-dp2-fsdp"], "pp2-dp2-zero": layout(4, pipeline_model_parallel_size=2,
                                                                                  use_distributed_optimizer=True)}
 FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 2.0**18}}
 

@@ -23,7 +23,8 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: chunks on each pipeline rank")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None, "interleave: microbatches a chunk runs in a row; left out: the pipeline size", also=("--microbatch-group-size-per-vp-stage",))
-    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of forward and backward passes")
+    pipeline_schedule: Literal["1f1b", "gpipe", "zb-h1"] = flag(
+        "1f1b", "order of forward and backward passes; zb-h1: gradients of weights wait until a rank would idle")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first pipeline rank")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last pipeline rank")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as one layer of the split")
@@ -35,6 +36,9 @@ class ParallelConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "transport; auto: nccl on GPUs, gloo on CPUs")
     distributed_timeout_minutes: float = flag(10, "how long a rank waits for the others before it gives up")
     use_distributed_optimizer: bool = flag(False, "cut optimizer state over the data-parallel ranks (ZeRO-1)")
+    use_torch_fsdp2: bool = flag(False, "cut weights, gradients and optimizer state over the data-parallel ranks, layer by layer (ZeRO-3)")
+    torch_fsdp2_no_reshard_after_forward: bool = flag(
+        False, "--use-torch-fsdp2: a gathered layer stays whole until its backward pass (ZeRO-2): less to send, more memory")
     overlap_grad_reduce: bool = flag(False, "sum gradients bucket by bucket while the backward pass runs")
     overlap_param_gather: bool = flag(False, "gather parameters bucket by bucket while the next forward pass runs")
     ddp_bucket_size: int | None = flag(None, "elements in one bucket of gradients; left out: max(40M, 1M * data-parallel size)")
@@ -51,11 +55,17 @@ class ParallelConfig:
     max_seqlen_per_dp_cp_rank: int | None = flag(None, "--hybrid-context-parallel: most tokens of one sequence on a rank")
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer")
     expert_tensor_parallel_size: int | None = flag(None, "ranks that share each expert's matrices; left out: the tensor size")
+    elastic: bool = flag(False, "fit the layout to the ranks that there are, by fewer or more copies first, with the same batches")
 
     @property
     def tp(self) -> int:
         """Tensor-parallel size."""
         return self.tensor_model_parallel_size
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are a part of their own in the schedule."""
+        return self.pipeline_schedule == "zb-h1"
 
     @property
     def pp(self) -> int:

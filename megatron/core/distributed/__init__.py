@@ -2,5 +2,6 @@
 
 buffers.py   contiguous parameter and gradient buffers in buckets; which range of each this rank owns
 ddp.py       when buckets are reduced, and when parameters are gathered
+fsdp.py      shares of every weight instead of copies: torch's FSDP2
 finalize.py  the sums that layouts ask for: replicated parameters, shared heads, tied matrices
 """

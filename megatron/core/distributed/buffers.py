@@ -25,7 +25,10 @@ _ALIGNMENT = 64  # elements: pieces of a bucket start at addresses that vector u
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor."""
+    """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor.
+
+    rounds_to: format of the weights that work, where `data` is their fp32 master (FSDP2).
+    """
 
     spec: ParamSpec
     local_shape: tuple[int, ...]
@@ -33,6 +36,7 @@ class Segment:
     high: int
     data: Tensor
     grad: Tensor
+    rounds_to: torch.dtype | None = None
 
     @property
     def name(self) -> str:

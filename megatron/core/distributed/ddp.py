@@ -8,6 +8,7 @@ bucket only when its next forward pass begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from megatron.core.distributed.buffers import Bucket, Segment, make_buckets
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Mesh
 
 
@@ -35,6 +37,7 @@ class DataParallel:
         self._missing: list[int] | None = None
         self._launched = 0
         self._gathering: dict[int, collectives.Work] = {}
+        self.before_reduction: Callable[[Bucket], None] = lambda bucket: None  # sees each bucket while it is this rank's alone
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
                 param.register_post_accumulate_grad_hook(partial(self._arrived, view))
@@ -42,6 +45,16 @@ class DataParallel:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
                     child.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """The parameters that this rank holds whole: all."""
+        return list(self.module.parameters())
+
+    @property
+    def cut(self) -> list[Segment]:
+        """What this rank holds of the others: there are none."""
+        return []
 
     def segments(self) -> list[Segment]:
         """What this rank owns, over all buckets."""
@@ -93,7 +106,7 @@ class DataParallel:
 
     def _arrived(self, view: torch.Tensor, param: nn.Parameter) -> None:
         """A gradient was accumulated: bring it into the buffer, and count."""
-        if param.grad is not None and param.grad.data_ptr() != view.data_ptr():
+        if param.grad is not None and memory_of(param.grad) != memory_of(view):
             view.add_(param.grad)
             param.grad = None
         if self._missing is None:
@@ -105,6 +118,7 @@ class DataParallel:
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
+        self.before_reduction(bucket)
         op = "sum" if self.divisor is None else "avg"
         if self.divisor is not None and self.divisor != bucket.axis.size:
             bucket.grad /= self.divisor

@@ -1,12 +1,13 @@
 """One optimizer step over what this rank owns.
 
-The same code serves plain data parallelism (every rank owns everything) and ZeRO-1 (every rank owns a range of each
-bucket): it sees a list of segments. Half-precision weights have fp32 masters; wide weights are their own masters.
+The same code serves plain data parallelism (every rank owns everything), ZeRO-1 (every rank owns a range of each
+bucket) and FSDP2 (every rank owns rows of each parameter): it sees a list of segments. Half-precision weights have fp32
+masters; wide weights are their own masters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize
+from megatron.core.distributed.fsdp import Parallel
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.groups import Group, group_of
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.boxes import flat
+from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Mesh
 
 _SLOTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -37,7 +39,7 @@ class StepResult:
 class Optimizer:
     """AdamW or SGD over the owned segments of all stages of this rank."""
 
-    def __init__(self, parallels: Sequence[DataParallel], mesh: Mesh, config: OptimizerConfig, precision: PrecisionConfig,
+    def __init__(self, parallels: Sequence[Parallel], mesh: Mesh, config: OptimizerConfig, precision: PrecisionConfig,
                  *, sharded: bool) -> None:
         self.parallels, self.mesh, self.config, self.sharded = parallels, mesh, config, sharded
         self.segments = [segment for parallel in parallels for segment in parallel.segments()]
@@ -71,12 +73,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, *, multiplier: float | Tensor = 1.0, count_zero_elements: bool = False,
-             row_factors: Mapping[str, Tensor] | None = None) -> StepResult:
+             row_factors: Mapping[str, Tensor] | None = None, accepts: Callable[[Tensor], bool] = lambda norm: True) -> StepResult:
         """Sum what layouts ask for, clip, and update, once gradients are reduced.
 
         multiplier: what the gradients still lack beside the loss scale. row_factors: global name -> what the rows of a
-        parameter that this rank holds are multiplied by after the update, [rows]. An overflow of an fp16 run, seen by all
-        ranks in the norm, leaves the weights as they are.
+        parameter that this rank holds are multiplied by after the update, [rows]. accepts: whether a gradient of this norm is
+        to be used. An overflow of an fp16 run, seen by all ranks in the norm, leaves the weights as they are, and so does a
+        gradient that is not accepted.
         """
         finalize(self.segments, self.mesh)
         unscale = multiplier / self.scaler.scale
@@ -84,7 +87,7 @@ class Optimizer:
         overflow = self.fp16 and not bool(torch.isfinite(norm))
         self.scaler.update(overflow)
         zeros = count_zeros(self.segments, self.mesh, sharded=self.sharded) if count_zero_elements else None
-        if overflow:
+        if overflow or not accepts(norm):
             return StepResult(norm, False, zeros)
         if self.config.clip_grad > 0:
             unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
@@ -114,7 +117,7 @@ class Optimizer:
     def _publish(self) -> None:
         """The new weights in their own format, on every rank."""
         for master, segment in zip(self.masters, self.segments, strict=True):
-            if master.data_ptr() != segment.data.data_ptr():
+            if memory_of(master) != memory_of(segment.data):
                 segment.data.copy_(master)
         for parallel in self.parallels:
             parallel.start_gather()
@@ -126,7 +129,7 @@ class Optimizer:
     def slots(self) -> Iterator[tuple[str, Segment, Tensor]]:
         """(slot, segment, flat tensor) of everything kept per element: masters and moments."""
         for master, segment in zip(self.masters, self.segments, strict=True):
-            if master.data_ptr() != segment.data.data_ptr():
+            if memory_of(master) != memory_of(segment.data) or segment.rounds_to is not None:
                 yield "master", segment, master
             for slot in _SLOTS[self.config.optimizer]:
                 yield slot, segment, self.inner.state[master][slot]

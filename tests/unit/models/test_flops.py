@@ -196,6 +196,8 @@ def test_state_bytes_follow_the_published_table(precision, constant, shared):
         config = run_config(shape("gpt2"), precision=PrecisionConfig(**precision),
                             parallel=ParallelConfig(use_distributed_optimizer=cut))
         assert flops.state_bytes(config, 8) == constant + shared / (8 if cut else 1)
+    whole = run_config(shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True))
+    assert flops.state_bytes(whole, 8) == 4 * (1 + 1 + 2) / 8, "weight, gradient and two moments in fp32, all of them cut"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
