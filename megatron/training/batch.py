@@ -28,6 +28,7 @@ class Batch:
     hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
     belongs to, and stay those of whole sequences where the others are cut. extras: what else a kind of sample holds, by its
     name there, and what `looking_ahead` adds. side: where layers note their own losses.
+    samples: the numbers of its samples, where they have some.
     """
 
     tokens: Tensor | None = None
@@ -39,6 +40,7 @@ class Batch:
     message: tuple[Tensor, ...] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     side: Side | None = None
+    samples: tuple[int, ...] | None = None
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:

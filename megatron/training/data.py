@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -178,6 +178,7 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
             if log is not None:
                 log.add(numbers, arrays)
             batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
+            batch = batch if numbers is None else replace(batch, samples=tuple(numbers))
             yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
 
 

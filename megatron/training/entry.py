@@ -3,21 +3,19 @@
     @entry
     def main() -> None: ...
 
-A rank that fails says so in the launcher's store before it dies. Every other rank looks there once a second, and ends
-itself shortly after the first failure: it may sit in a collective that will never complete, and would otherwise only
-end at the time-out. The launcher then shows the error of the rank that failed first.
+A rank that fails says so in the launcher's store before it dies. Every other rank looks there once a second, says what it
+read, and ends itself shortly after the first failure: it may sit in a collective that will never complete, and would
+otherwise only end at the time-out. The launcher then shows the error of the rank that failed first.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -25,15 +23,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.training.board import FIRST_FAILURE, Board
+from megatron.training.failures import described, name_of_rank
+from megatron.training.guard import BadStep
 from megatron.training.initialize import shut_down
 from megatron.training.place import Place, launcher_place
+from megatron.training.sentinel import ReplicasDiffer
 from megatron.training.watch import NotFinite
+from megatron.training.watchdog import LOST, RankLost
 
-USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite)
-_KEY = "megatron/first-failure"
+USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
-# What the transports say when another rank is gone.
-_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)", re.IGNORECASE)
+_SHOWN = 6  # lines of another rank's failure
 
 
 class Alarm:
@@ -42,20 +43,17 @@ class Alarm:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._over = threading.Event()
-        self._store = self._connect()
+        self._board = Board.connect(place)
         self._watching = threading.Thread(target=self._watch, name="first-failure", daemon=True)
-        if self._store is not None:
+        if self._board is not None:
             self._watching.start()
 
     def sound(self, error: BaseException) -> None:
         """This rank is about to die of `error`."""
         self.silence()
-        try:
-            client = self._connect()
-            if client is not None and not client.check([_KEY]):
-                client.set(_KEY, f"{self.place.rank}: {type(error).__name__}")
-        except (RuntimeError, dist.DistError):
-            pass  # the store is gone: so is the launcher, and with it the other ranks
+        board = Board.connect(self.place)
+        if board is not None:
+            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}")
 
     def silence(self) -> None:
         """All went well. A thread that came back from the store while Python ends would abort the process."""
@@ -63,22 +61,13 @@ class Alarm:
         if self._watching.is_alive():
             self._watching.join(_GRACE)
 
-    def _connect(self) -> dist.TCPStore | None:
-        if self.place.size == 1 or not self.place.store:
-            return None
-        host, _, port = self.place.store.rpartition(":")
-        try:
-            return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        except (RuntimeError, dist.DistError):
-            return None
-
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
-            try:
-                failed = self._store.check([_KEY])
-            except (RuntimeError, dist.DistError):
-                return
-            if failed:
+            failed = self._board.read(FIRST_FAILURE)
+            if failed is not None:
+                said = "\n  ".join(failed.splitlines()[:_SHOWN])
+                sys.stderr.write(f"{name_of_rank(self.place.rank)} ends, since this failed first: {said}\n")
+                sys.stderr.flush()
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
                 if not self._over.wait(_GRACE):
                     os._exit(1)
@@ -97,7 +86,7 @@ def _patient(main: Callable[[], None]) -> Callable[[], None]:
         except USER_ERRORS as error:
             raise error.with_traceback(None) from None  # the message says it all
         except (RuntimeError, dist.DistError) as error:
-            if _LOST.search(str(error)):
+            if LOST.search(str(error)):
                 time.sleep(_GRACE)
             raise
 
@@ -117,6 +106,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except SystemExit as leaving:
             if leaving.code:
                 alarm.sound(leaving)
+            alarm.silence()
             raise
         except USER_ERRORS as error:
             alarm.sound(error)

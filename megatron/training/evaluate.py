@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,19 +19,27 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
     mesh = trainer.run.mesh
     count = trainer.batches.full // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
-    streams = trainer.run.streams.state()
-    trainer.train_mode(False)
-    for parallel in trainer.parallels:
-        parallel.finish_gather()
-    for _ in range(iterations):
-        work = StepWork(trainer, batches, count, training=False)
-        run(trainer.script(work.own_microbatches, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
-        for name, pair in work.report().items():
-            totals[name] = totals[name] + pair if name in totals else pair
-    trainer.train_mode(True)
-    trainer.run.streams.load(streams)
+    mesh.trail.begin("evaluation", trainer.progress.iteration)
+    with resting(trainer):
+        for _ in range(iterations):
+            work = StepWork(trainer, batches, count, training=False)
+            run(trainer.script(work.own_microbatches, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+            for name, pair in work.report().items():
+                totals[name] = totals[name] + pair if name in totals else pair
     means = {}
     for name, pair in totals.items():
         total, tokens = collectives.all_reduce(pair.double(), mesh.world).tolist()
         means[name] = total / tokens if tokens else float("nan")
     return means
+
+
+@contextmanager
+def resting(trainer: Trainer) -> Iterator[None]:
+    """Between two steps: weights whole, dropout off; after it, all is as it was, the random streams too."""
+    streams = trainer.run.streams.state()
+    trainer.train_mode(False)
+    for parallel in trainer.parallels:
+        parallel.finish_gather()
+    yield
+    trainer.train_mode(True)
+    trainer.run.streams.load(streams)

@@ -201,10 +201,9 @@ LATER = (
                  "mamba-training-ssm-states-dtype experimental-attention-variant linear-attention-freq "
                  "linear-conv-kernel-dim=4 linear-key-head-dim=128 linear-value-head-dim=128 linear-num-key-heads=16 "
                  "linear-num-value-heads=32 gdp-num-householder gdp-num-chunk-states-to-recompute"),
-    Group("later", "sharding of weights over data-parallel ranks is not built yet; --use-distributed-optimizer shards the "
-                   "optimizer's state",
-          switches="use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp "
-                   "fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
+    Group("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
+                   "weights, gradients and the optimizer's state",
+          switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
                    "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
                    "enable-full-sharding-in-hsdp keep-fp8-transpose-cache",
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
@@ -241,9 +240,6 @@ LATER = (
     Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
-    Group("later", "checks of gradients, loss spikes and replicas are not built yet; a value that is not finite stops a run",
-          switches="check-for-large-grads check-for-spiky-loss",
-          values="check-weight-hash-across-dp-replicas-interval"),
     Group("later", "only this project's own checkpoint format is written and read so far, as --ckpt-format torch_dist",
           values="ckpt-format=torch_dist dist-ckpt-format=torch_dist ckpt-convert-format ckpt-convert-save"),
     Group("later", "checkpoints beside those of --save-interval are not built yet",
@@ -251,11 +247,11 @@ LATER = (
     Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
           switches="load-main-params-from-ckpt", values="override-ckpt-iteration"),
     Group("later", "this report is not built yet",
-          switches="log-energy log-max-attention-logit log-straggler disable-straggler-on-startup "
+          switches="log-energy log-max-attention-logit "
                    "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
                    "pytorch-profiler-collect-callstack "
                    "dump-param-to-param-group-map",
-          values="straggler-minmax-count=1 straggler-ctrlr-port=65535 memory-snapshot-path=snapshot.pickle "
+          values="memory-snapshot-path=snapshot.pickle "
                  "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
                  "save-dgrads-interval"),
     Group("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
@@ -336,7 +332,9 @@ REFUSED = (
                      "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
     Group("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
           values="data-impl=mmap|infer"),
-    Group("refused", "steps are not run again to look for faulty hardware; a loss that is not finite stops the run",
+    Group("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
+          switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
+    Group("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
           values="rerun-mode=disabled|validate_results error-injection-rate=0 error-injection-type=transient_error "
                  "result-rejected-tracker-filename gpu-sniff-test-interval=0"),
     Group("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",

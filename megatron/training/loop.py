@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.saver import Outcome
@@ -19,7 +21,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate, resting
+from megatron.training.failures import locating
+from megatron.training.guard import BadStep, Guard, RollBack
 from megatron.training.leak_probe import demand_no_leak
 from megatron.training.metrics import (
     Meter,
@@ -31,34 +35,55 @@ from megatron.training.metrics import (
     theoretical_memory_line,
 )
 from megatron.training.place import launcher_place
+from megatron.training.recording import record_steps, recorded
 from megatron.training.run import Run
-from megatron.training.stages import ForwardStep, ModelProvider, Trainer, build_trainer
+from megatron.training.sentinel import ReplicasDiffer, Sentinel
+from megatron.training.stages import ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 from megatron.training.step import train_step
+from megatron.training.stragglers import Stragglers
 from megatron.training.timers import times_scalars, times_text
 from megatron.training.watch import NotFinite, Profile, Watch
+from megatron.training.watchdog import Watchdog
 from megatron.training.writers import Writers
 
 
-def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_step: ForwardStep) -> None:
+def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_step: ForwardStep,
+             samples: Callable[[Run], Samples] | None = None) -> None:
     """Train, evaluate, save and report as the config says.
 
     datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
-    forward_step(run, batches, stage) -> (output, loss function).
+    forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
+    networks that can.
     """
-    demand_no_leak(run)
-    trainer = build_trainer(run, model, forward_step)
-    checkpoint = Checkpoint(trainer)
-    checkpoint.resume()
-    trainer.batches.check(run.progress.consumed_train_samples)
-    with closing(build_data(trainer, datasets)) as data:
-        Session(trainer, checkpoint, data).run()
+    with recorded(run), Watchdog(run), locating(run):
+        demand_no_leak(run)
+        trainer = build_trainer(run, model, forward_step)
+        if run.config.train.eval_generate:
+            if samples is None:
+                raise ConfigError("--eval-generate: this script gives pretrain() nothing that continues text; leave it out")
+            trainer.samples = samples(run)
+        checkpoint = Checkpoint(trainer)
+        if checkpoint.resume():
+            run.ledger.add("loaded", **dataclasses.asdict(run.progress))
+        trainer.batches.check(run.progress.consumed_train_samples)
+        guard = Guard(run.config)
+        if run.config.faults.guards_steps:
+            guard.attach(trainer)
+        while True:
+            try:
+                with closing(build_data(trainer, datasets)) as data:
+                    return Session(trainer, checkpoint, data, guard).run()
+            except RollBack as bad:
+                run.say(f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration")
+                checkpoint.roll_back(bad)
+                run.ledger.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
 
 
 class Session:
     """One stretch of a run, from a checkpoint (or the start) to an exit."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data) -> None:
-        self.trainer, self.checkpoint, self.data = trainer, checkpoint, data
+    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard) -> None:
+        self.trainer, self.checkpoint, self.data, self.guard = trainer, checkpoint, data, guard
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
@@ -66,6 +91,8 @@ class Session:
                                start_iteration=trainer.progress.iteration, train_iters=self.total,
                                settings=to_values(self.config))
         self.work = _work(trainer)
+        self.sentinel = Sentinel(trainer)
+        self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
         self.flops_at_start = trainer.progress.floating_point_operations
         self.since = time.perf_counter()
         self.steps_since = 0
@@ -80,10 +107,11 @@ class Session:
             try:
                 reason = "" if self.config.train.skip_train else self._train(watch)
                 self._resolve(watch)
-            except NotFinite:  # of which all ranks know: they can still end a save together
+            except (NotFinite, BadStep, RollBack, ReplicasDiffer):  # of which all ranks know: they can still end a save together
                 self._settle(self.checkpoint.finish())
                 raise
             self._finish(reason, watch)
+            self.trainer.run.ledger.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
 
     def _train(self, watch: Watch) -> str:
         """Iterate to the end, or until there is a reason to stop, which is returned."""
@@ -102,19 +130,28 @@ class Session:
         before = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
         if progress.iteration + 1 in train.iterations_to_skip:
-            self._skip()
+            self._skip("--iterations-to-skip")
+        elif progress.iteration + 1 in self.guard.passed_over:
+            self._skip("--on-bad-step rollback")
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
             self.meter.add(train_step(self.trainer, self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
+            if self.guard.verdict:
+                self._bad_step(watch, before * self.trainer.batches.unit)
+        self.mesh.trail.enter("")
         watch.after_step(progress.iteration)
+        if self._due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
+            self.sentinel.check()
         if train.empty_unused_memory_level:
             empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
         if self._due(self.config.log.log_interval) or progress.iteration == 1:
             self._report(watch)
         if self._due(train.eval_interval) and self.data.valid is not None:
             self._evaluate(watch)
+        if self._due(train.eval_interval):
+            self._show_samples()
         after = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         if self._due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
             self._save(watch)
@@ -123,8 +160,16 @@ class Session:
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.trainer.progress.iteration % interval == 0
 
-    def _skip(self) -> None:
-        """Pass over the data of one iteration (`--iterations-to-skip`)."""
+    def _bad_step(self, watch: Watch, samples: int) -> None:
+        """What becomes of the run after a step without an update (`--on-bad-step`); raises unless it goes on."""
+        progress = self.trainer.progress
+        progress.skipped_train_samples += samples
+        self._resolve(watch)
+        self.trainer.run.ledger.add("bad step", iteration=progress.iteration, samples=samples, reason=self.guard.verdict)
+        self.trainer.run.say(f"WARNING: {self.guard.decide(progress.iteration)}")
+
+    def _skip(self, reason: str) -> None:
+        """Pass over the data of one iteration; reason: the flag that asks for it."""
         size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
         for _ in range(size.num_microbatches):
             take(self.data.train)
@@ -132,10 +177,12 @@ class Session:
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size
         progress.skipped_train_samples += size.global_batch_size
+        self.trainer.run.ledger.add("skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason)
 
     def _resolve(self, watch: Watch) -> None:
         steps = self.meter.resolve()
         self.writers.steps(steps)
+        record_steps(self.trainer.run.ledger, steps)
         watch.demand_finite(steps)
 
     def _report(self, watch: Watch) -> None:
@@ -156,6 +203,8 @@ class Session:
             self.writers.memory(progress.iteration, memory)
             if self.mesh.dp.is_first:  # data-parallel ranks hold the same
                 self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
+        if self.stragglers is not None:
+            self.trainer.run.say(self.stragglers.report(self.steps_since, count=self.config.faults.straggler_minmax_count))
         self.since, self.steps_since = time.perf_counter(), 0
 
     def _evaluate(self, watch: Watch) -> None:
@@ -169,8 +218,18 @@ class Session:
         if not self.config.data.full_validation:
             progress.consumed_valid_samples += iterations * self.trainer.batches.full
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
+        self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
+
+    def _show_samples(self) -> None:
+        """What the network says after the prompts of --eval-generate."""
+        if self.trainer.samples is not None:
+            paused = time.perf_counter()
+            with resting(self.trainer):
+                samples = self.trainer.samples(self.trainer.stages)
+            self.writers.samples(samples, iteration=self.trainer.progress.iteration)
+            self.since += time.perf_counter() - paused
 
     def _save(self, watch: Watch) -> None:
         """Begin to save, if that is asked for and has not been done in this iteration."""
@@ -178,6 +237,7 @@ class Session:
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
             self._resolve(watch)
+            self.mesh.trail.begin("save", iteration)
             ended = self.checkpoint.begin_save()
             self.notes[iteration] = self._progress_text("Saved checkpoint")
             for outcome in ended:
@@ -191,6 +251,8 @@ class Session:
         self.failed_saves += bool(outcome.problems)
         self.writers.saved(outcome.iteration, seconds=outcome.seconds, blocked=outcome.blocked, size=outcome.size,
                            failures=self.failed_saves)
+        self.trainer.run.ledger.add("checkpoint", iteration=outcome.iteration, seconds=outcome.seconds, bytes=outcome.size,
+                                    problems=list(outcome.problems) or None)
         text = self.notes.pop(outcome.iteration)
         if not outcome.problems:
             self._note_progress(text)
@@ -230,13 +292,16 @@ class Session:
 
     def _evaluate_at_end(self) -> None:
         """One evaluation of each split that is there."""
-        progress = self.trainer.progress
+        progress, train = self.trainer.progress, self.config.train
+        if train.skip_train or not self._due(train.eval_interval):  # else it has just been done
+            self._show_samples()
         for name, evaluations in (("validation", self.data.valid), ("test", self.data.test)):
             if evaluations is not None:
                 with evaluations.next() as (batches, iterations):
                     losses = evaluate(self.trainer, batches, iterations)
                 self.writers.validation(losses, iteration=progress.iteration,
                                         consumed_samples=progress.consumed_train_samples, final=name)
+                self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses, final=name)
 
     def _watch(self) -> Watch:
         config = self.config

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from dataclasses import dataclass
+
+# Variables that can change numbers or speed; and names that may hold what nobody else should read.
+_TOLD = re.compile(r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|OMP|MKL|KMP|NVTE|NVIDIA|MEGATRON|SLURM)_|PYTHONHASHSEED$")
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|JWT", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
-    key-value store, if it has one; job: its id.
+    key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
+    where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others.
     """
 
     rank: int
@@ -17,15 +24,29 @@ class Place:
     size: int
     store: str
     job: str
+    attempt: str = "0"
+    meeting: str = ""
 
 
 def launcher_place() -> Place:
     """What the launcher's environment says."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return Place(int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0")), world_size(), f"{host}:{port}" if host and port else "",
-                 os.environ.get("SLURM_JOB_ID", ""))
+    meeting = f"{host}:{port}" if host and port else ""
+    return Place(rank=int(os.environ.get("RANK", "0")), local_rank=int(os.environ.get("LOCAL_RANK", "0")), size=world_size(),
+                 store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
+                 job=os.environ.get("SLURM_JOB_ID", ""), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting=meeting)
+
+
+def has_desktop() -> bool:
+    """Whether somebody sits before this machine whose browser can be opened; in a terminal, Python would open a text browser."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def told_environment() -> dict[str, str]:
+    """The variables of the environment that can change numbers or speed, without any that may be a secret."""
+    return {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) and not _SECRET.search(name)}

@@ -36,7 +36,8 @@ WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
 EXAMPLES: Mapping[str, Any] = {
     "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "micro_batch_size": 1, "train_iters": 1000,
-    "train_samples": 100_000, "lr": 3e-4, "save": "FOLDER", "load": "FOLDER", "pretrained_checkpoint": "FOLDER", "export_hf": "FOLDER",
+    "train_samples": 100_000, "lr": 3e-4, "save_interval": 1000, "save": "FOLDER", "load": "FOLDER",
+    "pretrained_checkpoint": "FOLDER", "export_hf": "FOLDER",
     "num_experts": 8, "mtp_num_layers": 1, "recompute_num_layers": 1, "moe_shared_expert_intermediate_size": 1024,
     "moe_expert_capacity_factor": 1.0, "kv_channels": 64, "window_size": "127,0", "data_path": ("PREFIX",), "fim_prefix_token": "TOKEN",
     "fim_middle_token": "TOKEN", "fim_suffix_token": "TOKEN", "fim_split_sample": "TOKEN",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 
 from megatron.core.config import attention_rules, context_rules, expert_rules, latent_rules, routing_rules
 from megatron.core.config.flags import ConfigError, spelling
@@ -148,6 +149,9 @@ def _pipeline(s: Setting) -> str:
     except ConfigError as error:
         said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
         return said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ") if s.run.model.architecture == "t5" else said
+    if parallel.splits_backward and len(stages) > parallel.pp:
+        return (f"--pipeline-schedule zb-h1 has one chunk of layers a rank, and here are {len(stages) // parallel.pp}; leave out virtual "
+                "stages, or choose 1f1b, which interleaves them")
     if parallel.pp == 1 and len(stages) > 1:
         asking = [spelling(name) for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
                                               "pipeline_model_parallel_layout") if getattr(parallel, name) is not None]
@@ -227,6 +231,27 @@ def _overlap(s: Setting) -> str:
         problems.append("--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it")
     if parallel.ddp_bucket_size is not None and parallel.ddp_num_buckets is not None:
         problems.append("--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one")
+    return "\n  ".join(problems)
+
+
+def _fully_sharded(s: Setting) -> str:
+    parallel = s.run.parallel
+    if not parallel.use_torch_fsdp2:
+        alone = parallel.torch_fsdp2_no_reshard_after_forward
+        return "--torch-fsdp2-no-reshard-after-forward keeps what --use-torch-fsdp2 has gathered; add it" if alone else ""
+    reasons = {"use_distributed_optimizer": "cuts the optimizer state, which is cut already",
+               "overlap_grad_reduce": "is for buckets; FSDP2 sums gradients layer by layer, beside the backward pass",
+               "overlap_param_gather": "is for buckets; FSDP2 gathers layer by layer, beside the forward pass",
+               "ddp_bucket_size": "is for buckets; a layer is what is gathered and summed at once",
+               "ddp_num_buckets": "is for buckets; a layer is what is gathered and summed at once",
+               "hybrid_context_parallel": "gives ranks different numbers of microbatches, and all must gather a layer as often"}
+    problems = [f"{spelling(name)} {why}; leave it out, or --use-torch-fsdp2" for name, why in reasons.items()
+                if getattr(parallel, name) not in (False, None)]
+    if s.run.train.eval_generate is not None:
+        problems.append("--eval-generate lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
+                        "or --use-torch-fsdp2")
+    if parallel.splits_backward:
+        problems.append("--pipeline-schedule zb-h1 adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2")
     return "\n  ".join(problems)
 
 
@@ -399,6 +424,63 @@ def _checkpoints(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
+def _faults(s: Setting) -> str:
+    faults, train, checkpoint, problems = s.run.faults, s.run.train, s.run.checkpoint, []
+    counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
+    wrong = [f"{spelling(name)} {getattr(faults, name)}" for name in counts if getattr(faults, name) is not None and getattr(faults, name) < 1]
+    if wrong:
+        problems.append(f"{', '.join(wrong)}: each must be at least 1")
+    if faults.hang_timeout_minutes is not None and faults.hang_timeout_minutes < 0:
+        problems.append(f"--hang-timeout-minutes {faults.hang_timeout_minutes:g} is before the present; 0 stands for never")
+    checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
+    if faults.on_bad_step is not None and not checks:
+        problems.append(f"--on-bad-step {faults.on_bad_step} knows no bad step with --no-check-for-nan-in-loss-and-grad; leave that out, "
+                        "or give --check-for-spiky-loss or --check-for-large-grads")
+    if faults.on_bad_step == "rollback" and not (checkpoint.save and checkpoint.save_interval and checkpoint.save_optim and checkpoint.save_rng):
+        problems.append("--on-bad-step rollback goes back to whole checkpoints of this run; give --save and --save-interval, and neither "
+                        "--no-save-optim nor --no-save-rng; or choose skip")
+    if faults.on_bad_step == "rollback" and s.run.data.dataloader_type == "external":
+        problems.append("--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip")
+    if faults.bundle_weights and not faults.guards_steps:
+        problems.append("--bundle-weights has no bundle to go into; give --on-bad-step")
+    if faults.guards_steps and faults.bundle_weights and not (faults.error_dir or checkpoint.save):
+        problems.append("--bundle-weights has no folder to go into; give --error-dir or --save")
+    return "\n  ".join(problems)
+
+
+def _samples(s: Setting) -> str:
+    train, problems = s.run.train, []
+    if train.eval_generate is None:
+        given = [spelling(name) for name, usual in (("eval_generate_tokens", 64), ("eval_generate_temperature", 0.0)) if getattr(train, name) != usual]
+        return f"{', '.join(given)}: for --eval-generate only; give it a file of prompts" if given else ""
+    if s.run.model.architecture != "gpt":
+        problems.append("--eval-generate: text is continued by a GPT only; leave it out")
+    if s.run.parallel.context_parallel_size > 1:
+        problems.append(f"--eval-generate: text is generated without --context-parallel-size {s.run.parallel.context_parallel_size}; leave one out")
+    if train.eval_generate_tokens < 1:
+        problems.append(f"--eval-generate-tokens {train.eval_generate_tokens} are no tokens; give 1 or more")
+    if not 0.0 <= train.eval_generate_temperature <= 100.0:
+        problems.append(f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100")
+    return "\n  ".join(problems)
+
+
+def _elastic(s: Setting) -> str:
+    run = s.run
+    if not run.parallel.elastic:
+        return ""
+    problems = []
+    if run.checkpoint.save is None or run.checkpoint.load is None or PurePath(run.checkpoint.save) != PurePath(run.checkpoint.load):
+        problems.append("--elastic goes on from the last checkpoint; give one folder as both --save and --load")
+    if run.checkpoint.save_interval is None:
+        problems.append("--elastic does again what was not saved when ranks are lost; give --save-interval")
+    if run.data.dataloader_type != "single":
+        problems.append(f"--dataloader-type {run.data.dataloader_type} orders samples by the number of ranks, which --elastic changes; "
+                        "choose single")
+    if run.train.decrease_batch_size_if_needed:
+        problems.append("--decrease-batch-size-if-needed changes the global batch with the ranks, and --elastic keeps it; drop one of them")
+    return "\n  ".join(problems)
+
+
 # The second half of these rules can only be asked once sizes are known to be there and positive.
 NEEDS = (
     Rule("required", _missing, "sizes that follow from nothing else are given"),
@@ -437,6 +519,7 @@ ALWAYS = (
     Rule("number-formats", _formats, "one number format is chosen, and what belongs to a format comes with it"),
     Rule("activation", _activations, "one activation is chosen"),
     Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("fully-sharded", _fully_sharded, "FSDP2 is given nothing that it does itself, and no layout that it cannot serve"),
     Rule("overlap", _overlap, "what is overlapped is done at all, and buckets have one size"),
     Rule("data", _data, "one thing says what to read"),
     Rule("fill-in-the-middle", _fill, "fill in the middle has its tokens and sound rates"),
@@ -445,7 +528,10 @@ ALWAYS = (
     Rule("relative-positions", _relative, "relative positions belong to T5 and tell distances apart"),
     Rule("norms", _norms, "norms stand in one place, of the networks that know it"),
     Rule("dropout", _dropout, "dropout is a share below 1"),
+    Rule("samples-in-training", _samples, "prompts are continued in training by a network that generates text, in some tokens"),
     Rule("checkpoints", _checkpoints, "what is said of checkpoints has a folder and does not contradict itself"),
+    Rule("faults", _faults, "what is said of faults has something to look for, and what it needs to go on"),
+    Rule("elastic", _elastic, "a run that fits itself to its ranks keeps its batches and has something to go on from"),
     Rule("experts", lambda s: expert_rules.experts(s.run), "what is said of experts has experts, and the parts it speaks of"),
     Rule("latent-attention", lambda s: latent_rules.latents(s.run),
          "latent attention has sizes and rotations, and nothing that it replaces"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.data import DataConfig, TokenizerConfig
+from megatron.core.config.faults import FaultConfig
 from megatron.core.config.flags import flag
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -34,6 +35,9 @@ class TrainConfig:
         True, "the loss is the sum over all tokens of the step over their number; off: mean of micro-batch means")
     eval_iters: int = flag(100, "global batches in one evaluation")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: 1000)")
+    eval_generate: str | None = flag(None, "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard")
+    eval_generate_tokens: int = flag(64, "most new tokens after each of those prompts")
+    eval_generate_temperature: float = flag(0.0, "how freely those tokens are drawn; 0: always the likeliest")
     skip_train: bool = flag(False, "evaluate only")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
@@ -112,6 +116,7 @@ class LogConfig:
     log_progress: bool = flag(False, "append a line to progress.txt in --save at every checkpoint")
     log_memory_interval: int | None = flag(None, "iterations between memory reports; left out: one after the first log line")
     log_jsonl: str | None = flag(None, "file for one JSON object a report")
+    ledger: str | None = flag(None, "file that keeps what this run was given and what became of it; left out: ledger.jsonl in --save")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
     tensorboard_queue_size: int = flag(1000, "points kept before TensorBoard writes them")
@@ -149,6 +154,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
 
     def resolve(self, world_size: int) -> RunConfig:
         """Fill in what depends on other settings; nothing that was given changes.

@@ -226,5 +226,5 @@ def _around(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Ten
 
 
 def _wait(works: list[Any]) -> None:
-    for work in works:
-        collectives.wait(work)
+    while works:  # a work that is done still holds its tensors
+        collectives.wait(works.pop())

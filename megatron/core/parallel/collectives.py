@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Axis
 
 Work = dist.Work | None
@@ -30,9 +31,20 @@ def wait(work: Work) -> None:
         work.wait()
 
 
+def _wait(work: Work, axis: Axis) -> None:
+    """The same, where the time that it takes is known to be a wait for the axis."""
+    axis.trail.pause()
+    wait(work)
+    axis.trail.resume()
+
+
+def _note(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
+    axis.trail.note(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Reduce over the axis, in place; op is sum, max, min or avg. Returns the tensor."""
-    wait(start_all_reduce(tensor, axis, op))
+    _wait(start_all_reduce(tensor, axis, op), axis)
     return tensor
 
 
@@ -40,24 +52,27 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
     """Begin an in-place reduction; the tensor must be left alone until `wait`."""
     if axis.size == 1:
         return None
+    _note("all_reduce", axis, tensor)
     return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
     """Begin to sum `tensor` over the axis into this rank's piece `output`; output may be that slice of tensor."""
     if axis.size == 1:
-        if output.data_ptr() != tensor.data_ptr():
+        if memory_of(output) != memory_of(tensor):
             output.copy_(tensor)
         return None
+    _note("reduce_scatter", axis, tensor)
     return _scatter_single(output, tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
 def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
     """Begin to gather every rank's piece into `output`; piece may be this rank's slice of output."""
     if axis.size == 1:
-        if output.data_ptr() != piece.data_ptr():
+        if memory_of(output) != memory_of(piece):
             output.copy_(piece)
         return None
+    _note("all_gather", axis, output)
     return _gather_single(output, piece, group=axis.group, async_op=True)
 
 
@@ -66,7 +81,7 @@ def all_gather(piece: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    wait(start_all_gather(output, piece.contiguous(), axis))
+    _wait(start_all_gather(output, piece.contiguous(), axis), axis)
     return output
 
 
@@ -75,7 +90,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    wait(start_reduce_scatter(output, tensor.contiguous(), axis))
+    _wait(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
     return output
 
 
@@ -93,6 +108,7 @@ def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]
     if axis.size == 1:
         arriving.copy_(tensor)
         return []
+    _note("shift", axis, tensor)
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after, axis.group),
                                    dist.P2POp(dist.irecv, arriving, before, axis.group)])
@@ -101,6 +117,7 @@ def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Copy from the rank at place `source` of the axis to all, in place. Returns the tensor."""
     if axis.size > 1:
+        _note("broadcast", axis, tensor)
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
@@ -109,6 +126,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """A picklable value of the rank at place `source`, on all ranks of the axis."""
     if axis.size == 1:
         return value
+    _note("broadcast of a value", axis)
     box = [value]
     dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
     return box[0]
@@ -118,6 +136,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable value, in the order of the axis, on all ranks."""
     if axis.size == 1:
         return [value]
+    _note("gathering of values", axis)
     found: list[Any] = [None] * axis.size
     dist.all_gather_object(found, value, group=axis.group)
     return found
@@ -126,6 +145,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis are here."""
     if axis.size > 1:
+        _note("barrier", axis)
         dist.barrier(group=axis.group)
 
 
@@ -241,6 +261,7 @@ def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Ax
     """Begin to send the i-th piece of `tensor` to rank i. Returns what comes, laid end to end by sender, and the work."""
     if axis.size == 1:
         return tensor, None
+    _note("exchange", axis, tensor)
     coming = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(coming, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
     return coming, work
@@ -259,6 +280,11 @@ class Journey:
     work: Work = None
     home: Tensor | None = None
 
+    def wait(self) -> None:
+        """Wait for what is on its way, and let the work go, which would hold its tensors until the backward pass."""
+        _wait(self.work, self.axis)
+        self.work = None
+
 
 class _Depart(Function):
     @staticmethod
@@ -270,7 +296,7 @@ class _Depart(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         journey = context.journey
-        wait(journey.work)
+        journey.wait()
         home, journey.home = journey.home, None
         return home, None
 
@@ -279,7 +305,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, journey: Journey) -> Tensor:
         context.journey = journey
-        wait(journey.work)
+        journey.wait()
         return tensor.view_as(tensor)
 
     @staticmethod

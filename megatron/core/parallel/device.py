@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 
 import torch
 import torch.profiler
@@ -33,6 +34,50 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Stopwatch:
+    """Seconds of work between `start` and `stop`, added up: of the device's stream on a GPU, which nobody has to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = self._since = 0.0
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._read()
+
+    def stop(self) -> None:
+        """Count no further."""
+        before = self._since
+        self._read()
+        self._seconds += self._since - before
+
+    def take(self) -> float:
+        """What was counted since the last time. Waits for the last event on a GPU."""
+        events, self._events = self._events, []
+        if events:
+            events[-1].synchronize()
+            self._seconds += sum(a.elapsed_time(b) for a, b in zip(events[::2], events[1::2], strict=True)) / 1000.0
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _read(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._since = time.perf_counter()
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which memory a tensor lies in, and at which of its elements it begins: equal for two that begin at the same place.
+
+    Unlike an address, it is known of tensors without data too. It means something only while that memory is alive.
+    """
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     """State of the device's default random generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -60,6 +105,11 @@ def memory_report(device: torch.device) -> dict[str, int]:
     except OSError:  # not Linux: only the peak is known
         now = peak
     return {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak, "allocated count": 0}
+
+
+def free_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of the device that nobody has taken, and that it has in all; None on a CPU."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def empty_cache(device: torch.device) -> None:

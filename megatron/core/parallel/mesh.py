@@ -11,7 +11,7 @@ pp 1   4  [5]      6   7
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch
@@ -20,17 +20,22 @@ import torch.distributed as dist
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of
 from megatron.core.parallel.grid import axis_ranks, block_ranks
+from megatron.core.parallel.trail import Trail
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1."""
+    """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1.
+
+    trail: where collectives over it are noted, which all axes of a mesh share.
+    """
 
     name: str
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    trail: Trail = field(default_factory=Trail, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +78,8 @@ class Mesh:
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
-        axes = {field.name: Axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+        trail = Trail()
+        axes = {field.name: Axis(field.name, trail=trail) for field in fields(Mesh) if field.name not in ("device", "blocks")}
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
@@ -85,16 +91,25 @@ class Mesh:
         lists = axis_ranks(parallel, world_size)
         lists["pp_backward"] = lists["pp"]
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes = {}
+        axes, trail = {}, Trail()
+
+        def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
+            return replace(_axis(name, lists, rank, made, backend, timeout), trail=trail)
+
         for field in fields(Mesh):
             if field.name in ("device", "blocks"):
                 continue
             if field.name == "pp_backward":
                 made = {}
-            axes[field.name] = _axis(field.name, lists[field.name], rank, made, backend, timeout)
+            axes[field.name] = axis(field.name, lists[field.name])
         made = {}
-        blocks = tuple(_axis(name, ranks, rank, made, backend, timeout) for name, ranks in block_ranks(parallel, world_size).items())
+        blocks = tuple(axis(name, ranks) for name, ranks in block_ranks(parallel, world_size).items())
         return Mesh(device=device, blocks=blocks, **axes)
+
+    @property
+    def trail(self) -> Trail:
+        """Where this rank notes what it does."""
+        return self.world.trail
 
     def sharing(self, size: int) -> Axis:
         """This rank and those with which it shares a sequence that is cut over so many."""

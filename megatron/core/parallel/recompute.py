@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import RandomStreams
 
@@ -65,10 +66,10 @@ def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor]
     Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its own output.
     """
     middle = first(x)
-    address, source = middle.data_ptr(), x.detach()
+    place, source = memory_of(middle), x.detach()
 
     def pack(tensor: Tensor) -> Any:
-        same = tensor.data_ptr() == address and tensor.numel() == middle_size and tensor.is_contiguous()
+        same = memory_of(tensor) == place and tensor.numel() == middle_size and tensor.is_contiguous()
         return tensor.shape if same else tensor
 
     def unpack(packed: Any) -> Tensor:
@@ -89,11 +90,11 @@ def dropping_outputs(make: Callable[..., tuple[Tensor, ...]], use: Callable[...,
     and its own operations keep little beside their inputs.
     """
     made = make(*tensors)
-    places = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(made)}
+    places = {memory_of(tensor)[0]: index for index, tensor in enumerate(made)}
     again = _MadeAgain(make, tuple(tensor.detach() for tensor in tensors))
 
     def pack(tensor: Tensor) -> Any:
-        index = places.get(tensor.untyped_storage().data_ptr())
+        index = places.get(memory_of(tensor)[0])
         return tensor if index is None else again.promise(index, tensor)
 
     def unpack(packed: Any) -> Tensor:

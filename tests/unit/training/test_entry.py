@@ -52,13 +52,12 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     class Slow:
         """A store that answers after a while, as one on a busy machine does."""
 
-        def check(self, keys: list[str]) -> bool:
+        def read(self, key: str) -> None:
             looking.set()
             time.sleep(0.5)
-            return False
 
     looking = threading.Event()
-    monkeypatch.setattr(entry.Alarm, "_connect", lambda self: Slow())
+    monkeypatch.setattr(entry.Board, "connect", lambda place: Slow())
     monkeypatch.setattr(entry, "_LOOK_EVERY", 0.01)
     alarm = entry.Alarm(Place(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
     assert looking.wait(5)

@@ -99,7 +99,7 @@ def test_an_ignored_flag_is_taken_out_with_its_values_and_its_reason(flag):
 
 
 @pytest.mark.parametrize("flag, word", [
-    ("--use-mup", "muP"), ("--use-torch-fsdp2", "sharding of weights"), ("--fp8-format hybrid", "fp8"),
+    ("--use-mup", "muP"), ("--use-megatron-fsdp", "sharding of weights"), ("--fp8-format hybrid", "fp8"),
     ("--enable-cuda-graph", "CUDA graphs"), ("--optimizer-cpu-offload", "CPU memory"), ("--hybrid-layer-pattern M*M-", "Mamba"), ("--bert-load x", "BERT"),
     ("--inference-logging-step-interval 9", "generation"), ("--grpo-kl-beta 0.1", "reinforcement"), ("--img-h 336", "multimodal"),
     ("--retro-workdir /x", "Retro"), ("--export-quant-cfg fp8", "export"), ("--nproc_per_node 8", "torchrun"),

@@ -41,6 +41,7 @@ RUNS = {
 TWO = {
     "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000".split(),
     "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16".split(),
+    "fsdp": "--use-torch-fsdp2 --bf16".split(),
     "pipeline": "--pipeline-model-parallel-size 2".split(),
 }
 

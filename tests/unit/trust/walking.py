@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.training.loop import Session
 
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.futures.Future)
+_SHELLS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")  # of torch, where FSDP2 adds its own
 _OURS = ("megatron", "pretrain_", "tests.")
 
 
@@ -90,10 +92,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 pass
     elif isinstance(value, types.MethodType):
         yield "", value.__self__
-    elif type(value).__module__.startswith((*_OURS, "torch.optim", "torch.nn", "functools")):
+    elif type(value).__module__.startswith((*_OURS, "torch.optim", "torch.nn", "functools")) or isinstance(value, torch.nn.Module):
         if hasattr(value, "func"):
             yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items() if name not in _SHELLS)
         for kind in type(value).__mro__:
             for name in [kind.__dict__["__slots__"]] if isinstance(kind.__dict__.get("__slots__"), str) else kind.__dict__.get("__slots__", ()):
                 if hasattr(value, name):
@@ -101,5 +103,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha1(content).hexdigest()}"

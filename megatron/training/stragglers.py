@@ -1,0 +1,44 @@
+"""Who holds the others up: the time that each rank itself needs for the forward and backward passes of a step.
+
+Waits for other ranks are left out, as far as they are known: those for messages and for collectives inside of a layer. On
+a GPU the time is that of its stream. All ranks wait for the slowest in every step, so their whole step times are alike;
+their own times are not.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Sequence
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Stopwatch
+from megatron.core.parallel.mesh import Mesh
+
+
+class Stragglers:
+    """Times this rank from now on, and compares all ranks when asked."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._stopwatch = Stopwatch(mesh.device)
+        mesh.trail.stopwatch = self._stopwatch
+        place = f"tensor {mesh.tp.rank}, context {mesh.cp.rank}, pipeline {mesh.pp.rank}, data {mesh.dp.rank}"
+        self._places = collectives.gather_objects(f"rank {mesh.world.rank} on node {socket.gethostname()} ({place})", mesh.world)
+
+    def report(self, steps: int, *, count: int) -> str:
+        """One line about the `steps` steps since the last; all ranks ask together. count: ranks to name at each end."""
+        seconds = collectives.gather_objects(self._stopwatch.take() / max(1, steps), self._mesh.world)
+        return straggler_line(seconds, self._places, count=count)
+
+
+def straggler_line(seconds: Sequence[float], places: Sequence[str], *, count: int) -> str:
+    """The line. seconds, places: of every rank, per step."""
+    order = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
+    named = min(count, len(order))
+
+    def words(ranks: Sequence[int]) -> str:
+        return ", ".join(f"{seconds[rank] * 1000.0:.1f} {places[rank]}" for rank in ranks)
+
+    return (f"straggler: own time per iteration (ms): median {statistics.median(seconds) * 1000.0:.1f} | fastest "
+            f"{words(order[:named])} | slowest {words(order[::-1][:named])}")

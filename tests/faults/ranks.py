@@ -1,0 +1,182 @@
+"""Runs of real processes in one of which something goes wrong, in a phase that the test chooses.
+
+    case = Case("stop", "reduce", rank=1)
+    outcome = finished(started(case, folder))
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.distributed import ddp
+from megatron.core.optimizer import optimizer
+from megatron.training import loop, step
+from megatron.training.arguments import read_args
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron
+from megatron.training.run import Run
+from tests.helpers.programme import TINY, write_tokens
+
+ITERATION = 2  # in which it happens
+PHASES = ("start-up", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluation")
+HOWS = ("raise", "kill", "stop", "sleep")
+FLAGS = ("--train-iters 3 --eval-iters 1 --eval-interval 2 --save-interval 2 --num-layers 2 --global-batch-size 6 "
+         "--distributed-timeout-minutes 2 --hidden-dropout 0 --attention-dropout 0").split()
+LAYOUTS = {"data": [], "tensor": ["--tensor-model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "24", "--ffn-hidden-size",
+                                  "48"],
+           "pipeline": ["--pipeline-model-parallel-size", "3", "--num-layers", "3"]}
+PATIENCE = 180.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens, in which phase of iteration ITERATION, on which rank. hang: seconds of --hang-timeout-minutes."""
+
+    how: str
+    phase: str
+    rank: int = 1
+    layout: str = "data"
+    ranks: int = 3
+    hang: float = 60.0
+
+    @property
+    def name(self) -> str:
+        """A name for its folder."""
+        return f"{self.how}-{self.phase}-{self.layout}-{self.rank}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """seconds: from the fault to the end of the last rank that could end. output: of each rank. files: what ranks left."""
+
+    seconds: float
+    output: list[str]
+    files: str
+
+    @property
+    def all(self) -> str:
+        """Everything that was said."""
+        return "\n".join(self.output)
+
+
+def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
+    """What a rank does, in a process of its own."""
+    handle = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks), OMP_NUM_THREADS="1",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    flags = [*TINY, *FLAGS, *LAYOUTS[case.layout], "--data-path", f"{folder}/text", "--split", "60,20,20", "--save", f"{folder}/saved", "--hang-timeout-minutes", str(case.hang / 60.0)]
+
+    @entry
+    def main() -> None:
+        run = initialize_megatron(read_args(flags, world_size=case.ranks))
+        datasets, forward_step = pretrain_gpt.datasets, pretrain_gpt.forward_step
+        if rank == case.rank:
+            datasets, forward_step = _planted(case, run, folder)
+        loop.pretrain(run, datasets, pretrain_gpt.model, forward_step)
+
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The providers, one of which or of whose callees fails."""
+    def fault(*, always: bool = False) -> None:
+        if always or run.progress.iteration == ITERATION - 1 or (case.phase in ("save", "evaluation") and run.progress.iteration == ITERATION):
+            Path(folder, "when").write_text(str(time.time()))
+            if case.how == "raise":
+                raise ValueError("the planted failure")
+            if case.how == "sleep":
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
+
+    def before(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def faulty(*arguments: Any, **keywords: Any) -> Any:
+            fault()
+            return plain(*arguments, **keywords)
+
+        setattr(owner, name, faulty)
+
+    def datasets(*arguments: Any) -> Any:
+        fault(always=True)
+        return pretrain_gpt.datasets(*arguments)
+
+    def forward_step(inner: Run, batches: Any, stage: Any) -> Any:
+        if case.phase == "forward" or (case.phase == "evaluation" and not stage.training):
+            fault()
+        output, loss = pretrain_gpt.forward_step(inner, batches, stage)
+        if case.phase == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: fault())
+        return output, loss
+
+    owners = {"data": (step, "take"), "reduce": (ddp, "_start"), "optimizer": (optimizer, "finalize"), "save": (Checkpoint, "_weights")}
+    if case.phase in owners:
+        before(*owners[case.phase])
+    return (datasets if case.phase == "start-up" else pretrain_gpt.datasets), forward_step
+
+
+@dataclass
+class Going:
+    """A case on its way."""
+
+    case: Case
+    folder: Path
+    store: dist.TCPStore
+    processes: list[Any]
+
+
+def started(case: Case, folder: Path) -> Going:
+    """Start all ranks of a case."""
+    folder = folder / case.name
+    folder.mkdir()
+    write_tokens(folder / "text")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.preload"])
+    processes = [context.Process(target=rank_runs, args=(case, rank, store.port, str(folder)), daemon=True) for rank in range(case.ranks)]
+    for process in processes:
+        process.start()
+    return Going(case, folder, store, processes)
+
+
+def finished(going: Going) -> Outcome:
+    """Wait for all ranks that can end, end the others, and read what they left."""
+    case, deadline = going.case, time.monotonic() + PATIENCE
+    able = [process for rank, process in enumerate(going.processes) if rank != case.rank or case.how != "stop"]
+    ended = 0.0
+    while time.monotonic() < deadline and any(process.is_alive() for process in able):
+        time.sleep(0.1)
+    ended = time.time()
+    late = [rank for rank, process in enumerate(going.processes) if process in able and process.is_alive()]
+    for process in going.processes:
+        process.kill()
+        process.join()
+    output = [(going.folder / f"output{rank}").read_text() for rank in range(case.ranks)]
+    assert not late, f"ranks {late} did not end: {output}"
+    faults = going.folder / "saved" / "faults"
+    files = "\n".join(path.read_text() for path in sorted(faults.glob("rank*.txt"))) if faults.is_dir() else ""
+    return Outcome(ended - float((going.folder / "when").read_text()), output, files)

@@ -1,0 +1,87 @@
+"""Whom the others wait for, and what ranks say of each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training import watchdog
+from megatron.training.board import FIRST_FAILURE, Board
+from megatron.training.failures import described, origin
+from megatron.training.place import Place
+from megatron.training.watchdog import Answer, Watchdog, waited_for
+from tests.helpers import tiny
+
+
+def answer(group: str, counts: Mapping[str, int]) -> Answer:
+    return Answer("node", 0.0, "training", "", group, counts)
+
+
+def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_others_wait_for() -> None:
+    everyone = "world (0, 1, 2)"
+    answers = {0: answer(everyone, {everyone: 5}), 1: answer(everyone, {everyone: 5}), 2: answer(everyone, {everyone: 4})}
+    assert waited_for(answers, 3) == [2]
+
+
+def test_who_is_silent_is_waited_for() -> None:
+    everyone = "world (0, 1, 2)"
+    assert waited_for({0: answer(everyone, {everyone: 5}), 2: answer(everyone, {everyone: 5})}, 3) == [1]
+
+
+def test_a_chain_of_waits_ends_at_its_cause() -> None:
+    # Rank 0 waits for 1 over tp, 1 waits for 3 over dp, 3 is in no collective that others have not reached.
+    pair, column = "tp (0, 1)", "dp (1, 3)"
+    answers = {0: answer(pair, {pair: 7}), 1: answer(column, {pair: 6, column: 3}), 2: answer("tp (2, 3)", {"tp (2, 3)": 6}),
+               3: answer("tp (2, 3)", {"tp (2, 3)": 6, column: 2})}
+    assert waited_for(answers, 4) == [3]
+
+
+def test_ranks_that_stand_still_together_blame_nobody() -> None:
+    everyone = "world (0, 1)"
+    assert waited_for({rank: answer(everyone, {everyone: 5}) for rank in range(2)}, 2) == []
+
+
+def test_the_first_to_claim_a_key_keeps_it_and_a_restart_begins_afresh() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    first, second, restarted = (Board.connect(Place(rank, 0, 2, f"127.0.0.1:{store.port}", "", attempt))
+                                for rank, attempt in ((0, "0"), (1, "0"), (0, "1")))
+    assert first.read(FIRST_FAILURE) is None
+    assert first.claim(FIRST_FAILURE, "rank 0") and not second.claim(FIRST_FAILURE, "rank 1")
+    assert second.read(FIRST_FAILURE) == "rank 0" and restarted.read(FIRST_FAILURE) is None
+    assert Board.connect(Place(0, 0, 1, f"127.0.0.1:{store.port}", "")) is None, "one rank has nobody to tell"
+
+
+def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(watchdog, "_PATIENCE", {"hang": 0.5, "lost": 0.5})
+    place = Place(0, 0, 2, f"127.0.0.1:{store.port}", "")
+    board, ended = Board.connect(place), threading.Event()
+    run = tiny.run_of(tiny.config(hang_timeout_minutes=0.6 / 60.0))
+    with Watchdog(run, place):
+        for number in range(10):
+            run.mesh.trail.begin("training", number + 1)
+            ended.wait(0.1)
+        assert board.read(FIRST_FAILURE) is None
+        for _ in range(100):
+            if board.read(FIRST_FAILURE) is not None:
+                break
+            ended.wait(0.1)
+    said = board.read(FIRST_FAILURE)
+    assert "has not moved for" in said and "the others wait for rank 1" in said and "rank 1 DOES NOT ANSWER: it was never seen" in said
+    assert "rank 0 on node" in said and "training, iteration 10" in said
+    assert "ended.wait(0.1)" in capfd.readouterr().err, "the stacks are shown"
+
+
+def test_an_error_is_described_with_its_place_and_notes() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError as error:
+        error.add_note("on rank 3")
+        assert described(error) == "ValueError: wrong\non rank 3"
+        assert origin(error).startswith("unit/training/test_watchdog.py:")
+        assert origin(error).endswith("in test_an_error_is_described_with_its_place_and_notes")
