@@ -5,6 +5,8 @@ arguments.py      flags to namespace to RunConfig
 entry.py          what stands around a main function: errors, on one rank or on all
 legacy_flags.py   old, renamed and refused Megatron flags, as a table (legacy_table.py)
 place.py          where the launcher put this process
+elastic.py  standby.py     the layout for the ranks that there are, and ranks that it has no place for
+ledger.py  recording.py    what a run was given and what became of it, appended to a file
 initialize.py     initialize_megatron(args) -> Run
 global_vars.py    get_args() and friends, for user scripts
 stages.py         this rank's stages, their buckets and the optimizer

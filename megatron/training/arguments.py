@@ -21,6 +21,7 @@ from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest
 from megatron.core.optimizer.schedule import Schedule
+from megatron.training.elastic import fit
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.microbatches import BatchSchedule
 
@@ -66,12 +67,16 @@ def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None,
 
 def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
                provider: Provider | None = None) -> argparse.Namespace:
-    """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at."""
+    """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at.
+
+    `origins` says where each value comes from that is not our default.
+    """
     parser = make_parser(extra, provider)
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
     words, messages, problems = translate(_yaml_words(argv), known)
     args, unknown = _parse(parser, words, problems)
+    args.origins = _origins(parser, argv, words, defaults or {})
     for word in unknown:
         if word.startswith("--"):
             near = nearest(word.partition("=")[0], known)
@@ -94,8 +99,22 @@ def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     return config
 
 
+def fitted(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
+    """With --elastic, the config in a layout for these ranks, and how many of them train."""
+    if not config.parallel.elastic or config.train.global_batch_size is None:
+        return config, world_size
+    return fit(config, world_size, lambda config, ranks: {name for name, _ in _examine(config, ranks)[1]})
+
+
 def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
+    found, problems = _examine(*fitted(config, world_size))
+    if config.parallel.elastic and config.train.global_batch_size is None:
+        problems.append(("elastic", "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size"))
+    return found, problems
+
+
+def _examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     config, problems = config.resolve(world_size), []
     if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
         try:
@@ -148,6 +167,18 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list
             if len(shorter) == len(left):
                 refuse(problems)
             left = shorter
+
+
+def _origins(parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Setting -> where it was given. argv: the command line; words: all flags as argparse sees them, those of a file too."""
+    settings = {word: action.dest for action in parser._actions for word in action.option_strings}
+
+    def given(words: Sequence[str]) -> list[str]:
+        names = (word.partition("=")[0] for word in words)
+        return [settings[name] for name in names if name in settings]
+
+    return (dict.fromkeys(defaults, "script") | dict.fromkeys(given(words), "file")
+            | dict.fromkeys(given(translate(argv, settings.keys())[0]), "command line"))
 
 
 def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -214,3 +245,4 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     for name, value in (checkpoint_values(args.load, args.ckpt_step) if values is None else values).items():
         if name in fields:
             setattr(args, name, value)
+            args.origins[name] = "checkpoint"

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
-from megatron.core.kernels.table import Kernels, Need, select
+from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of, claim, name_of, pick_device, synchronize
 from megatron.core.parallel.mesh import Mesh
@@ -30,9 +30,14 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
-from megatron.training.arguments import config_of
-from megatron.training.place import world_size
+from megatron.training.arguments import config_of, fitted
+from megatron.training.board import join_ranks
+from megatron.training.elastic import told
+from megatron.training.ledger import Ledger
+from megatron.training.place import launcher_place, world_size
+from megatron.training.recording import ledger_path
 from megatron.training.run import Run
+from megatron.training.standby import stand_by, tell_done
 from megatron.training.timers import Timers
 
 
@@ -51,11 +56,11 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     device = pick_device()
     claim(device)
     _deterministic(config)
-    mesh = _join(config, device)
-    kernels = _kernels(config, device)
+    mesh = join(config, device)
+    kernels = select(kernel_need(config, device), config.model.kernel_wishes)
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
     run = Run(args=args, config=config, mesh=mesh, kernels=kernels, tokenizer=tokenizer, streams=streams,
-              timers=_timers(config, mesh), log=log)
+              timers=_timers(config, mesh), log=log, ledger=_ledger(config, mesh))
     global_vars.install(run)
     parallel_state.install(mesh)
     for message in getattr(args, "messages", ()):
@@ -65,21 +70,38 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
 
 
 def shut_down() -> None:
-    """Leave the process group."""
+    """Leave the process group, and let ranks go that stand by."""
+    waiting = int(os.environ.get("MEGATRON_STAND_BY", "0"))
+    if waiting and launcher_place().rank == 0:
+        tell_done(launcher_place(), waiting)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
-    config = config_of(args, world_size())
+    config, ranks = config_of(args, world_size()), _ranks_that_train(args)
     tokenizer = build_tokenizer(config.tokenizer)
     model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
     config = dataclasses.replace(config, model=model)
-    refuse(said for _, said in broken(config, world_size()))
+    refuse(said for _, said in broken(config, ranks))
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
         check_writable(config.checkpoint.save)
     return config, tokenizer
+
+
+def _ranks_that_train(args: argparse.Namespace) -> int:
+    """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
+    given, place = from_namespace(RunConfig, args), launcher_place()
+    chosen, ranks = fitted(given, place.size)
+    if line := told(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
+        args.messages = [*getattr(args, "messages", ()), line]
+    if place.rank >= ranks:
+        stand_by(place)
+        raise SystemExit(0)
+    if ranks < place.size:
+        os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
+    return ranks
 
 
 def _logger(config: RunConfig) -> logging.Logger:
@@ -102,25 +124,29 @@ def _deterministic(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _join(config: RunConfig, device: torch.device) -> Mesh:
+def join(config: RunConfig, device: torch.device) -> Mesh:
     """The mesh of all ranks; without a launcher, of this process alone."""
     if "WORLD_SIZE" not in os.environ:
         return Mesh.single(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    dist.init_process_group(backend_of(device, config.parallel.distributed_backend),
-                            timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    join_ranks(backend_of(device, config.parallel.distributed_backend), launcher_place(),
+               timedelta(minutes=config.parallel.distributed_timeout_minutes))
     return Mesh.build(config.parallel, device)
 
 
-def _kernels(config: RunConfig, device: torch.device) -> Kernels:
-    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
+def kernel_need(config: RunConfig, device: torch.device) -> Need:
+    """What the run asks of its kernels on this device."""
+    return Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
                 padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
                 softcap=config.model.attention_logit_softcap is not None, attention_dropout=config.model.attention_dropout,
                 uneven_heads=config.model.uneven_heads, experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
                 overlapped_experts=config.model.moe.moe_shared_expert_overlap)
-    return select(need, config.model.kernel_wishes)
+
+
+def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:
+    return Ledger(ledger_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
 
 
 def _timers(config: RunConfig, mesh: Mesh) -> Timers:
@@ -136,7 +162,8 @@ def _describe(run: Run) -> None:
     axes = " x ".join(f"{name} {getattr(mesh, axis).size}" for axis, name in
                       (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")))
     extras = [word for word, on in (("sequence parallel", config.parallel.sequence_parallel),
-                                    ("distributed optimizer", config.parallel.use_distributed_optimizer)) if on]
+                                    ("distributed optimizer", config.parallel.use_distributed_optimizer),
+                                    ("FSDP2", config.parallel.use_torch_fsdp2)) if on]
     run.say(f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras))
     run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
             f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")

@@ -9,13 +9,14 @@ asker's own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.flags import ConfigError, from_values, refuse
@@ -41,8 +42,9 @@ from megatron.core.parallel.spec import spec_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.transformer.build import Build
+from megatron.training.board import join_ranks
 from megatron.training.dialects import open_checkpoint
-from megatron.training.place import world_size
+from megatron.training.place import launcher_place, world_size
 
 Stage = GPTModel | BERTModel | T5Model
 FORMATS = ("float32", "bfloat16", "float16", "float64")
@@ -146,8 +148,8 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
     if world_size() == 1:
         return Mesh.single(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend_of(device, config.parallel.distributed_backend),
-                                timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        join_ranks(backend_of(device, config.parallel.distributed_backend), launcher_place(),
+                   timedelta(minutes=config.parallel.distributed_timeout_minutes))
     return Mesh.build(config.parallel, device)
 
 
@@ -164,4 +166,12 @@ def _stages(source: Source, kind: Kind, config: RunConfig, mesh: Mesh) -> tuple[
             if name.startswith(kind.parts):
                 put(state, name, placed_parameter(param, mesh))
     load(state, source, mesh.world, complete=kind.parts)
+    if mesh.device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        _by_column([param for stage in stages for param in stage.parameters() if param.dim() == 2])
     return stages
+
+
+def _by_column(matrices: Iterable[nn.Parameter]) -> None:
+    """Lay matrices out column by column: a few rows, as in decoding, pass through them up to twice as fast on CPUs."""
+    for matrix in matrices:
+        matrix.data = matrix.data.t().contiguous().t()

@@ -11,10 +11,12 @@ import torch
 
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
+from megatron.training.ledger import Ledger
 from megatron.training.timers import Timers
 
 
@@ -46,8 +48,10 @@ class Run:
     streams: RandomStreams
     timers: Timers
     log: logging.Logger
+    ledger: Ledger = field(default_factory=Ledger)
     progress: Progress = field(default_factory=Progress)
     started: float = field(default_factory=time.monotonic)
+    deferred: Deferred = field(default_factory=Deferred)
 
     @property
     def build(self) -> Build:
@@ -55,7 +59,7 @@ class Run:
         return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
                      dtype=getattr(torch, self.config.precision.dtype),
                      sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
-                     cp_comm_type=self.config.parallel.cp_comm_type)
+                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.splits_backward else None)
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""

@@ -6,16 +6,17 @@ Only one rank speaks (Megatron's last rank, since the loss is there); on the oth
     JSONL        every step and every report, one object a line, whatever the other switches say: the full record
     TensorBoard  Megatron's scalar names, many of them once more as `X vs samples`, by the --log-...-to-tensorboard flags
     W&B          the same names, against the metric `iteration`, so that a late point is never dropped
-    console      one line a report; a progress bar only if standard error is a terminal
+    console      one line a report and a sample; a progress bar only if standard error is a terminal
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib.util
 import json
-import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.run import LogConfig
+from megatron.training.ledger import plain
 from megatron.training.metrics import Report, Step, perplexity, report_line, validation_text
 
 MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
@@ -34,6 +36,9 @@ class Board(Protocol):
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
         """Add a point to the curve of each name; with `samples`, also to the curve that is drawn over samples."""
+
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name."""
 
     def close(self) -> None:
         """Write out what is left."""
@@ -124,6 +129,14 @@ class Writers:
             values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
         self._write(values, iteration=iteration, samples=consumed_samples)
 
+    def samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
+        """Show and record prompts and what the network said after them."""
+        for number, (prompt, text) in enumerate(samples, start=1):
+            self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
+        self._record("samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples])
+        for board in self._boards:
+            board.write_texts({f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}, iteration=iteration)
+
     def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
         """Record bytes, as `device.memory_report` gives them."""
         self._record("memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()})
@@ -187,19 +200,11 @@ class Journal:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
-        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _boards(log: LogConfig, settings: Mapping[str, Any]) -> Iterable[Board]:
@@ -224,6 +229,11 @@ class TensorBoard:
             if samples is not None:
                 self._writer.add_scalar(f"{name} vs samples", value, samples)
 
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name, as they are and not as Markdown."""
+        for name, text in texts.items():
+            self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), iteration)
+
     def close(self) -> None:
         """Write out what is left."""
         self._writer.close()
@@ -240,6 +250,7 @@ class WeightsAndBiases:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(project=log.wandb_project, name=log.wandb_exp_name, entity=log.wandb_entity, dir=folder,
                                config=dict(settings))
+        self._module = wandb
         # W&B drops points whose own step goes back; against a metric of ours they may come in any order.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
@@ -247,6 +258,10 @@ class WeightsAndBiases:
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
         """Add a point to the curve of each name; any of them can be drawn over the metric `samples` there."""
         self._run.log({**values, "iteration": iteration, **({} if samples is None else {"samples": samples})})
+
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name, as they are."""
+        self._run.log({**{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()}, "iteration": iteration})
 
     def close(self) -> None:
         """Write out what is left."""

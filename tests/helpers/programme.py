@@ -37,7 +37,7 @@ def trained(argv: Sequence[str], *, datasets: DatasetProvider = pretrain_gpt.dat
     """pretrain_gpt, with these flags behind TINY."""
     run = started(argv)
     try:
-        pretrain(run, datasets, pretrain_gpt.model, forward_step)
+        pretrain(run, datasets, pretrain_gpt.model, forward_step, pretrain_gpt.samples)
     finally:
         logging.getLogger("megatron").handlers.clear()
         torch.use_deterministic_algorithms(False)

@@ -174,6 +174,18 @@ def test_weights_and_biases_draws_against_our_iteration(monkeypatch, shown, tmp_
     assert calls[-1] == ("finish",)
 
 
+def test_samples_reach_weights_and_biases_as_they_are(monkeypatch, shown):
+    logged = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__, fake.Html = types.SimpleNamespace(name="wandb"), lambda text: ("html", text)
+    fake.init = lambda **options: types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writers = Writers(LogConfig(wandb_project="p"), speaks=True, console=shown.append)
+    writers.samples([("a < b", "\n<i>c</i>")], iteration=7)
+    assert logged == [{"sample 1": ("html", "<pre>a &lt; b\n&lt;i&gt;c&lt;/i&gt;</pre>"), "iteration": 7}]
+    assert shown == [r" sample 1 at iteration 7 | 'a < b' -> '\n<i>c</i>'"]
+
+
 def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     writers = Writers(LogConfig(), speaks=True, start_iteration=1, train_iters=10)

@@ -1,0 +1,87 @@
+"""The ledger of a run: what it was given and what became of it, one JSON object a line, only ever appended to.
+
+    start    settings and where each comes from, code, machines, data, tokenizer: a run that resumes writes another one
+    layout   the ranks are divided otherwise than at the start before
+    loaded, steps, validation, skip, checkpoint    how it went; `steps` holds every step since the line before
+    end      why it ended; without one it was killed
+
+A line is one write of the operating system, so that a process that dies leaves whole lines, or a torn one that readers
+pass over and that the next line does not join. A ledger that cannot be written is told once and ends no run. Needs no
+torch, so that tools which read it answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "ledger.jsonl"  # in --save, unless --ledger names another place
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON takes it: no None in mappings, and for infinity and NaN the words "inf", "-inf" and "nan"."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Appends to a file; None: to nowhere, as all ranks but the first do."""
+
+    path: Path | None = None
+    _told: bool = field(default=False, init=False)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is added goes anywhere."""
+        return self.path is not None
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Append one event. Fields that are None are left out."""
+        if self.path is None:
+            return
+        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **plain(fields)}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, (json.dumps(line, allow_nan=False) + "\n").encode(), durable=event != "steps")
+        except OSError as error:  # a full disk ends no run
+            if not self._told:
+                self._told = True
+                logging.getLogger("megatron").warning(f"the ledger {self.path} cannot be written: {error.strerror}")
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """All events of a ledger, or of the one in this folder. Lines that are torn are passed over. Raises `OSError`."""
+    place = Path(path)
+    found = []
+    for line in (place / FILE if place.is_dir() else place).read_bytes().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:  # torn by the end of a process
+            continue
+        if isinstance(event, dict) and "event" in event:
+            found.append(event)
+    return found
+
+
+def _append(path: Path, line: bytes, *, durable: bool) -> None:
+    """Write at the end of the file, on a line of its own. durable: return when it has reached the disk."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, b"\n" * torn + line)
+        if durable:
+            os.fsync(file)
+    finally:
+        os.close(file)

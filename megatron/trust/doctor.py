@@ -1,0 +1,398 @@
+"""Are these machines fit for this run? Every check is made by all ranks together and gives rows: OK, WARN or FAIL.
+
+    versions devices | kernels numbers | links | clocks limits | data tokenizer checkpoints disk
+
+A check looks on every rank and gathers what each saw, errors too, so that no rank waits for one that failed, and a row
+names the ranks whose answer differs. All ranks get the same rows.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.run import RunConfig
+from megatron.core.datasets.indexed import bin_path, idx_path
+from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
+from megatron.core.datasets.storage import DataError, size_of
+from megatron.core.dist_checkpointing.store import CheckpointError, newest
+from megatron.core.kernels.table import Kernels, Need
+from megatron.core.models.flops import BYTES, count_parameters, state_bytes
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import free_memory, name_of, synchronize
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.recording import code_version
+from megatron.trust.kernel_check import TOLERANCE, errors
+
+Status = Literal["OK", "WARN", "FAIL"]
+_EXPECTED = (OSError, ConfigError, DataError, CheckpointError, ValueError, ImportError)
+_MOST_SKEW = 1.0  # seconds
+_LEAST_TEMPORARY, _LEAST_SHARED = 2**30, 64 * 2**20  # bytes; shared memory: for each rank of a machine
+_ROUNDS, _SUMS, _MOST_NAMED = 5, 10, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finding. mend: what to do about it, where it is not OK."""
+
+    check: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is examined: a run's settings on these ranks. hosts: the machine of each. whole: the settings keep every rule.
+
+    megabytes: how much each rank sends and writes where rates are measured.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    kernels: Kernels
+    need: Need
+    hosts: tuple[str, ...]
+    whole: bool
+    megabytes: int = 16
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Some ranks and their machines, in words."""
+        told = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(told)}"
+
+
+def examine_all(subject: Subject) -> list[Row]:
+    """The rows of every check."""
+    rows: list[Row] = []
+    for check in CHECKS:
+        try:
+            rows += check(subject)
+        except Unseen as error:
+            rows.append(Row(check.__name__, "FAIL", str(error), "the check could not be made there"))
+    return rows
+
+
+class Unseen(Exception):
+    """Some ranks could not look; raised on all of them."""
+
+
+def versions(subject: Subject) -> list[Row]:
+    """All ranks run the same software."""
+    mine = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": str(torch.version.cuda), "our code": code_version()["sources"][:12]}
+    seen = _on_all(subject, lambda: mine)
+    rows = [_unlike(subject, "versions", f"{name} differs", [(rank, one[name]) for rank, one in seen],
+                    "install the same on every machine: ranks that compute or speak differently end in wrong numbers or hang")
+            for name in mine if len({one[name] for _, one in seen}) > 1]
+    return rows or [Row("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
+
+
+def devices(subject: Subject) -> list[Row]:
+    """Every rank has a device of its own, and all are alike."""
+    device, host = subject.mesh.device, socket.gethostname()
+    seen = _on_all(subject, lambda: (host, str(device), name_of(device), free_memory(device)))
+    names = Counter(one[2] for _, one in seen)
+    told = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
+    rows = [] if len(names) == 1 else [Row("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
+    if device.type == "cuda":
+        places = Counter(one[:2] for _, one in seen)
+        shared = [f"{host} {name}" for (host, name), count in places.items() if count > 1]
+        if shared:
+            rows.append(Row("devices", "FAIL", f"several ranks share {', '.join(shared)}", "start as many ranks as a machine has GPUs"))
+        full = [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]
+        if full:
+            rows.append(Row("devices", "WARN", f"a tenth of the memory or more is taken on {subject.named(full)}", "end what else runs there"))
+    return rows or [Row("devices", "OK", told)]
+
+
+def kernels(subject: Subject) -> list[Row]:
+    """Which kernels serve the run, and why better ones do not."""
+    unused = () if subject.config.model.moe.num_experts else ("grouped_linear", "moe_flex_dispatcher")
+    return [Row("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
+            for op, name, why in subject.kernels.report if op not in unused]
+
+
+def numbers(subject: Subject) -> list[Row]:
+    """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
+    seen = _on_all(subject, lambda: errors(subject.kernels, subject.config, subject.need, subject.mesh.device))
+    limit, rows = TOLERANCE[subject.need.dtype], []
+    names = {op: name for op, name, _ in subject.kernels.report}
+    for op in seen[0][1] if seen else ():
+        results = [(rank, one[op]) for rank, one in seen]
+        wrong = [(rank, result) for rank, result in results if isinstance(result, str) or result > limit]
+        what = f"{op} by {names.get(op, 'torch')} in {str(subject.need.dtype).removeprefix('torch.')}"
+        if wrong:
+            worst = wrong[0][1] if isinstance(wrong[0][1], str) else f"off by {max(result for _, result in wrong):.2g} of the largest value"
+            flag = f"--{op.replace('_', '-')}-backend" if op in subject.config.model.kernel_wishes else ""
+            mend = f"choose another by {flag}, or " if flag else ""
+            rows.append(Row("numbers", "FAIL", f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
+                            f"{mend}test the device and its driver"))
+        else:
+            rows.append(Row("numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition"))
+    return rows
+
+
+def links(subject: Subject) -> list[Row]:
+    """Latency and rate of a sum over each axis with more than one rank, all its groups at once, and that the sum is right."""
+    mesh, rows, known = subject.mesh, [], set()
+    for name in (field.name for field in fields(Mesh) if field.name not in ("device", "blocks", "pp_backward")):
+        axis = mesh.axis(name)
+        groups = {ranks for ranks in collectives.gather_objects(axis.ranks, mesh.world) if len(ranks) > 1}
+        if groups and frozenset(groups) not in known:
+            known.add(frozenset(groups))
+            rows.append(_link(subject, axis))
+    return rows or [Row("links", "OK", "one rank: nothing to send")]
+
+
+def clocks(subject: Subject) -> list[Row]:
+    """The clocks of all machines tell one time, as far as a barrier can say."""
+    ticks = []
+    for _ in range(_ROUNDS):
+        collectives.barrier(subject.mesh.world)
+        ticks.append(time.time())
+    rounds = list(zip(*collectives.gather_objects(ticks, subject.mesh.world)))  # [round][rank]
+    ahead = [statistics.median(times[rank] - times[0] for times in rounds) for rank in range(len(rounds[0]))]
+    skew = max(ahead) - min(ahead)
+    found = f"apart by {skew:.3f} s at most" + (f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else "")
+    return [Row("clocks", "WARN" if skew > _MOST_SKEW else "OK", found,
+                "set the clocks by NTP: logs and time limits of different machines do not fit together" if skew > _MOST_SKEW else "")]
+
+
+def limits(subject: Subject) -> list[Row]:
+    """Open files, shared memory and temporary space on every machine."""
+    mesh, host = subject.mesh, socket.gethostname()
+
+    def look() -> tuple[str, int, int | None, int]:
+        shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
+        return host, resource.getrlimit(resource.RLIMIT_NOFILE)[0], shared, shutil.disk_usage(tempfile.gettempdir()).free
+
+    seen = _on_all(subject, look)
+    each = Counter(one[0] for _, one in seen)
+    files = 256 + 8 * mesh.world.size + 2 * len(_prefixes(subject.config))
+    needs = (("open files", 1, lambda one: files, "raise `ulimit -n`", str),
+             ("shared memory", 2, lambda one: _LEAST_SHARED * each[one[0]], "give the container more (--shm-size), for NCCL's sake", _size),
+             (f"space in {tempfile.gettempdir()}", 3, lambda one: _LEAST_TEMPORARY, "empty it, or let TMPDIR name another folder", _size))
+    rows = []
+    for name, place, least, mend, told in needs:
+        found = [(rank, one[place], least(one)) for rank, one in seen if one[place] is not None]
+        low = [rank for rank, there, needed in found if there < needed and there != resource.RLIM_INFINITY]
+        if found:
+            lowest = min(there for _, there, _ in found)
+            below = f", below {told(found[0][2])} on {subject.named(low)}" if low else ""
+            rows.append(Row("limits", "WARN" if low else "OK", f"{name}: {told(lowest)}{below}", mend if low else ""))
+    return rows
+
+
+def data(subject: Subject) -> list[Row]:
+    """Every rank sees the same data files."""
+    prefixes = _prefixes(subject.config)
+    if not prefixes:
+        return [Row("data", "OK", "none asked for")]
+
+    def look() -> dict[str, int | str]:
+        found: dict[str, int | str] = {}
+        for path in (path for prefix in prefixes for path in ((prefix,) if Path(prefix).is_file() else (bin_path(prefix), idx_path(prefix)))):
+            try:
+                found[path] = size_of(path)
+            except _EXPECTED as error:
+                found[path] = str(error)
+        return found
+
+    seen = _on_all(subject, look)
+    rows = []
+    for path in dict.fromkeys(path for _, one in seen for path in one):
+        sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
+        lost = [(rank, size) for rank, size in sizes if isinstance(size, str)]
+        if lost:
+            rows.append(Row("data", "FAIL", f"{lost[0][1]}: on {subject.named([rank for rank, _ in lost])}", "mount the folder there, under the same path"))
+        elif len({size for _, size in sizes}) > 1:
+            rows.append(_unlike(subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines"))
+    return rows or [Row("data", "OK", f"{len(seen[0][1])} files, on every rank")]
+
+
+def tokenizer(subject: Subject) -> list[Row]:
+    """Every rank reads the same tokenizer."""
+    if not subject.whole:
+        return []
+    return _agreed(subject, "tokenizer", lambda: fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
+                   lambda hash: f"hash {hash[:12]}, on every rank", "bring the same tokenizer files to all machines")
+
+
+def checkpoints(subject: Subject) -> list[Row]:
+    """Every rank sees the same checkpoint to load, and one folder to save into."""
+    asked, rows = subject.config.checkpoint, []
+    if asked.load:
+        rows = _agreed(subject, "checkpoints", lambda: newest(asked.load),
+                       lambda iteration: f"--load {asked.load}: " + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}"),
+                       "mount the folder on all machines, under the same path")
+    if asked.save:
+        rows += _shared(subject, Path(asked.save))
+    return rows
+
+
+def disk(subject: Subject) -> list[Row]:
+    """How fast all ranks together write into --save, and whether two checkpoints fit there."""
+    folder = subject.config.checkpoint.save
+    if folder is None:
+        return []
+    path, content = Path(folder) / f"doctor-{uuid.uuid4().hex}", bytes(2**20)
+
+    def write() -> float:
+        since = time.perf_counter()
+        try:
+            with open(path, "wb", buffering=0) as file:
+                for _ in range(subject.megabytes):
+                    file.write(content)
+                os.fsync(file.fileno())
+            return time.perf_counter() - since
+        finally:
+            path.unlink(missing_ok=True)
+
+    collectives.barrier(subject.mesh.world)
+    seen, problems = _tried(subject, write)
+    if problems:
+        return [Row("disk", "FAIL", f"--save {folder} cannot be written: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
+                    "let every rank write there: each saves its part")]
+    rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
+    free = shutil.disk_usage(folder).free
+    found, status, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", "OK", ""
+    if subject.whole and subject.config.model.padded_vocab_size:
+        size = count_parameters(subject.config.model).total * (state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype])
+        found += f"; a checkpoint takes about {_size(size)} and {size / rate:.0f} s"
+        if free < 2 * size:
+            status, mend = ("FAIL" if free < size else "WARN"), "two must fit, since the old one is kept until the new one is whole; see --save-keep-last"
+    return [Row("disk", status, found, mend)]
+
+
+CHECKS: tuple[Callable[[Subject], list[Row]], ...] = (versions, devices, kernels, numbers, links, clocks, limits, data, tokenizer, checkpoints, disk)
+
+
+def _tried(subject: Subject, look: Callable[[], Any]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
+    """What every rank sees, and what those say that cannot: (rank, value) and (rank, problem)."""
+    value, problem = None, ""
+    try:
+        value = look()
+    except _EXPECTED as error:
+        problem = str(error) or type(error).__name__
+    answers = list(enumerate(collectives.gather_objects((value, problem), subject.mesh.world)))
+    return [(rank, value) for rank, (value, problem) in answers if not problem], [(rank, problem) for rank, (_, problem) in answers if problem]
+
+
+def _on_all(subject: Subject, look: Callable[[], Any]) -> list[tuple[int, Any]]:
+    """What every rank sees: (rank, value)."""
+    seen, problems = _tried(subject, look)
+    if problems:
+        raise Unseen(f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}")
+    return seen
+
+
+def _agreed(subject: Subject, check: str, look: Callable[[], Any], told: Callable[[Any], str], mend: str) -> list[Row]:
+    """A row about something that all ranks must see alike."""
+    seen, problems = _tried(subject, look)
+    if problems:
+        return [Row(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)]
+    if len({value for _, value in seen}) > 1:
+        return [_unlike(subject, check, "ranks see different ones", [(rank, told(value)) for rank, value in seen], mend)]
+    return [Row(check, "OK", told(seen[0][1]))]
+
+
+def _unlike(subject: Subject, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str) -> Row:
+    """The row of something that differs: who sees what."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return Row(check, "FAIL", f"{what}: " + "; ".join(f"{value} on {subject.named(those)}" for value, those in ranks.items()), mend)
+
+
+def _link(subject: Subject, axis: Axis) -> Row:
+    """The row of one axis."""
+    mesh, size = subject.mesh, axis.size
+    word = torch.full((1,), float(axis.rank + 1), device=mesh.device)
+    right = collectives.all_reduce(word.clone(), axis).item() == size * (size + 1) / 2
+    latency = _seconds(subject, axis, word, _SUMS)
+    block = torch.zeros(subject.megabytes * 2**18, device=mesh.device)
+    seconds = _seconds(subject, axis, block, 2)
+    answers = collectives.gather_objects((axis.ranks, right, latency, seconds), mesh.world)
+    many = [answer for answer in answers if len(answer[0]) > 1]
+    moved = block.numel() * 4 * 2 * (1 - 1 / max(len(answer[0]) for answer in many))  # by each rank, in a ring
+    slowest, fastest = (choice(many, key=lambda answer: answer[3]) for choice in (max, min))
+    found = (f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
+             f"{_size(moved / slowest[3])}/s")
+    wrong = sorted({ranks for ranks, right, _, _ in many if not right})
+    if wrong:
+        return Row("links", "FAIL", f"{axis.name}: the sum over {subject.named(wrong[0])} is wrong", "test the network and its driver")
+    if slowest[3] > 2 * fastest[3]:
+        return Row("links", "WARN", f"{found} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
+                   "look at the cables, switches and NCCL settings of the slow ones")
+    return Row("links", "OK", found)
+
+
+def _seconds(subject: Subject, axis: Axis, tensor: torch.Tensor, times: int) -> float:
+    """Seconds of one sum over the axis."""
+    collectives.all_reduce(tensor.clone(), axis)
+    target = tensor.clone()
+    synchronize(subject.mesh.device)
+    collectives.barrier(subject.mesh.world)
+    since = time.perf_counter()
+    for _ in range(times):
+        collectives.all_reduce(target, axis)
+    synchronize(subject.mesh.device)
+    return (time.perf_counter() - since) / times
+
+
+def _shared(subject: Subject, folder: Path) -> list[Row]:
+    """Whether what one rank writes into the folder is seen by all."""
+    mark = collectives.broadcast_object(folder / f"doctor-{uuid.uuid4().hex}", subject.mesh.world)
+
+    def put() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if subject.mesh.world.is_first:
+            mark.touch()
+
+    _, problems = _tried(subject, put)
+    seen, _ = _tried(subject, mark.exists)
+    collectives.barrier(subject.mesh.world)
+    if subject.mesh.world.is_first:
+        mark.unlink(missing_ok=True)
+    blind = [rank for rank, there in seen if not there]
+    mend = "give --save a folder that all machines share and may write"
+    if problems:
+        return [Row("checkpoints", "FAIL", f"--save {folder}: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)]
+    if blind:
+        return [Row("checkpoints", "FAIL", f"--save {folder}: what rank 0 writes is not seen by {subject.named(blind)}", mend)]
+    return [Row("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
+
+
+def _prefixes(config: RunConfig) -> list[str]:
+    """The datasets that the run reads from files."""
+    try:
+        found = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
+    except ConfigError:  # the rules tell
+        return []
+    return [prefix for prefix in found if prefix != MOCK_PREFIX]
+
+
+def _size(count: float) -> str:
+    """Bytes in a unit that fits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

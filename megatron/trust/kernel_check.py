@@ -1,0 +1,143 @@
+"""Is what a kernel computes right on this device? Forward and backward, against the op's definition in fp64 on the CPU.
+
+A trial holds the sizes and the mask that the run's own settings give, on few and short sequences. Both sides see the same
+inputs, rounded to the run's number format; what is compared is the result and the gradient of every input, each by its
+largest difference over the largest value of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.run import RunConfig
+from megatron.core.kernels import reference
+from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.reference import Gating
+from megatron.core.kernels.table import Kernels, Need
+
+LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS = 256, 512, 8, 8
+# Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+Op = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One op on made-up inputs. inputs: float tensors with gradients, fp64 on the CPU; call: an op, and inputs anywhere."""
+
+    op: str
+    inputs: tuple[Tensor, ...]
+    call: Callable[..., Tensor]
+    reference: Op
+
+    def error(self, kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
+        """The largest relative difference between a kernel and the reference; infinite where a value is none."""
+        rounded = [one.to(dtype) for one in self.inputs]
+        found = _outcome(self.call, kernel, [one.to(device) for one in rounded])
+        expected = _outcome(self.call, self.reference, [one.double() for one in rounded])
+        worst = 0.0
+        for mine, theirs in zip(found, expected, strict=True):
+            gap = (mine.cpu().double() - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-30)
+            worst = max(worst, gap if gap == gap else float("inf"))
+        return worst
+
+
+def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
+    """A trial for every op that the run calls."""
+    model, draw = config.model, _Draw(torch.Generator().manual_seed(0))
+    width = min(model.hidden_size or WIDEST, WIDEST)
+    length = min(config.train.seq_length or LONGEST, LONGEST)
+    yield _attention(config, need, draw, length)
+    rows = draw(8, 2, width)
+    if model.normalization == "LayerNorm":
+        yield Trial("layer_norm", (rows, 1 + draw(width), draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.layer_norm)
+    else:
+        yield Trial("rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm)
+    if model.gated:
+        gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset)
+        yield Trial("gated_activation", (draw(8, 2, 2 * width),), lambda op, x: op(x, model.activation, gating), reference.gated_activation)
+    else:
+        yield Trial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
+    if model.rope.rotates:
+        yield _rotary(config, draw, length)
+    if model.moe.num_experts:
+        experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
+        counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
+        yield Trial("grouped_linear", (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
+                    lambda op, x, weight: op(x, weight, counts.to(x.device)), reference.grouped_linear)
+
+
+def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
+    """Op -> its error, or what the kernel said when it failed."""
+    names = {field.name for field in fields(Kernels)}
+    found: dict[str, float | str] = {}
+    for trial in trials(config, need):
+        assert trial.op in names, f"{trial.op} is no kernel"
+        try:
+            found[trial.op] = trial.error(getattr(kernels, trial.op), device, need.dtype)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel does, the report tells it
+            found[trial.op] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Draws normal numbers of any shape, fp64."""
+
+    generator: torch.Generator
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self.generator)
+
+
+def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial:
+    model = config.model
+    heads = min(model.num_attention_heads or MOST_HEADS, MOST_HEADS)
+    groups = heads
+    if model.group_query_attention and model.num_query_groups and model.num_attention_heads:
+        groups = max(1, heads * model.num_query_groups // model.num_attention_heads)
+        groups = groups if heads % groups == 0 else 1
+    keys, values = model.kv_channels or 64, model.kv_channels or 64
+    if model.mla.multi_latent_attention:
+        keys, values = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim
+    windows = [plan.window for plan in layer_rows(model) if plan.window] if need.window else []
+    places = torch.arange(length).expand(2, length)
+    mask = MaskSpec(causal=model.architecture != "bert", window=windows[0] if windows else None,
+                    documents=places // -(-length // 3) if need.documents else None,
+                    padding=places < length - length // 4 if need.padding else None)
+    scores = Scores(softcap=model.attention_logit_softcap if need.softcap else None)
+
+    def call(op: Op, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        there = {name: value.to(q.device) for name in ("documents", "padding") if (value := getattr(mask, name)) is not None}
+        return op(q, k, v, replace(mask, **there), 0.0, scores)
+
+    return Trial("attention", (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)), call,
+                 reference.attention)
+
+
+def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
+    rope, size = config.model.rope, config.model.rotary_size or 64
+    turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(turned // 2, dtype=torch.float64) / (turned // 2))
+    angles = (angles.repeat_interleave(2, -1) if rope.rotary_interleaved else angles.repeat(1, 2))[:, None, None]
+
+    def call(op: Op, x: Tensor) -> Tensor:
+        kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), rope.rotary_interleaved)
+
+    return Trial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
+
+
+def _outcome(call: Callable[..., Tensor], op: Op, inputs: list[Tensor]) -> list[Tensor]:
+    """The result and the gradients of all inputs, for a made-up gradient of the result."""
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    result = call(op, *leaves)
+    pull = _Draw(torch.Generator().manual_seed(1))(*result.shape)
+    gradients = torch.autograd.grad(result, leaves, pull.to(result.device, result.dtype))
+    return [result.detach(), *gradients]
