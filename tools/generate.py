@@ -7,6 +7,9 @@ A line holds a "prompt" (text), or "ids". What else it says wins over the comman
 min_p, repetition_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).
 Line n of the output answers line n of the input; a line that cannot be served is answered with an "error", and the exit code is 1.
 
+Of a T5, the prompt is what the encoder reads, with the end of text behind it (ids are read as they are), and the answer what the
+decoder writes.
+
 A run that was interrupted goes on where its output ends. Under torchrun, the ranks share the network as the sizes say.
 """
 
@@ -30,13 +33,17 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
 from megatron.core.config.inference import InferenceConfig
 from megatron.core.config.parallel import ParallelConfig
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.families.hf import is_folder
+from megatron.core.models.t5 import T5Model
+from megatron.core.tokenizers.base import read_text
+from megatron.inference.encoder_decoder import EncoderDecoder
 from megatron.inference.engine import Engine
 from megatron.inference.generate import prompt_ids
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
+from megatron.training.dialects import open_checkpoint
 from megatron.training.entry import entry
-from megatron.training.loaded import FORMATS, GPT, load_network
+from megatron.training.loaded import FORMATS, GPT, Kind, Loaded, architecture_of, load_network
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -52,7 +59,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("what")
     what.add_argument("--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's")
     what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
-    what.add_argument("--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens")
+    what.add_argument("--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens "
+                      "(default: the network's own layers of multi-token prediction)")
     what.add_argument("--input", required=True, metavar="FILE", help="prompts, a JSON object a line")
     what.add_argument("--output", required=True, metavar="FILE", help="answers, a JSON object a line; begun by an earlier run: gone on with")
     what.add_argument("--dtype", choices=("auto", *FORMATS), default="auto", help="format of the weights (default: as they were saved)")
@@ -70,7 +78,31 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def request_of(line: str, number: int, given: argparse.Namespace, tokenizer: Tokenizer) -> Request:
+def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
+    """What answers, on this rank."""
+    parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
+    config, how = from_namespace(InferenceConfig, given), {"parallel": parallel, "dtype": given.dtype}
+    if architecture_of(open_checkpoint(given.load, given.ckpt_step)) == "t5":
+        if given.draft:
+            raise ConfigError("a T5 is decoded without drafts; leave out --draft")
+        loaded = load_network(given.load, Kind("t5", T5Model), step=given.ckpt_step, **how)
+        return EncoderDecoder(loaded.stages, loaded.tokenizer, config, start=start_of(loaded))
+    loaded = load_network(given.load, GPT, step=given.ckpt_step, **how)
+    draft = load_network(given.draft, GPT, **how).stages if given.draft else ()
+    return Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+
+
+def start_of(loaded: Loaded) -> int:
+    """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
+    where, tokenizer = loaded.source.where, loaded.tokenizer
+    said = json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id") if is_folder(where) else tokenizer.bos
+    if type(said) is not int:
+        raise ConfigError(f"neither {where} nor its tokenizer says what a decoder's text begins with; give a folder whose config.json has a "
+                          "decoder_start_token_id")
+    return said
+
+
+def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
     """What a line asks for; `ConfigError` says what is wrong with it."""
     try:
         asked = json.loads(line)
@@ -85,12 +117,20 @@ def request_of(line: str, number: int, given: argparse.Namespace, tokenizer: Tok
     if any(type(token) is not int for token in ids) or any(type(word) is not str for word in stop):
         raise ConfigError("ids are whole numbers, and stop holds texts")
     try:
-        prompt = prompt_ids(tokenizer, asked["prompt"]) if "prompt" in asked else ids
+        prompt = prompt_of(engine, asked["prompt"]) if "prompt" in asked else ids
     except ValueError as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
     sampling = Sampling(**{name: asked.get(name, getattr(given, name)) for name in SAMPLING})
     return Request(tuple(prompt), asked.get("num_tokens", given.num_tokens), sampling, asked.get("seed", given.seed + number),
                    stop_words=tuple(stop), logprobs="logprobs" in asked, top_logprobs=asked.get("logprobs", 0))
+
+
+def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:
+    """The ids of a prompt."""
+    tokenizer = engine.tokenizer
+    if isinstance(engine, Engine):
+        return prompt_ids(tokenizer, text)
+    return [*tokenizer.tokenize(text), tokenizer.eod if tokenizer.eos is None else tokenizer.eos]
 
 
 def answer_of(line: str, reply: Reply) -> dict[str, Any]:
@@ -117,12 +157,12 @@ def refusal_of(line: str, problem: str) -> dict[str, Any]:
     return {**{name: kept[name] for name in ("id", "prompt") if name in kept}, "error": problem}
 
 
-def answers(engine: Engine, lines: Iterator[tuple[int, str]], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def answers(engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The answers to lines, in their order; only so many lines are held at once."""
     found: dict[int, dict[str, Any]] = {}
     asked: dict[int, tuple[int, str]] = {}
-    most, following, end = AHEAD * engine.config.inference_max_requests, None, False
-    first = None
+    config, following, first, end = engine.config, None, None, False
+    most = min(AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests)
 
     def keep(event: Event) -> None:
         if event.reply is not None:
@@ -138,7 +178,7 @@ def answers(engine: Engine, lines: Iterator[tuple[int, str]], given: argparse.Na
             number, line = following
             first = number if first is None else first
             try:
-                asked[engine.submit(request_of(line, number, given, engine.tokenizer), keep)] = following
+                asked[engine.submit(request_of(line, number, given, engine), keep)] = following
             except ConfigError as error:
                 found[number] = refusal_of(line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error))
         engine.step()
@@ -181,7 +221,7 @@ def numbered(file: TextIO) -> Iterator[tuple[int, str]]:
     return enumerate(line for line in file if line.strip())
 
 
-def write_all(engine: Engine, given: argparse.Namespace) -> int:
+def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int:
     """On the first rank: answer what is not answered yet; the number of lines that could not be served."""
     failed = 0
     with open(given.input, encoding="utf-8") as file:
@@ -206,12 +246,8 @@ def main() -> None:
     for path in (given.input, Path(given.output).parent):
         if not Path(path).exists():
             raise ConfigError(f"{path} is not there")
-    parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
-    config = from_namespace(InferenceConfig, given)
-    loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype)
-    draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
-    engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
-    if not loaded.mesh.world.is_first:
+    engine = engine_of(given)
+    if not engine.mesh.world.is_first:
         engine.follow()
         return
     failed = write_all(engine, given)

@@ -4,12 +4,15 @@ The cache is cut into blocks of a few tokens. A text has a list of blocks, its t
 blocks of their beginning. A block that no text uses any more keeps what it knows until it is wanted for something new.
 
     table of a: 5 2 7      table of b: 5 2 9      free: 1 3 4 6      kept: 8, the third block of a text that has left
+
+A text whose blocks stand side by side is read where it lies; one that is scattered must be gathered. So each is promised a run
+of neighbours, long enough for all that it may become; others stay out of it as long as they find something else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +25,9 @@ class Blocks:
 
     def __init__(self, count: int, size: int, *, sharing: bool = True) -> None:
         self.count, self.size, self.sharing = count, size, sharing
-        self._free = deque(range(_NOWHERE + 1, count))
+        self._free = dict.fromkeys(range(_NOWHERE + 1, count))  # in the order in which they are to be taken
+        # What a run may be made of, by block: nothing that is used, and nothing that is promised.
+        self._unused, self._promised, self._last = np.arange(count) > _NOWHERE, np.zeros(count, bool), _NOWHERE
         self._users: dict[int, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # without users, the longest unused first
         self._by_content: dict[bytes, int] = {}
@@ -47,27 +52,48 @@ class Blocks:
         """Blocks for so many tokens."""
         return -(-tokens // self.size)
 
-    def take(self) -> int:
-        """A block for something new; there must be one available."""
-        if self._free:
-            block = self._free.popleft()
+    def promise(self, count: int, behind: Sequence[int] = ()) -> range:
+        """So many neighbours that nobody uses and nobody is promised; of those behind a text's blocks as many as there are.
+        Free ones first, then such as know something, round and round. Empty if there is no such run.
+        """
+        open_ = self._unused & ~self._promised
+        if behind:
+            first = behind[-1] + 1
+            closed = np.flatnonzero(~open_[first:first + count])
+            run = range(first, min(first + (int(closed[0]) if len(closed) else count), self.count))
         else:
-            block, _ = self._kept.popitem(last=False)
-            self._forget(block)
-        self._users[block] = 1
-        return block
+            blank = open_.copy()
+            blank[list(self._kept)] = False
+            run = _run(blank, count, self._last) or _run(open_, count, self._last)
+            self._last = run.stop or self._last
+        self._promised[run.start:run.stop] = True
+        return run
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """A text lets its blocks go. The last are forgotten first, since a beginning is worth more than what follows it."""
+    def take(self, wish: int = _NOWHERE) -> int:
+        """A block for something new; there must be one available. wish: which, if nobody uses it."""
+        if not self._unused[wish]:
+            unpromised = (block for block in self._free if not self._promised[block])
+            wish = next(unpromised, _NOWHERE) or next(iter(self._free), _NOWHERE) or next(iter(self._kept))
+        if wish in self._kept:
+            del self._kept[wish]
+            self._forget(wish)
+        else:
+            del self._free[wish]
+        self._users[wish], self._unused[wish] = 1, False
+        return wish
+
+    def give_back(self, blocks: Sequence[int], promised: range = range(0)) -> None:
+        """A text lets its blocks go, and what it was promised. The last are forgotten first, since a beginning is worth more
+        than what follows it.
+        """
+        self._promised[promised.start:promised.stop] = False
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
                 continue
             del self._users[block]
-            if block in self._content:
-                self._kept[block] = None
-            else:
-                self._free.append(block)
+            self._unused[block] = True
+            (self._kept if block in self._content else self._free)[block] = None
 
     def beginning(self, ids: Sequence[int]) -> list[int]:
         """Blocks that hold the beginning of a text already, now shared with it. At least its last token is left to be read."""
@@ -80,7 +106,7 @@ class Blocks:
             block = self._by_content.get(content)
             if block is None:
                 break
-            self._users[block] = self._users.get(block, 0) + 1
+            self._users[block], self._unused[block] = self._users.get(block, 0) + 1, False
             self._kept.pop(block, None)
             found.append(block)
         return found
@@ -102,14 +128,23 @@ class Blocks:
 
     def forget_all(self) -> None:
         """No text finds a beginning any more, as when the weights have changed."""
-        for block in list(self._kept):
-            self._free.append(block)
+        self._free |= self._kept
         self._kept.clear()
         self._by_content.clear()
         self._content.clear()
 
     def _forget(self, block: int) -> None:
         del self._by_content[self._content.pop(block)]
+
+
+def _run(open_: np.ndarray, count: int, start: int) -> range:
+    """The first run of so many open places from `start` on, else the first of all, else none."""
+    for skipped in (start, 0):
+        edges = np.flatnonzero(np.diff(open_[skipped:], prepend=False, append=False)).reshape(-1, 2) + skipped
+        long = edges[edges[:, 1] - edges[:, 0] >= count]
+        if len(long):
+            return range(int(long[0, 0]), int(long[0, 0]) + count)
+    return range(0)
 
 
 def _mark(before: bytes, ids: Sequence[int]) -> bytes:

@@ -6,6 +6,11 @@
 
 The kernel sees each group as a batch whose keys end together: the last query of a row stands at its last key, so causality
 and windows hold row by row, and what a shorter row lacks in front is left out as padding.
+
+Where blocks of a text stand side by side, and those of the next text as long as far behind it again, the pool itself is such a
+batch, and nothing is copied:
+
+    pool:   . a a a a . . b b b b . . c c c c . .      one view [3 texts, 4 keys]
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are
+_ALL = 2**62  # keys
+_CALL = 50_000  # numbers that a CPU copies in the time of one more call of the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +53,25 @@ def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[
     return ((heads, model.kv_channels), (heads, model.kv_channels))
 
 
-def bytes_per_token(model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers of these rows store of a token on one rank."""
-    return dtype.itemsize * sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size))
+def bytes_per_token(model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype, *, states: int = 0) -> int:
+    """Bytes that the layers of these rows, and so many states beside them, take of a token on one rank."""
+    return dtype.itemsize * (states * model.hidden_size
+                             + sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size)))
 
 
 class Pool:
     """What the layers of one rank have stored: for each a tensor [slots, heads * size] of keys, and one of values.
 
-    Slot i of block b is b * block_size + i.
+    Slot i of block b is b * block_size + i. width: numbers that a layer stores of a token, on average. states: what each depth
+    of multi-token prediction reads, [slots, h] a depth, if it makes guesses.
     """
 
     def __init__(self, model: ModelConfig, plans: Sequence[LayerPlan], *, tensor_size: int, slots: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
+                 device: torch.device, states: int = 0) -> None:
         self.device = device
+        self.states = tuple(torch.zeros(slots, model.hidden_size, dtype=dtype, device=device) for _ in range(states))
+        self.width = sum(sum(heads * size for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans) // max(1, len(plans))
+        self.first_ahead = model.num_layers
         self.layers = {plan.index: tuple(torch.empty(slots, heads * size, dtype=dtype, device=device)
                                          for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans}
         for tensors in self.layers.values():
@@ -78,11 +90,36 @@ class _Group:
     slots: Tensor
     padding: Tensor | None
 
+    def keys(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
+        """The last `seen` keys and values of every text, [b, keys, heads * size] each, gathered; and their padding."""
+        slots = self.slots[:, -seen:]
+        fetched = [pool.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for pool in stored]
+        return fetched, None if self.padding is None else self.padding[:, -seen:]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The same of `rows` texts that lie in the pool as a batch: `length` keys each from slot `start` on, `step` slots apart."""
+
+    first: int
+    queries: int
+    rows: int
+    length: int
+    start: int
+    step: int
+
+    def keys(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
+        """The last `seen` keys and values of every text, [b, keys, heads * size] each, where they lie."""
+        count = min(seen, self.length)
+        first = self.start + self.length - count
+        return [pool.as_strided((self.rows, count, pool.shape[1]), (self.step * pool.shape[1], pool.shape[1], 1), first * pool.shape[1])
+                for pool in stored], None
+
 
 def ordered(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
     groups: list[list[int]] = []
-    for number in sorted(range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys)):
+    for number in sorted(range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys, spans[number].blocks[:1])):
         span, first = spans[number], spans[groups[-1][0]] if groups else None
         if first is not None and first.count == span.count and first.keys <= max(2 * span.keys, _SHORT):
             groups[-1].append(number)
@@ -93,30 +130,47 @@ def ordered(spans: Sequence[Span]) -> list[list[int]]:
 
 class StepCache:
     """The `Cache` of one forward pass. groups: spans as `ordered` says; wanted: places among the tokens, or None for all; total:
-    tokens of the pass, of which those behind the last span only fill the shape.
+    tokens of the pass, of which those behind the last span only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
-    def __init__(self, pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int) -> None:
-        self._pool, self._wanted = pool, wanted
-        self._groups: list[_Group] = []
+    def __init__(self, pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int,
+                 depth: int = 0) -> None:
+        self._pool, self._wanted, self._depth = pool, wanted, depth
+        self._groups: list[_Group | _View] = []
         new, first = [], 0
         for spans in groups:
             slots, padding = _slots(spans, block_size)
             count = spans[0].count
             new.append(slots[:, slots.shape[1] - count:].reshape(-1))
-            self._groups.append(_Group(first, count, torch.from_numpy(slots).to(pool.device),
-                                       None if padding.all() else torch.from_numpy(padding).to(pool.device)))
+            views = _views(slots, padding, first, count)
+            copied = slots.size * pool.width if pool.device.type == "cpu" else 0
+            if views and (len(views) == 1 or len(views) * _CALL < copied):
+                self._groups += views
+            else:
+                self._groups.append(_Group(first, count, torch.from_numpy(slots).to(pool.device),
+                                           None if padding.all() else torch.from_numpy(padding).to(pool.device)))
             first += len(spans) * count
         new.append(np.zeros(total - first, np.int64))
         self._new, self._filling = torch.from_numpy(np.concatenate(new)).to(pool.device), total - first
 
+    def states(self) -> Tensor:
+        """What this pass's depth reads of its tokens, [t, 1, h]."""
+        return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
+
+    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+        """Never asked: a decoder alone has no memory."""
+        raise AssertionError("a decoder alone has no memory")
+
     def wanted(self, x: Tensor) -> Tensor:
-        """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""
+        """The hidden states whose logits are asked for; all are kept for the next depth. x: [t, 1, h]; returns [w, 1, h]."""
+        if self._depth < len(self._pool.states):
+            self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
         return x if self._wanted is None else x.index_select(0, self._wanted)
 
     def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`kernel` for new tokens of all texts, which also see what is stored of theirs."""
-        stored = self._pool.layers[layer]
+        # One layer may serve all depths; what it stores of each is another thing.
+        stored = self._pool.layers[self._pool.first_ahead + self._depth - 1 if self._depth else layer]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
             assert dropout == 0.0 and scores.bias is None, "texts are decoded without dropout and without a bias of the scores"
@@ -143,21 +197,34 @@ def _slots(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarr
     return np.where(there, blocks * block_size + places % block_size, 0), there
 
 
-def _attend(group: _Group, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
+def _views(slots: np.ndarray, there: np.ndarray, first: int, count: int) -> list[_View]:
+    """A group as views of the pool, as few as there can be in this order; none if the keys of a text are scattered."""
+    begins, lengths = slots.max(axis=1) + 1 - there.sum(axis=1), there.sum(axis=1)
+    if ((np.diff(slots, axis=1) != 1) & there[:, :-1]).any():
+        return []
+    views: list[_View] = []
+    for row, (start, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+        last = views[-1] if views else None
+        step = 0 if last is None else start - last.start - (last.rows - 1) * last.step
+        if last is not None and length == last.length and step > 0 and (last.rows == 1 or step == last.step):
+            views[-1] = replace(last, rows=last.rows + 1, step=step)
+        else:
+            views.append(_View(first + row * count, count, 1, length, start, 0))
+    return views
+
+
+def _attend(group: _Group | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
             scores: Scores) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
-    slots, padding = group.slots, group.padding
-    if mask.window is not None and mask.window[0] >= 0:
-        seen = mask.window[0] + group.queries  # what no query of the group sees need not be fetched
-        slots, padding = slots[:, -seen:], None if padding is None else padding[:, -seen:]
-    rows, keys = slots.shape
-    fetched = [pool.index_select(0, slots.reshape(-1)).view(rows, keys, -1) for pool in stored]
-    heads = v.shape[2]
+    windowed = mask.window is not None and mask.window[0] >= 0
+    # What no query of the group sees need not be fetched.
+    fetched, padding = group.keys(stored, mask.window[0] + group.queries if windowed else _ALL)
+    rows, heads = fetched[0].shape[0], v.shape[2]
     k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
     values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., :v.shape[-1]]
     queries = q[group.first:group.first + rows * group.queries, 0].unflatten(0, (rows, group.queries)).transpose(0, 1)
     # A single query stands at the last key, so that it sees all of them.
     causal = mask.causal and group.queries > 1
     window = mask.window if group.queries > 1 else None
-    output = kernel(queries, k, values, replace(mask, causal=causal, window=window, padding=padding), 0.0, scores)
+    output = kernel(queries, k, values, MaskSpec(causal=causal, window=window, padding=padding), 0.0, scores)
     return output.transpose(0, 1).reshape(rows * group.queries, 1, -1)

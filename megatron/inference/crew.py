@@ -9,16 +9,18 @@ requests; the others wait for its orders.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.core.transformer.build import Build
 from megatron.inference.cache import Pool, Span, StepCache, bytes_per_token, ordered
 from megatron.inference.sampling import Sampling, penalized, pick, uniform
 
@@ -70,31 +72,38 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One pass of one network of the crew. rows: for each copy of the network (data rank) its own."""
+    """One pass of one network of the crew. rows: for each copy of the network (data rank) its own. depth: of multi-token prediction
+    if that is to be run, whose ids stand so many places ahead of where the rows start; 0: the network itself.
+    """
 
     network: int
     rows: tuple[tuple[Row, ...], ...]
+    depth: int = 0
+
+
+def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
+    """(layers whose keys and values this rank stores, states of a token beside them), if so many depths guess."""
+    plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
+    if stages[-1].mtp is None:
+        return plans, 0
+    return plans + tuple(replace(layer_rows(model)[-1], index=model.num_layers + depth) for depth in range(depths)), depths
 
 
 class Network:
     """This rank's stages of one network, and what they have stored.
 
-    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each.
+    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each. depths: of multi-token prediction that guess.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int) -> None:
+    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
-        self.plans = tuple(plan for stage in stages for plan in stage.stage.layers)
+        self.plans, states = stored(stages, depths)
         self.pool = Pool(build.model, self.plans, tensor_size=self.mesh.tp.size, slots=blocks * block_size, dtype=build.dtype,
-                         device=self.mesh.device)
+                         device=self.mesh.device, states=states)
+        self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
         self._scripts: dict[int, Script] = {}
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What this rank stores of a token."""
-        return bytes_per_token(self.build.model, self.plans, self.mesh.tp.size, self.build.dtype)
 
     def run(self, rows_of_all: Sequence[Sequence[Row]]) -> list[Found]:
         """Pass the rows of this rank's copy through the stages; what was found, on the first tensor rank of the last stage."""
@@ -110,6 +119,19 @@ class Network:
             found[part::parts] = step.found
         return found
 
+    def look(self, rows_of_all: Sequence[Sequence[Row]], depth: int) -> list[Found]:
+        """Pass the rows of this rank's copy through one depth of multi-token prediction; what was found, as `run` says."""
+        stage = self.stages[-1]
+        if stage.mtp is None:
+            assert not stage.stage.heads, "the stage that predicts has what predicts ahead"
+            return []
+        with torch.no_grad():
+            step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
+            _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
+            if len(step.wanted):
+                step.judge(self, logits)
+        return step.found
+
     def _length(self, copies: Sequence[Sequence[Row]]) -> int:
         """Tokens of a pass, with what fills it: experts are shared by copies, which exchange as many tokens each."""
         together = copies if self.build.model.moe.num_experts else [copies[self.mesh.dp.rank]]
@@ -121,7 +143,7 @@ class Network:
 class _Step:
     """One microbatch of a pass: its tokens in the order of the cache's groups, and what was found."""
 
-    def __init__(self, network: Network, rows: Sequence[Row], length: int) -> None:
+    def __init__(self, network: Network, rows: Sequence[Row], length: int, depth: int = 0) -> None:
         spans = [row.span for row in rows]
         groups = ordered(spans)
         self.order = [number for group in groups for number in group]
@@ -140,21 +162,26 @@ class _Step:
         self.ids = torch.tensor([ids + filling], device=device)
         self.positions = torch.tensor([places + filling], device=device)
         self.cache = StepCache(network.pool, [[spans[number] for number in group] for group in groups], block_size=network.block_size,
-                               wanted=None if self._cut else self.wanted, total=length)
+                               wanted=None if self._cut else self.wanted, total=length, depth=depth)
         self.found: list[Found] = [Found()] * len(rows)
 
     def judge(self, network: Network, logits: Tensor) -> None:
         """logits: [w, 1, v/tp] of the wanted places, or [t, 1, v/tp] of all."""
-        logits = logits[self.wanted] if self._cut else logits
-        axis, size = network.mesh.tp, network.build.model.true_vocab_size
-        whole = collectives.all_gather(logits[:, 0].t().contiguous(), axis).t()[:, :size]
-        if not axis.is_first:
-            return
-        start = 0
-        for number, row, picked in zip(self.order, self.rows, _picked(self.rows, whole if whole.dtype == torch.float64 else whole.float())):
-            scored = whole[start:start + row.wanted] if row.scored else None
-            self.found[number] = _report(row, picked, scored)
-            start += row.wanted
+        for number, found in zip(self.order, judged(self.rows, logits[self.wanted] if self._cut else logits, network.build)):
+            self.found[number] = found
+
+
+def judged(rows: Sequence[Row], logits: Tensor, build: Build) -> list[Found]:
+    """What follows the wanted places of each row, on the first tensor rank; nothing on others. logits: [w, 1, v/tp]."""
+    axis, size = build.mesh.tp, build.model.true_vocab_size
+    whole = collectives.all_gather(logits[:, 0].t().contiguous(), axis).t()[:, :size]
+    if not axis.is_first:
+        return []
+    found, start = [], 0
+    for row, picked in zip(rows, _picked(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True):
+        found.append(_report(row, picked, whole[start:start + row.wanted] if row.scored else None))
+        start += row.wanted
+    return found
 
 
 def _picked(rows: Sequence[Row], logits: Tensor) -> list[tuple[int, ...]]:
@@ -278,7 +305,7 @@ class Crew:
 
     def _carry_out(self, order: Order) -> list[list[Found]]:
         network = self.networks[order.network]
-        found = network.run(order.rows)
+        found = network.look(order.rows, order.depth) if order.depth else network.run(order.rows)
         speaks = network.stages[-1].stage.heads and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, found) if speaks else None, self.mesh.world)
         by_copy = dict(said for said in everyone if said is not None)

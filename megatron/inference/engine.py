@@ -27,10 +27,10 @@ from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.blocks import Blocks
 from megatron.inference.cache import bytes_per_token
-from megatron.inference.crew import Crew, Found, Network, Order, Row
+from megatron.inference.crew import Crew, Found, Network, Order, Row, stored
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.running import Running
-from megatron.inference.speculative import Draft
+from megatron.inference.speculative import Draft, Heads
 
 _MOST_BYTES = 4 * 10**9  # of the cache, unless another size is asked for
 _SCORED = 256  # places of prompts that a step asks for log-probabilities, so that logits stay small
@@ -40,8 +40,9 @@ _RATE_SECONDS = 10.0
 class Engine:
     """Continuous batching over the stages of a network.
 
-    stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout. The first
-    rank of the mesh submits and steps; all others call `follow`. Raises `ConfigError` for settings that do not fit together.
+    stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, which guesses;
+    without, the network's own layers of multi-token prediction do. The first rank of the mesh submits and steps; all others call
+    `follow`. Raises `ConfigError` for settings that do not fit together.
     """
 
     def __init__(self, stages: Sequence[GPTModel], tokenizer: Tokenizer, config: InferenceConfig = InferenceConfig(), *,
@@ -52,8 +53,9 @@ class Engine:
         size = config.inference_dynamic_batching_block_size
         positions = self.model.max_position_embeddings
         self.max_length = min(config.inference_max_seq_length or positions, positions)
-        count = _block_count(stages, draft, config, self.max_length)
-        networks = [Network(part, blocks=count, block_size=size) for part in (stages, draft) if part]
+        parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
+        count = _block_count(parts, config, self.max_length)
+        networks = [Network(part, blocks=count, block_size=size, depths=depths) for part, depths in parts]
         self.crew = Crew(networks)
         self.copies = [Blocks(count, size, sharing=config.inference_dynamic_batching_prefix_caching) for _ in range(self.mesh.dp.size)]
         self._bytes = networks[0].bytes_per_token
@@ -67,7 +69,8 @@ class Engine:
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._pace = Pace()
         self._after = _line_end(tokenizer)
-        self._draft = Draft(self.crew, config.num_speculative_tokens, self._after) if draft else None
+        guesser = Draft if draft else Heads if config.num_speculative_tokens else None
+        self._draft = guesser and guesser(self.crew, config.num_speculative_tokens, self._after)
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Ask for a continuation; the number of the request. listener: hears of it, in the thread that steps.
@@ -236,7 +239,7 @@ class Engine:
         if self._load(copy) and (budget < 1 or not whole or needed > blocks.available):
             blocks.give_back(beginning)
             return False
-        one.admit(copy, beginning, blocks.size)
+        one.admit(copy, beginning, blocks)
         self._counts["cached_tokens"] += one.computed
         return True
 
@@ -257,7 +260,7 @@ class Engine:
         blocks = self.copies[one.copy]
         while len(one.blocks) < blocks.needed(tokens):
             if blocks.available:
-                one.blocks.append(blocks.take())
+                one.grow(blocks)
                 continue
             last = max((other for other in self._running if other.copy == one.copy), key=lambda other: other.ticket)
             self._counts["preempted"] += 1
@@ -286,8 +289,7 @@ class Engine:
         """A request that has ended lets its blocks go."""
         if one in self._running:
             self._running.remove(one)
-            self.copies[one.copy].give_back(one.blocks)
-            one.blocks = []
+            one.let_go(self.copies[one.copy])
         assert one.reason is not None, "who leaves has ended"
         self._finished[one.reason] += 1
 
@@ -319,8 +321,15 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
         found.append("text is generated without --context-parallel-size; leave it out, since sequences are not cut then")
     if build.model.rope.position_embedding_type == "relative":
         found.append("text is not generated with --position-embedding-type relative")
-    if bool(draft) != bool(config.num_speculative_tokens):
-        found.append("--num-speculative-tokens needs a draft model, and a draft model needs --num-speculative-tokens")
+    guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
+    if draft and not guesses or guesses and not (draft or depths):
+        found.append("--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
+                     "--num-speculative-tokens")
+    elif not draft and guesses > depths:
+        found.append(f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
+                     f"give {depths} or fewer, or a draft")
+    if guesses and not draft and build.region.sequence_parallel:
+        found.append("multi-token prediction guesses without --sequence-parallel; leave it out")
     if draft and draft[0].build.model.true_vocab_size != build.model.true_vocab_size:
         found.append(f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
                      "with the same tokenizer")
@@ -331,12 +340,14 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
     return found
 
 
-def _block_count(stages: Sequence[GPTModel], draft: Sequence[GPTModel], config: InferenceConfig, max_length: int) -> int:
-    """Blocks of the cache, with the first, which is nobody's; the same number on every rank."""
+def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
+    """Blocks of the cache, with the first, which is nobody's; the same number on every rank. parts: (stages, depths that guess)."""
     size = config.inference_dynamic_batching_block_size
-    mine = sum(bytes_per_token(part[0].build.model, [plan for stage in part for plan in stage.stage.layers],
-                               part[0].build.mesh.tp.size, part[0].build.dtype) for part in (stages, draft) if part)
-    each = max(collectives.gather_objects(mine, stages[0].build.mesh.world))
+    mine = 0
+    for stages, depths in parts:
+        build, (plans, states) = stages[0].build, stored(stages, depths)
+        mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
+    each = max(collectives.gather_objects(mine, build.mesh.world))
     longest = -(-(max_length + config.num_speculative_tokens) // size)
     wanted = config.inference_max_requests * longest
     given = config.inference_dynamic_batching_buffer_size_gb

@@ -16,7 +16,7 @@ class Running:
     """A request and its text.
 
     ids: prompt and new tokens, of which the first `computed` are stored in `blocks` (and the first `drafted` by the draft).
-    drafts: what the draft says comes next. reason: why it has ended, None before.
+    promised: where further blocks are hoped for. drafts: what the draft says comes next. reason: why it has ended, None before.
     """
 
     def __init__(self, ticket: int, request: Request, listener: Listener, tokenizer: Tokenizer, *, ends: Collection[int]) -> None:
@@ -24,6 +24,7 @@ class Running:
         self.ticket, self.request, self.seed, self._listener, self._ends = ticket, request, request.seed, listener, frozenset(ends)
         self.ids = list(request.prompt)
         self.copy, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
+        self.promised = range(0)
         self.drafts: tuple[int, ...] = ()
         self.reason: Reason | None = None
         self._published, self._content = 0, b""
@@ -72,17 +73,29 @@ class Running:
                    self.draws(after) if wanted > len(targets) else None, bool(targets) or ends and self.request.logprobs,
                    self.request.top_logprobs)
 
-    def admit(self, copy: int, beginning: list[int], block_size: int) -> None:
+    def admit(self, copy: int, beginning: list[int], blocks: Blocks) -> None:
         """Begin to run, or go on, with the beginning of the text that is stored in these blocks."""
         self.copy, self.blocks = copy, beginning
-        self.computed = self.drafted = len(beginning) * block_size
+        longest = blocks.needed(len(self.request.prompt) + self.request.num_tokens)
+        self.promised = blocks.promise(longest - len(beginning), beginning)
+        self.computed = self.drafted = len(beginning) * blocks.size
         if self._admitted is None:
             self._admitted, self._cached = time.monotonic(), self.computed
 
+    def grow(self, blocks: Blocks) -> None:
+        """Take one more block: the next that was promised, or any."""
+        following = self.blocks[-1] + 1 if self.blocks else self.promised.start
+        self.blocks.append(blocks.take(following) if following in self.promised else blocks.take())
+
+    def let_go(self, blocks: Blocks) -> None:
+        """Give up all blocks, and what was promised."""
+        blocks.give_back(self.blocks, self.promised)
+        self.blocks, self.promised = [], range(0)
+
     def wait_again(self, blocks: Blocks) -> None:
         """Give up what is stored."""
-        blocks.give_back(self.blocks)
-        self.blocks, self.computed, self.drafted, self.drafts = [], 0, 0, ()
+        self.let_go(blocks)
+        self.computed, self.drafted, self.drafts = 0, 0, ()
         self._published, self._content = 0, b""
         if self.scores_prompt:
             self._prompt_scores.clear()

@@ -4,7 +4,7 @@
     python tests/benchmarks/decode.py 124m --batches 1 8 32 --rounds 3
 
 All have the same weights (fp32, GPT-2's shape), read the same prompts and must say the same. Prefill is the prompt and the first
-token; decode is every token after it. The ratio is of CPU-seconds, round by round, so that a busy machine is fair to all.
+token; decode is every token after it. At the end twice as many requests come at once as are decoded together. The ratio is of CPU-seconds, round by round, so that a busy machine is fair to all.
 """
 
 from __future__ import annotations
@@ -70,6 +70,18 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
     return {"ours": ours, "transformers": published, "plain loop": plain}, engine
 
 
+def load(engine: Engine, words: int, options: argparse.Namespace) -> str:
+    """How long the first token takes when twice as many requests come at once as are decoded together."""
+    count = 2 * engine.config.inference_max_requests
+    prompts = torch.randint(1, words - 1, (count, options.prompt), generator=torch.Generator().manual_seed(3)).tolist()
+    began = time.perf_counter()
+    replies = engine.run([Request(tuple(prompt), options.new, Sampling(0.0), ignore_eod=True) for prompt in prompts])
+    wall = time.perf_counter() - began
+    first = sorted(reply.first for reply in replies if reply.first is not None)
+    return (f"  {count} requests at once: first token after {first[count // 2]:.2f} s (median), {first[count * 9 // 10]:.2f} s (9 of 10), "
+            f"{first[-1]:.2f} s (all); {count * options.new / wall:.1f} new tokens/s")
+
+
 def main() -> None:
     """Measure and print one line an implementation and batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,10 +95,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         ways, engine = peers(options.size, folder)
+    layers, hidden, _, words = SIZES[options.size]
     print(f"{options.size}, fp32, prompts of {options.prompt} tokens, {options.new} new ones, {options.threads} threads; "
-          f"{engine.metrics().bytes_per_token} bytes of keys and values a token")
+          f"{engine.metrics().bytes_per_token} bytes of keys and values a token, in theory 2 x {layers} x {hidden} x 4 = {8 * layers * hidden}")
     for batch in options.batches:
-        prompts = torch.randint(1, SIZES[options.size][3] - 1, (batch, options.prompt), generator=torch.Generator().manual_seed(2)).tolist()
+        prompts = torch.randint(1, words - 1, (batch, options.prompt), generator=torch.Generator().manual_seed(2)).tolist()
         spent: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in ways}
         answers: dict[str, Ids] = {}
         for turn in range(options.rounds + 1):
@@ -108,6 +121,7 @@ def main() -> None:
                 ratio = statistics.median(a / b for a, b in zip(seconds, spent["ours"][part], strict=True))
                 shown.append(f"{part} {tokens[part] / statistics.median(seconds):8.1f} tokens/CPU-s, {ratio:5.2f} x ours")
             print(f"  batch {batch:3}  {name:13} {'   '.join(shown)}", flush=True)
+    print(load(engine, words, options))
 
 
 if __name__ == "__main__":

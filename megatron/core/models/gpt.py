@@ -104,6 +104,17 @@ class GPTModel(nn.Module):
         places = self.build.places(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, one))
 
+    def look(self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """One depth of multi-token prediction, counted from 1, for texts that are decoded, on the stage that has all of it.
+
+        states: of the depth before, or after the final norm, [t, 1, h]. ids: [1, t], `depth` places ahead of the tokens, whose
+        positions [1, t] are. Returns the states of this depth, and the logits [w, 1, v/tp] that the cache wants.
+        """
+        assert self.mtp is not None and self.embedding is not None and self.output_layer is not None, "this stage predicts ahead"
+        one = Pass(self.build.causal_mask(states), rotary_of(self.build, states, positions), cache=cache)
+        states = self.mtp.look(depth, states, ids, positions, self.embedding, one)
+        return states, self.output_layer(cache.wanted(states).to(self.build.dtype), self.output_weight())
+
     def _message(self, x: Tensor, ahead: Ahead | None) -> tuple[Tensor, ...]:
         """The states of all depths to the stage of the head; it has room for them even when nobody looks ahead."""
         states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states

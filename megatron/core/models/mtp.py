@@ -69,11 +69,15 @@ class MultiTokenPrediction(nn.Module):
         # A leaf that asks for a gradient, since a recomputed layer trains only if one of its inputs does.
         x = x.detach().requires_grad_(torch.is_grad_enabled()) if apart else x
         for depth, own in enumerate(ids, start=1):
-            vectors = embed(own, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
-            layer = self.layers[min(depth, len(self.layers)) - 1]
-            x = layer(x, vectors.detach() if apart else vectors, one)
+            x = self.look(depth, x, own, positions, embed, one)
             found.append(x)
         return tuple(found)
+
+    def look(self, depth: int, x: Tensor, ids: Tensor, positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor], one: Pass) -> Tensor:
+        """The states of one depth, counted from 1, like x, the states of the depth before. ids: [b, s], `depth` places ahead."""
+        vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
+        layer = self.layers[min(depth, len(self.layers)) - 1]
+        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, one)
 
 
 class AheadLayer(nn.Module):

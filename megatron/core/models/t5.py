@@ -23,6 +23,7 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.relative import RelativePositions, score_bias
 from megatron.core.transformer.rope import rotary_of
@@ -83,14 +84,29 @@ class T5Model(nn.Module):
         assert message is not None, "a later stage reads the message of the stage before"
         state, memory, *tables = message
         if self.encoder is not None:
-            memory = self.encoder(memory, Pass(MaskSpec(causal=False, padding=encoder_padding), rotary_of(self.build, memory)),
-                                  bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
+            memory = self._encode(memory, tables, encoder_padding)
         if self.decoder is not None:
             one = Pass(MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding))
             state = self.decoder(state, one, bias=self._bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
+
+    def encode(self, ids: Tensor, padding: Tensor | None) -> Message:
+        """The memory and the tables, for `decode`, of a stage that is the whole network. ids: [b, s]; padding: as in `forward`."""
+        _, memory, *tables = self._begin(ids, ids[:, :1])
+        return (self._encode(memory, tables, padding), *tables)
+
+    def decode(self, ids: Tensor, place: int, message: Message, *, padding: Tensor | None, cache: Cache) -> Tensor:
+        """The next token of every text. ids: [b, 1], what stands at `place`, all before being in the cache; message: what `encode`
+        gave, padding: what it was given. Returns logits [1, b, v/tp].
+        """
+        memory, *tables = message
+        positions = torch.full_like(ids, place)
+        state = self.embedding(ids, positions)
+        one = Pass(MaskSpec(), rotary_of(self.build, state, positions), memory_mask=MaskSpec(causal=False, padding=padding), cache=cache)
+        bias = score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:] if tables else None
+        return self.output_layer(self.decoder(state, one, bias=bias, memory=memory), self.output_weight())
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""
@@ -105,6 +121,10 @@ class T5Model(nn.Module):
             return state, memory
         tables = [half.relative_attention_bias.weight for half in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)]
         return state, memory, torch.stack(tables)
+
+    def _encode(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
+        return self.encoder(memory, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
+                            bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
 
     def _bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
         if not tables:

@@ -22,5 +22,8 @@ class Cache(Protocol):
         layer: global number of the layer. Where v is the beginning of k, as in latent attention, k alone is stored.
         """
 
+    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+        """What a layer of cross attention makes of the memory, made in the first pass and kept."""
+
     def wanted(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""

@@ -13,6 +13,7 @@ from megatron.core.parallel.spec import Part
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.cache import Cache
 
 
 class CrossAttention(nn.Module):
@@ -30,12 +31,16 @@ class CrossAttention(nn.Module):
         self.linear_proj = RowLinear(model.query_size, model.hidden_size, bias=model.add_bias_linear,
                                      init=build.initial_output(), **shared)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h].
+    def forward(self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h]. cache: keeps the keys and values of the memory.
 
         Returns the attention's output and the normed input, both like x.
         """
         q, normed = self.build.normed_linear(norm, self.linear_q, x)
-        k, v = self.linear_kv(memory.to(self.linear_kv.weight.dtype)).chunk(2, dim=-1)
+
+        def pairs() -> Tensor:
+            return self.linear_kv(memory.to(self.linear_kv.weight.dtype))
+
+        k, v = (pairs() if cache is None else cache.memory(self, pairs)).chunk(2, dim=-1)
         heads = [part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v)]
         return self.linear_proj(attend(self.build, *heads, mask, None, training=self.training)), normed

@@ -52,7 +52,7 @@ class Layer(nn.Module):
         x = self._sum(x, normed, mixed, self.post_attention_layernorm)
         if self.cross_attention is not None:
             assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"
-            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask)
+            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask, one.cache)
             x = self._sum(x, normed, found, None)
         if self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp"):
             return recompute(partial(self._mlp, one=one), self.build.streams, x)

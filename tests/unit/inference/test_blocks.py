@@ -21,31 +21,37 @@ class Texts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks(14, SIZE)
-        self.tables: list[tuple[list[int], list[int]]] = []
+        self.tables: list[tuple[list[int], list[int], range]] = []
         self.stored: dict[int, tuple[int, ...]] = {}
 
-    @rule(ids=TEXTS)
-    def come(self, ids: list[int]) -> None:
-        """A text takes what is stored of its beginning, and blocks for the rest."""
+    @rule(ids=TEXTS, more=st.integers(0, 8))
+    def come(self, ids: list[int], more: int) -> None:
+        """A text takes what is stored of its beginning, and blocks for the rest, where it was promised them if it was."""
         shared = self.blocks.beginning(ids)
         assert len(shared) * SIZE < len(ids), "its last token is left to be read"
         for place, block in enumerate(shared):
             assert self.stored[block] == tuple(ids[:(place + 1) * SIZE]), "a block of another text was shared"
         table = list(shared)
+        run = self.blocks.promise(self.blocks.needed(len(ids) + more) - len(shared), shared)
+        others = {block for *_, other in self.tables for block in other}
+        assert not others & set(run) and not set(run) & {block for table, *_ in self.tables for block in table} and 0 not in run
         while len(table) < self.blocks.needed(len(ids)):
             if not self.blocks.available:
-                self.blocks.give_back(table)
+                self.blocks.give_back(table, run)
                 return
-            table.append(self.blocks.take())
+            wish = table[-1] + 1 if table else run.start
+            table.append(self.blocks.take(wish) if wish in run else self.blocks.take())
+            assert table[-1] == wish or wish not in run, "nobody has used it, and it was promised"
             self.stored[table[-1]] = tuple(ids[:len(table) * SIZE])
         self.blocks.publish(table, ids, known=0, content=b"")
-        self.tables.append((table, ids))
+        self.tables.append((table, ids, run))
 
     @rule(number=st.integers(0, 20))
     def go(self, number: int) -> None:
         """A text leaves."""
         if self.tables:
-            self.blocks.give_back(self.tables.pop(number % len(self.tables))[0])
+            table, _, run = self.tables.pop(number % len(self.tables))
+            self.blocks.give_back(table, run)
 
     @rule()
     def forget(self) -> None:
@@ -55,10 +61,10 @@ class Texts(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self) -> None:
         """Used ones and available ones are all there are, and only full ones of equal beginnings are used twice."""
-        users = Counter(block for table, _ in self.tables for block in table)
+        users = Counter(block for table, *_ in self.tables for block in table)
         assert 0 not in users and len(users) + self.blocks.available == self.blocks.capacity
         for block, count in users.items():
-            beginnings = {tuple(ids[:(table.index(block) + 1) * SIZE]) for table, ids in self.tables if block in table}
+            beginnings = {tuple(ids[:(table.index(block) + 1) * SIZE]) for table, ids, _ in self.tables if block in table}
             assert count == 1 or len(beginnings) == 1
 
 
@@ -102,3 +108,35 @@ def test_nothing_is_shared_when_that_is_not_wanted() -> None:
     assert blocks.beginning([1, 2, 3, 4, 5]) == []
     blocks.give_back(table)
     assert (blocks.kept, blocks.available) == (0, 5)
+
+
+def test_texts_are_promised_neighbours_and_stay_out_of_what_others_are_promised() -> None:
+    blocks = Blocks(12, SIZE)
+    first, second = blocks.promise(4), blocks.promise(4)
+    assert (first, second, blocks.promise(4)) == (range(1, 5), range(5, 9), range(0))
+    taken = [blocks.take(place) for place in (1, 2, 5)]
+    others = [blocks.take() for _ in range(3)]
+    assert taken == [1, 2, 5] and others == [9, 10, 11], "what nobody was promised goes first"
+    assert blocks.take() == 3, "then what nobody has used"
+    blocks.give_back(taken[:2], first)
+    assert blocks.promise(2) == range(1, 3) and blocks.promise(1) == range(4, 5)
+
+
+def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
+    blocks = Blocks(12, SIZE)
+    run, ids = blocks.promise(3), [1, 1, 2, 2, 3]
+    table = [blocks.take(place) for place in run]
+    blocks.publish(table, ids, known=0, content=b"")
+    blocks.give_back(table, run)
+    shared = blocks.beginning([*ids[:4], 4, 5])
+    assert shared == [1, 2] and blocks.promise(4, shared) == range(3, 7)
+    assert blocks.promise(5, [5]) == range(0), "somebody else was promised what lies behind"
+
+
+def test_runs_of_free_blocks_go_before_runs_that_know_something() -> None:
+    blocks = Blocks(9, SIZE)
+    table = [blocks.take(place) for place in blocks.promise(4)]
+    blocks.publish(table, [1, 1, 2, 2, 3, 3, 4, 4], known=0, content=b"")
+    blocks.give_back(table, range(1, 5))
+    assert blocks.promise(4) == range(5, 9) and blocks.promise(3) == range(1, 4) and blocks.kept == 4
+    assert blocks.take(2) == 2 and blocks.kept == 3 and blocks.beginning([1, 1, 2, 2, 3]) == [1]

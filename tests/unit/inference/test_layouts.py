@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 experts": (2, {"tensor_model_parallel_size": 2, **EXPERTS}),
     "tp2 ep2 pp2": (8, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **EXPERTS}),
     "pp2 ahead": (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
+    "tp2 dp2 ahead": (4, {"tensor_model_parallel_size": 2, "mtp_num_layers": 2}),
     "pp2 dp2 tied": (4, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}),
 }
 
@@ -53,7 +54,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     """The replies, on the first rank."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     stages = stages_on(size, **{**NETWORK, **changes})
-    draft = stages_on(size, seed=8, **{**NETWORK, **changes}) if guesses else []
+    draft = stages_on(size, seed=8, **{**NETWORK, **changes}) if guesses and "mtp_num_layers" not in changes else []
     engine = Engine(stages, NullTokenizer(tiny.VOCABULARY - 1), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft)
     if not engine.mesh.world.is_first:
         engine.follow()
@@ -92,7 +93,7 @@ def test_the_answers_do_not_depend_on_the_layout(world: Worlds, name: str) -> No
     same(found[0], serial(name))
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "pp2 ahead", "tp2 dp2 ahead"])
 def test_a_draft_changes_no_answer_under_a_layout(world: Worlds, name: str) -> None:
     size, changes = LAYOUTS[name]
-    same(world(size).run(answered, changes, 2)[0], serial(name))
+    same(world(size).run(answered, changes, changes.get("mtp_num_layers", 2))[0], serial(name))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.config.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.beam import beam_search
+from megatron.inference.engine import Engine
 from megatron.inference.requests import Ids
 from megatron.training.loaded import GPT, load_network
 from tests.unit.inference.serving import engine_of, greedy, prompts
@@ -88,3 +91,25 @@ def test_a_beam_finds_what_the_published_search_finds(tmp_path: Path, width: int
         theirs = [[token for token in row if token != WORDS - 1] for row in answer.sequences[:, len(text):].tolist()]
         assert [list(beam.ids) for beam in beams] == theirs
         assert [beam.score for beam in beams] == pytest.approx(answer.sequences_scores.tolist(), abs=1e-4)
+
+
+PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a small village,", "Water boils at", "1, 2, 3, 5, 8,")
+
+
+@pytest.mark.skipif("SMOLLM2" not in os.environ, reason="SMOLLM2 names no folder with the weights of a SmolLM2")
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_real_network_says_what_it_says_in_the_published_programme(dtype: str) -> None:
+    folder, count = os.environ["SMOLLM2"], 48
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if dtype == "auto" else torch.float32).eval()
+    ours = load_network(folder, GPT, device=torch.device("cpu"), dtype=dtype)
+    texts = [tuple(ours.tokenizer.tokenize(prompt)) for prompt in PROMPTS]
+    # Half formats round differently in a batch: two tokens may be as likely as each other.
+    engine = Engine(ours.stages, ours.tokenizer, InferenceConfig(inference_max_requests=5 if dtype == "float32" else 1, inference_max_seq_length=128))
+    for text, reply in zip(texts, engine.run([greedy(text, count, logprobs=True, top_logprobs=2) for text in texts]), strict=True):
+        with torch.no_grad():
+            whole = model.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text), dtype=torch.int64), max_new_tokens=count,
+                                   do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(text):].tolist()
+        differs = next((place for place in range(count) if reply.ids[place] != whole[place]), None)
+        if differs is not None:
+            (_, best), (_, second) = reply.tokens[differs].top
+            assert dtype == "auto" and best - second < 0.05, f"{ours.tokenizer.detokenize(reply.ids)!r} differs at token {differs}"

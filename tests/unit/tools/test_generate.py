@@ -13,9 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
+from tests.unit.inference.published_t5 import published
 from tests.unit.inference.serving import engine_of, network
 from tests.unit.tools.test_generate_text import MODEL, trained
 
@@ -137,6 +139,67 @@ def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
 def test_a_draft_changes_no_line(tool: ModuleType, folder: str, tmp_path: Path) -> None:
     plain = answers(tool, folder, lines(), tmp_path / "plain")
     assert answers(tool, folder, lines(), tmp_path / "drafted", "--draft", folder, "--num-speculative-tokens", "3") == plain
+
+
+FLAGS: dict[str, tuple[str, ...]] = {
+    "a step": ("--ckpt-step", "2"), "as saved": ("--dtype", "auto"), "float32": ("--dtype", "float32"), "few together": ("--inference-max-requests", "3"),
+    "few wait": ("--inference-max-waiting-requests", "2"), "short": ("--inference-max-seq-length", "12"),
+    "small blocks": ("--inference-dynamic-batching-block-size", "2"), "a small cache": ("--inference-dynamic-batching-buffer-size-gb", "0.0001"),
+    "few at once": ("--inference-dynamic-batching-max-tokens", "32"), "nothing shared": ("--no-inference-dynamic-batching-prefix-caching",),
+    "whole prompts": ("--no-enable-chunked-prefill",), "alone": ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
+                                                                "--expert-model-parallel-size", "1")}
+
+
+@pytest.fixture(scope="module")
+def greedy(tool: ModuleType, folder: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The likeliest continuations of `LINES`."""
+    return [row["ids"] for row in answers(tool, folder, lines(LINES), tmp_path_factory.mktemp("greedy") / "out")]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_how_texts_are_decoded_changes_none_of_them(tool: ModuleType, folder: str, tmp_path: Path, greedy: list[list[int]], name: str) -> None:
+    assert [row["ids"] for row in answers(tool, folder, lines(), tmp_path / "out", *FLAGS[name])] == greedy
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "warm": (), "another seed": ("--seed", "7"), "cold": ("--temperature", "0.01"), "few words": ("--top-k", "2"), "most likely": ("--top-p", "0.3"),
+    "nothing rare": ("--min-p", "0.5"), "no repeats": ("--repetition-penalty", "3.0")}
+
+
+def test_every_setting_of_the_draws_is_heeded_and_a_line_may_say_the_same(tool: ModuleType, folder: str, tmp_path: Path) -> None:
+    said = {}
+    for name, how in WAYS.items():
+        found = answers(tool, folder, lines([{"ids": [number]} for number in range(12)]), tmp_path / name.replace(" ", "_"),
+                        "--temperature", "1.0", "--num-tokens", "9", *how)
+        own = {flag[2:].replace("-", "_"): json.loads(value) for flag, value in zip(how[::2], how[1::2], strict=True)}
+        asked = [{"ids": [number], **own, **({"seed": own["seed"] + number} if "seed" in own else {})} for number in range(12)]
+        again = answers(tool, folder, lines(asked), tmp_path / (name.replace(" ", "_") + "_own"), "--temperature", "1.0", "--num-tokens", "9")
+        said[name] = [tuple(row["ids"]) for row in found]
+        assert [tuple(row["ids"]) for row in again] == said[name] and max(map(len, said[name])) == 9
+    assert len({tuple(texts) for texts in said.values()}) == len(WAYS), "two settings say the same"
+
+
+def test_heads_that_look_ahead_are_drafts_and_change_no_line(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained({"mtp_num_layers": 2}, str(tmp_path / "ahead"))
+    ahead, rows = str(tmp_path / "ahead"), lines(LINES[:9])
+    plain, guessed = (answers(tool, ahead, rows, tmp_path / name, "--num-speculative-tokens", name) for name in "02")
+    assert [row["ids"] for row in guessed] == [row["ids"] for row in plain]
+    with pytest.raises(FileNotFoundError):
+        answers(tool, ahead, rows, tmp_path / "more", "--num-speculative-tokens", "3", code=1)
+    assert "2 layers of multi-token prediction" in capsys.readouterr().err
+
+
+def test_a_t5_answers_what_its_encoder_reads(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = published(tmp_path / "t5", "later")
+    asked = [{"prompt": "3 1 4"}, {"ids": [3, 1, 4, 49]}, {"ids": [7, 8]}, {"ids": [50]}, {"ids": [9], "temperature": 0.9}]
+    found = answers(tool, str(tmp_path / "t5"), lines(asked), tmp_path / "out", "--inference-max-requests", "2", code=1)
+    expected = model.generate(torch.tensor([[3, 1, 4, 49]]), max_new_tokens=6, do_sample=False)[0, 1:].tolist()
+    assert found[0]["ids"] == found[1]["ids"] == [token for token in expected if token != 49]
+    assert "no ids of the network's 50" in found[3]["error"] and len(found) == 5
+    capsys.readouterr()
+    with pytest.raises(FileNotFoundError):
+        answers(tool, str(tmp_path / "t5"), lines(asked), tmp_path / "drafted", "--draft", str(tmp_path / "t5"), code=1)
+    assert "leave out --draft" in capsys.readouterr().err
 
 
 def test_settings_that_do_not_fit_are_told_at_once(tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

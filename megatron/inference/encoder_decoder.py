@@ -1,0 +1,186 @@
+"""Text from an encoder and a decoder: the prompt goes through the encoder once, and the decoder writes what belongs to it.
+
+Requests that wait are taken together, and decoded to the end of the longest of them: every text begins with the same token, so that
+all are equally long at every step. Prompts of several lengths are filled up, and what fills them is not looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import refuse
+from megatron.core.config.inference import InferenceConfig
+from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.models.t5 import T5Model
+from megatron.core.parallel import collectives
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.crew import Row, judged
+from megatron.inference.engine import Pace
+from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
+from megatron.inference.running import Running
+
+
+class _Past:
+    """The `Cache` of texts that grow together: keys and values of each layer, [t, b, g, d], room for `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._length = most, 0
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self._memories: dict[object, Tensor] = {}
+
+    def step(self, length: int) -> None:
+        """The next pass brings the token that makes texts so long."""
+        self._length = length
+
+    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`kernel` for the last token of all texts, which sees those before."""
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+            if layer not in self._stored:
+                self._stored[layer] = k.new_empty((self._most, *k.shape[1:])), v.new_empty((self._most, *v.shape[1:]))
+            for stored, new in zip(self._stored[layer], (k, v), strict=True):
+                stored[self._length - 1] = new[0]
+            keys, values = (stored[:self._length] for stored in self._stored[layer])
+            return kernel(q, keys, values, replace(mask, causal=False), dropout, scores)  # the last token sees all
+
+        return attend
+
+    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+        """Keys and values of the memory."""
+        if layer not in self._memories:
+            self._memories[layer] = make()
+        return self._memories[layer]
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """All of them."""
+        return x
+
+
+class EncoderDecoder:
+    """Answers requests from a T5, as an `Engine` does from a GPT, a batch after the other.
+
+    start: the token that every decoded text begins with. The first rank submits and steps; all others call `follow`. The ranks of a
+    tensor group share the network, and copies share the requests. Raises `ConfigError` for what does not fit together.
+    """
+
+    def __init__(self, stages: Sequence[T5Model], tokenizer: Tokenizer, config: InferenceConfig = InferenceConfig(), *, start: int) -> None:
+        (self._stage, *others), self.tokenizer, self.config, self._start = stages, tokenizer, config, start
+        self.mesh, self.model = self._stage.build.mesh, self._stage.build.model
+        positions = self.model.max_position_embeddings
+        self.max_length = min(config.inference_max_seq_length or positions, positions)
+        refuse([*config.problems(), *filter(None, (
+            "a T5 is decoded without --pipeline-model-parallel-size; divide it by --tensor-model-parallel-size"
+            if others or self.mesh.pp.size > 1 else "",
+            "a T5 is decoded without drafts; leave out --num-speculative-tokens" if config.num_speculative_tokens else ""))])
+        self._tickets, self._waiting = itertools.count(), deque[tuple[int, Request, Listener]]()
+        self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
+        self._pace, self._made = Pace(), 0
+
+    def submit(self, request: Request, listener: Listener) -> int:
+        """Ask for an answer; the number of the request. Raises `ConfigError` for what cannot be served."""
+        size = self.model.true_vocab_size
+        bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
+        refuse(filter(None, (
+            f"a prompt of {len(request.prompt)} tokens is longer than the {self.max_length} positions; shorten it"
+            if len(request.prompt) > self.max_length else "",
+            f"{request.num_tokens} new tokens are more than the {self.max_length} positions; ask for fewer"
+            if request.num_tokens > self.max_length else "",
+            f"{bad[:3]} are no ids of the network's {size}" if bad else "",
+            "log-probabilities of a prompt are those of a decoder alone; a T5 has none" if request.prompt_logprobs else "")))
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        self._waiting.append((next(self._tickets), replace(request, seed=seed), listener))
+        return self._waiting[-1][0]
+
+    def step(self) -> bool:
+        """Answer a batch of what waits; False when there was nothing to do."""
+        most = self.config.inference_max_requests * self.mesh.dp.size
+        taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        if not taken:
+            return False
+        collectives.broadcast_object([request for _, request, _ in taken], self.mesh.world)
+        for (ticket, _, listener), reply in zip(taken, self._answered([request for _, request, _ in taken]), strict=True):
+            self._finished[reply.reason] += 1
+            self._made += len(reply.tokens)
+            self._pace.add(len(reply.tokens))
+            listener(Event(ticket, reply.tokens, reply.text, reply))
+        return True
+
+    def run(self, requests: Iterable[Request]) -> list[Reply]:
+        """Answer requests, in their order."""
+        replies: dict[int, Reply] = {}
+
+        def keep(event: Event) -> None:
+            assert event.reply is not None, "all comes at once"
+            replies[event.ticket] = event.reply
+
+        tickets = [self.submit(request, keep) for request in requests]
+        while self.step():
+            pass
+        return [replies[ticket] for ticket in tickets]
+
+    def follow(self) -> None:
+        """On every rank but the first: take part in steps until the first closes."""
+        while (requests := collectives.broadcast_object(None, self.mesh.world)) is not None:
+            self._answered(requests)
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        collectives.broadcast_object(None, self.mesh.world)
+
+    def metrics(self) -> Metrics:
+        """Where this stands."""
+        return Metrics(waiting=len(self._waiting), finished=dict(self._finished), generated_tokens=self._made,
+                       tokens_per_second=self._pace.now())
+
+    def _answered(self, requests: Sequence[Request]) -> list[Reply]:
+        """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
+        copies, mine = self.mesh.dp.size, self.mesh.dp.rank
+        replies = self._decode(requests[mine::copies]) if requests[mine::copies] else []
+        said = dict(collectives.gather_objects((mine, replies), self.mesh.world))
+        return [said[number % copies][number // copies] for number in range(len(requests))]
+
+    def _decode(self, requests: Sequence[Request]) -> list[Reply]:
+        """The replies to requests that are decoded together."""
+        replies: dict[int, Reply] = {}
+
+        def keep(event: Event) -> None:
+            if event.reply is not None:
+                replies[event.ticket] = event.reply
+
+        end = self.tokenizer.eod if self.tokenizer.eos is None else self.tokenizer.eos
+        texts = [Running(number, replace(request, prompt=(self._start,)), keep, self.tokenizer,
+                         ends={*request.stop_ids, *(() if request.ignore_eod else (end,))}) for number, request in enumerate(requests)]
+        with torch.no_grad():
+            self._write(texts, [request.prompt for request in requests])
+        return [replies[number] for number in range(len(requests))]
+
+    def _write(self, texts: Sequence[Running], prompts: Sequence[Sequence[int]]) -> None:
+        """Decode texts until all have ended."""
+        longest, device = max(map(len, prompts)), self.mesh.device
+        ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+        there = torch.arange(longest, device=device) < torch.tensor([len(prompt) for prompt in prompts], device=device)[:, None]
+        padding = None if bool(there.all()) else there
+        message = self._stage.encode(ids, padding)
+        past = _Past(max(one.request.num_tokens for one in texts))
+        last = torch.full((len(texts), 1), self._start, device=device)
+        for place in itertools.count():
+            past.step(place + 1)
+            logits = self._stage.decode(last, place, message, padding=padding, cache=past)
+            rows = [one.row(1, ()) if one.reason is None else Row((0,), place, ()) for one in texts]
+            wanted = [number for number, row in enumerate(rows) if row.wanted]
+            rows = [rows[number] for number in wanted]
+            found = judged(rows, logits[:, wanted].transpose(0, 1), self._stage.build)
+            for number, row, what in zip(wanted, rows, collectives.broadcast_object(found, self.mesh.tp), strict=True):
+                texts[number].take(row, what, time.monotonic())
+                texts[number].tell()
+            if all(one.reason is not None for one in texts):
+                return
+            last = torch.tensor([[max(0, one.ids[-1])] for one in texts], device=device)

@@ -1,0 +1,36 @@
+"""Keys and values are the same wherever they lie: read in place, gathered, or by turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megatron.inference import cache
+from tests.unit.inference.serving import engine_of, greedy, network, prompts, slowly
+
+
+@pytest.mark.parametrize("kind", ["rope", "window", "sinks and windows", "latent", "one group"])
+@pytest.mark.parametrize("place", ["in place", "gathered"])
+def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
+    if place == "gathered":
+        monkeypatch.setattr(cache, "_views", lambda *_: [])
+    monkeypatch.setattr(cache, "_CALL", 0)
+    read: Counter[str] = Counter()
+    for way in (cache._Group, cache._View):
+        monkeypatch.setattr(way, "keys", lambda self, *how, old=way.keys, name=way.__name__: (read.update([name]), old(self, *how))[1])
+    model, texts = network(kind), prompts(6, longest=20)
+    settings: dict[str, Any] = {"block": 3, "tokens": 9, "together": 4, "sharing": False}
+    replies = engine_of(model, **settings).run([greedy(text, 12 + number) for number, text in enumerate(texts)])
+    assert [list(reply.ids) for reply in replies] == [slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)]
+    assert set(read) == {"_View" if place == "in place" else "_Group"}
+
+
+def test_texts_as_long_and_as_far_apart_are_one_view() -> None:
+    spans = [cache.Span(1, 5, blocks) for blocks in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+    assert cache._views(*cache._slots(spans, 2), 4, 1) == [cache._View(4, 1, 3, 6, 2, 6)]
+    assert cache._views(*cache._slots([spans[0], spans[2]], 2), 0, 1) == [cache._View(0, 1, 2, 6, 2, 12)]
+    longer = cache.Span(1, 6, (12, 13, 14, 15))
+    assert [view.rows for view in cache._views(*cache._slots([longer, *spans], 2), 0, 1)] == [1, 3]
+    assert cache._views(*cache._slots([*spans, cache.Span(1, 5, (12, 14, 15))], 2), 0, 1) == [], "one of them is scattered"
