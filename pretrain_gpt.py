@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.training.arguments import parse_args
 from megatron.training.place import launcher_place
@@ -18,11 +18,13 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Losses
+from megatron.inference.samples import continuations, read_prompts
 from megatron.training.batch import Batch, Loss, LossFunction, language_loss
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import Datasets, pretrain
 from megatron.training.run import Run
+from megatron.training.stages import Samples
 
 
 def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:
@@ -49,10 +51,22 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return output, loss
 
 
+def samples(run: Run) -> Samples:
+    """What continues the prompts of --eval-generate."""
+    train = run.config.train
+    prompts = read_prompts(train.eval_generate, run.tokenizer, num_tokens=train.eval_generate_tokens, seed=train.seed,
+                           temperature=train.eval_generate_temperature, positions=run.config.model.max_position_embeddings)
+
+    def continued(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
+        return list(zip(prompts.texts, continuations(stages, run.tokenizer, prompts), strict=True))
+
+    return continued
+
+
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
 
 
 if __name__ == "__main__":

@@ -119,5 +119,6 @@ loss curve              $OUT/loss.png
 log, one line a step    $OUT/log.jsonl
 checkpoints             $OUT/checkpoints
 TensorBoard             tensorboard --logdir $OUT/tensorboard
+a page to try it        bash examples/serve.sh
 END
 say "done"

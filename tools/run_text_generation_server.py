@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
+import threading
+import webbrowser
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -23,13 +26,14 @@ from megatron.core.config.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
+from megatron.inference.ranks import Roll, roll_call
 from megatron.inference.service import Service
 from megatron.training.entry import entry
 from megatron.training.loaded import FORMATS, GPT, load_network
-from megatron.training.place import launcher_place
+from megatron.training.place import has_desktop, launcher_place
 
 try:
-    from megatron.inference.server.app import build_app
+    from megatron.inference.server.app import LOCAL, build_app
     from megatron.inference.server.chat import Chat
     from megatron.inference.server.run import bound, follow, serve
     from megatron.inference.server.serving import Limits, Serving
@@ -40,8 +44,6 @@ except ModuleNotFoundError as missing:
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "chat_template")
-LOCAL = ("127.0.0.1", "localhost", "::1")
-
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -56,6 +58,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     where = parser.add_argument_group("where, and for whom")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
     where.add_argument("--port", type=int, default=5000, metavar="N", help="port; 0: a free one (default: 5000)")
+    where.add_argument("--open", action="store_true", help="open the page in this machine's browser, if it has one")
+    where.add_argument("--allowed-hosts", nargs="+", metavar="NAME", default=(), help="names beside localhost by which the server may be "
+                       "called (default: at a --host of this machine none, at any other all)")
     where.add_argument("--token-file", metavar="FILE", help="holds the token that clients must show as `Authorization: Bearer TOKEN`")
     where.add_argument("--model-name", metavar="NAME", help="what clients call the network (default: the last part of --load)")
     where.add_argument("--chat-format", choices=("tokenizer", *CHAT_FORMATS), default="tokenizer",
@@ -92,14 +97,31 @@ def chat_of(given: argparse.Namespace, tokenizer: Tokenizer) -> Chat | None:
     return Chat(tokenizer, given.chat_format)
 
 
+def hosts_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """Names by which the server may be called; none: by any."""
+    names = tuple(name.lower() for name in given.allowed_hosts)
+    return (*LOCAL, *names) if names or is_local(given) else ()
+
+
+def is_local(given: argparse.Namespace) -> bool:
+    """Whether only this machine is listened to."""
+    return given.host in (*LOCAL, "::1")
+
+
+def show(page: str) -> None:
+    """Open the page, where there is somebody to see it. A browser may take its time, and may fail: that is its own affair."""
+    if has_desktop():
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+
+
 @entry
 def main() -> None:
     """Load, serve, drain."""
     given = options()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
-    first = launcher_place().rank == 0
-    token, sock = token_of(given), bound(given.host, given.port) if first else None
+    place = launcher_place()
+    token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
     limits = Limits(given.max_body_bytes, given.max_prompts, given.max_prompt_tokens, given.max_new_tokens)
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
@@ -107,16 +129,22 @@ def main() -> None:
     loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed)
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
-    if sock is None:
-        follow(engine)
-        return
-    if not token and given.host not in LOCAL:
+    with roll_call(loaded.mesh, place.meeting.rpartition(":")[0]) as roll:
+        if sock is None:
+            follow(engine)
+        else:
+            lead(engine, roll, sock, given, limits, token)
+
+
+def lead(engine: Engine, roll: Roll, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str) -> None:
+    """What the first rank does."""
+    if not token and not is_local(given):
         logging.getLogger(__name__).warning("--host %s without --token-file: whoever reaches this port may use it", given.host)
-    chat = chat_of(given, loaded.tokenizer)
-    service = Service(engine)
+    chat, name = chat_of(given, engine.tokenizer), given.model_name or Path(given.load).resolve().name
+    service = Service(engine, roll)
     service.start()
-    name = given.model_name or Path(given.load).resolve().name
-    serve(build_app(Serving(service, name, limits), chat=chat, token=token), service, sock, drain_seconds=given.drain_seconds)
+    app = build_app(Serving(service, name, limits), chat=chat, token=token, hosts=hosts_of(given))
+    serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ LOAD=${1:?a folder with a checkpoint is needed: bash $0 FOLDER}
 RANKS=${RANKS:-1}
 LOAD="$(cd "$LOAD" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source examples/setup.sh
-"$PYTHON" -c 'import fastapi, uvicorn' 2> /dev/null || { echo "serving needs two more packages: $PYTHON -m pip install fastapi uvicorn" >&2; exit 1; }
+source examples/setup.sh requirements-server.txt
 
 SERVER=(tools/run_text_generation_server.py --load "$LOAD" "${@:2}")
 if [ "$RANKS" -eq 1 ]; then

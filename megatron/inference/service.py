@@ -20,13 +20,20 @@ from types import TracebackType
 
 from megatron.core.parallel.device import claim
 from megatron.inference.engine import Engine
+from megatron.inference.ranks import Roll
 from megatron.inference.requests import Event, Listener, Reply, Request
 
 _BEAT_SECONDS = 60.0  # well below the time after which ranks give up on each other
+_EXPLAINED_SECONDS = 1.0  # after a failure, for the news that a rank is lost
+_STUCK_SECONDS = 3.0  # after that news, for a collective to fail; some never do
 
 
 class Stopped(Exception):
     """The service takes no more requests; the message says why."""
+
+
+class RankLost(Exception):
+    """A rank that decodes has ended; the message says which."""
 
 
 class Stream:
@@ -61,10 +68,12 @@ class Stream:
 
 
 class Service:
-    """Runs an engine's steps in a thread. listeners are called in that thread; they must be quick and never raise."""
+    """Runs an engine's steps in a thread. listeners are called in that thread; they must be quick and never raise. roll: tells when
+    one of several ranks is lost.
+    """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, roll: Roll | None = None) -> None:
+        self.engine, self._roll = engine, roll or Roll()
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._closing, self._ending, self._failure = "", False, ""
@@ -80,7 +89,12 @@ class Service:
     @property
     def failure(self) -> str:
         """What ended the engine; empty while it works."""
-        return self._failure
+        return self._failure or ("" if self._ending else self._roll.lost)
+
+    @property
+    def closing(self) -> str:
+        """Why no more requests are taken; empty while they are."""
+        return self._closing
 
     def start(self) -> None:
         """Begin to serve."""
@@ -93,8 +107,8 @@ class Service:
         """
         stream = Stream(self)
         with self._lock:
-            if self._failure or self._closing:
-                raise Stopped(self._failure or self._closing)
+            if self.failure or self._closing:
+                raise Stopped(self.failure or self._closing)
             stream.ticket = self.engine.submit(request, listener or stream.hear)
         self._news.set()
         return stream
@@ -114,7 +128,7 @@ class Service:
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
-        while self._thread.is_alive() and not self.engine.idle and (end is None or time.monotonic() < end):
+        while self._thread.is_alive() and not (self.engine.idle or self.failure) and (end is None or time.monotonic() < end):
             time.sleep(0.01)
         return self.engine.idle
 
@@ -122,14 +136,17 @@ class Service:
         """Take no more requests, cancel those that are there, let the other ranks go, and wait until that is done."""
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service has ended"
-        self._ending = True
+        lost = self.failure and self._roll.lost
+        self._ending = not lost
         self._news.set()
-        self._thread.join()
+        self._thread.join(_STUCK_SECONDS if lost else None)
 
     def _work(self) -> None:
         claim(self.engine.mesh.device)
         try:
             while not self._ending:
+                if self._roll.lost:
+                    raise RankLost(self._roll.lost)
                 if self.engine.step():
                     continue
                 if not self._news.wait(_BEAT_SECONDS):
@@ -137,7 +154,9 @@ class Service:
                 self._news.clear()
             self.engine.close()
         except BaseException as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
+            lost = self._roll.wait(_EXPLAINED_SECONDS)
             with self._lock:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = lost or f"{type(error).__name__}: {error}"
                 self.engine.fail(self._failure)
-            raise
+            if not lost:  # which says it all
+                raise

@@ -1,13 +1,14 @@
 """The routes, who may use them, and errors as answers.
 
     /                      the page                 everyone
-    /health                200, or 503 and why      everyone
+    /health                200, or 503 and why      everyone: ok, draining, failed
     PUT /api               Megatron's               with the token, if there is one
     POST /v1/completions   OpenAI's                 "
     POST /v1/chat/completions                       "
     GET /v1/models, /metrics                        "
 
-A body must say that it is JSON: a page of another site can then not send one without the browser asking first.
+A body must say that it is JSON: a page of another site can then not send one without the browser asking first. And a call must
+name a host that is ours, if those are known: a page of another site whose name was turned to this machine (DNS rebinding) does not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from importlib.resources import files
 from typing import Any
 
@@ -39,6 +41,8 @@ _OPEN = ("/", "/health", "/v1/health")
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
                  "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'", "X-Content-Type-Options": "nosniff"}
 _CLIENT_LEFT = 499  # of no standard, and seen in the metrics only
+_MISDIRECTED = 421
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine, as they stand in a call
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -46,10 +50,11 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class Door:
-    """Around the app: checks the token, counts and logs answers. No prompt and no answer is ever logged."""
+    """Around the app: checks the host and the token, counts and logs answers. No prompt and no answer is ever logged."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, answers: Counter[tuple[str, int]]) -> None:
-        self._app, self._token, self._answers = app, token, answers
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, hosts: Collection[str],
+                 answers: Counter[tuple[str, int]]) -> None:
+        self._app, self._token, self._hosts, self._answers = app, token, frozenset(hosts), answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,26 +68,36 @@ class Door:
             await send(message)
 
         try:
-            if self._lets_in(scope):
-                await self._app(scope, receive, counted)
-            else:
-                refused = Refused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
-                await error_answer(scope["path"], refused)(scope, receive, counted)
+            refused = self._refusal(scope)
+            await (self._app if refused is None else error_answer(scope["path"], refused))(scope, receive, counted)
         finally:
             # Any path may be asked for, and only those that there are get a number of their own.
             path = scope["route"].path if scope.get("route") is not None else "other"
             self._answers[path, status or _CLIENT_LEFT] += 1
             logger.info("%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun)
 
-    def _lets_in(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Refused | None:
+        """Why a call is not let in."""
+        given = dict(reversed(scope["headers"]))  # the first of each name counts
+        host = host_of(given.get(b"host", b""))
+        if self._hosts and host not in self._hosts:
+            return Refused(f"this server is not {host[:100]!r}; it is started with --allowed-hosts NAME to go by other names", _MISDIRECTED)
         if not self._token or scope["path"] in _OPEN:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, b"Bearer " + self._token.encode())
+            return None
+        if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + self._token.encode()):
+            return None
+        return Refused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
 
 
-def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "") -> Door:
-    """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything."""
+def host_of(header: bytes) -> str:
+    """The name of a Host header, without its port."""
+    return re.sub(r":\d*$", "", header.decode("latin-1").strip().lower()).rstrip(".")
+
+
+def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()) -> Door:
+    """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything. hosts:
+    names of this server, if only those may be called.
+    """
     # The pages that FastAPI makes of its routes need scripts from elsewhere.
     app = FastAPI(title="Megatron", docs_url=None, redoc_url=None, openapi_url=None)
     answers: Counter[tuple[str, int]] = Counter()
@@ -101,7 +116,7 @@ def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "") ->
     async def gone(request: Request, error: Gone) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    return Door(app, token, answers)
+    return Door(app, token, hosts, answers)
 
 
 def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
@@ -115,8 +130,10 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
     @app.get("/health")
     @app.get("/v1/health")
     async def health() -> Response:
-        failure = serving.service.failure
-        return json_answer({"status": "failed", "reason": failure} if failure else {"status": "ok"}, 503 if failure else 200)
+        service = serving.service
+        if failure := service.failure:
+            return json_answer({"status": "failed", "reason": failure}, 503)
+        return json_answer({"status": "draining", "reason": service.closing}, 503) if service.closing else json_answer({"status": "ok"})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -145,7 +162,7 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
     async def answer(request: Request, asked: openai.Asked) -> Response:
         call = Call(serving.service, asked.requests)
         if asked.streams:
-            return Chunks(call, openai.chunks(asked, call, serving))
+            return Chunks(call, awake(openai.chunks(asked, call, serving), serving.limits.silence_seconds))
         return json_answer(await unless_gone(openai.whole(asked, call, serving), request.receive))
 
     @app.post("/v1/completions")
@@ -171,6 +188,24 @@ class Chunks(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._call.cancel()
+
+
+async def awake(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
+    """The words, and a comment of server-sent events whenever none has come for so long: who stands between may close what is silent."""
+    coming = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(words))
+            while not (await asyncio.wait((coming,), timeout=seconds))[0]:
+                yield ": not yet\n\n"
+            try:
+                word = coming.result()
+            except StopAsyncIteration:
+                return
+            yield word
+    finally:
+        if coming is not None and coming.cancel():
+            await asyncio.wait((coming,))
 
 
 async def body_of(request: Request, serving: Serving) -> bytes:

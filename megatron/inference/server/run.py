@@ -1,7 +1,8 @@
 """The process that serves: from the first request to the last.
 
-SIGTERM or SIGINT: no more is taken; what runs goes on for some seconds, and is then given as far as it is. A second SIGINT ends at
-once. When the engine fails, as when a rank has died, everyone who waits hears of it, and the process ends with the error.
+SIGTERM or SIGINT: no more is taken, which /health and every new call are told; what runs goes on for some seconds, and is then
+given as far as it is. A second SIGINT ends at once. When the engine fails, as when a rank has died, everyone who waits hears of it,
+and the process ends with the error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -22,6 +23,8 @@ from megatron.inference.service import Service
 
 logger = logging.getLogger(__name__)
 
+_LEAVING_SECONDS = 5  # for answers that are there to reach who asked
+
 
 class ServerFailed(Exception):
     """The engine has ended; the message says why."""
@@ -30,13 +33,14 @@ class ServerFailed(Exception):
 class Server(uvicorn.Server):
     """uvicorn's, which also ends with the engine, and ends it before it leaves.
 
-    service: has been started. drain_seconds: what runs may go on for so long after a signal.
+    service: has been started. drain_seconds: what runs may go on for so long after a signal. ready: is told the address when it is
+    listened at.
     """
 
-    def __init__(self, app: Door, service: Service, drain_seconds: float) -> None:
+    def __init__(self, app: Door, service: Service, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off",
-                                        ws="none"))
-        self._service, self._drain_seconds = service, drain_seconds
+                                        ws="none", timeout_graceful_shutdown=_LEAVING_SECONDS))
+        self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal; unlike uvicorn's, it is not raised again at the end, since to have drained is no failure."""
@@ -49,24 +53,22 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
-            logger.info("serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            logger.info("serving at %s", address)
+            self._ready(address)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether to end."""
         return bool(await super().on_tick(counter) or self._service.failure)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, then connections, then leave."""
+        """Let requests end while others are turned away, then connections, then leave."""
         draining = asyncio.create_task(asyncio.to_thread(self._service.drain, self._drain_seconds))
-        closing = asyncio.create_task(self._close(draining))
-        await super().shutdown(sockets)
-        await closing
-
-    async def _close(self, draining: asyncio.Task[bool]) -> None:
         while not (draining.done() or self.force_exit or self._service.failure):
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self._service.stop)
         await draining
+        await super().shutdown(sockets)
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -88,10 +90,12 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: Door, service: Service, sock: socket.socket, *, drain_seconds: float) -> None:
-    """Serve on a socket until a signal. The service has been started; it has stopped when this returns. Raises `ServerFailed`."""
+def serve(app: Door, service: Service, sock: socket.socket, *, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
+    """Serve on a socket until a signal. The service has been started; it has stopped when this returns. ready: is told the address
+    when it is listened at. Raises `ServerFailed`.
+    """
     try:
-        Server(app, service, drain_seconds).run([sock])
+        Server(app, service, drain_seconds, ready).run([sock])
     finally:
         service.stop()
     if service.failure:

@@ -18,7 +18,7 @@ LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divide
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of one call. prompt_tokens, new_tokens: None leaves them to the engine. searches: beam searches at once, of all calls.
-    read_seconds: for a body to arrive.
+    read_seconds: for a body to arrive. silence_seconds: without a word in a stream, before a sign of life is sent.
     """
 
     body_bytes: int = 2**20
@@ -27,6 +27,7 @@ class Limits:
     new_tokens: int | None = None
     searches: int = 4
     read_seconds: float = 30.0
+    silence_seconds: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.server.app import build_app
+from megatron.inference.server.app import LOCAL, build_app
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.run import Server, bound
 from megatron.inference.server.serving import Limits, Serving
@@ -91,7 +91,7 @@ class Running:
         """Send a POST and read nothing."""
         data = json.dumps(body).encode()
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
     def settle(self) -> None:
@@ -113,7 +113,8 @@ def serving(engine: Engine, *, limits: Limits = Limits(), token: str = "", chat:
     service = Service(engine)
     service.start()
     sock = bound("127.0.0.1", 0)
-    app = build_app(Serving(service, NAME, limits), chat=Chat(engine.tokenizer, chat) if chat else None, token=token)
+    app = build_app(Serving(service, NAME, limits), chat=Chat(engine.tokenizer, chat) if chat else None, token=token,
+                    hosts=LOCAL)
     server = Server(app, service, drain_seconds)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -19,7 +17,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.inference.beam import beam_search
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.app import Chunks
+from megatron.inference.server.app import LOCAL, Chunks, awake, host_of
 from megatron.inference.server.put_api import requests_of
 from megatron.inference.server.run import bound
 from megatron.inference.server.serving import Limits, Serving, Spelling
@@ -308,59 +306,6 @@ def test_what_is_no_call_is_refused(server: Running, method: str, path: str, bod
     assert server.ask(method, path, body, headers).status == status
 
 
-def test_fuzzed_bodies_get_a_4xx_and_harm_nobody(server: Running) -> None:
-    chance = random.Random(5)
-    good: dict[str, dict[str, Any]] = {
-        "/api": {"prompts": ["a"], "tokens_to_generate": 2, "temperature": 1.0, "top_k": 3, "random_seed": 1, "stop_token": 5, "add_BOS": False},
-        "/v1/completions": {"prompt": "a", "max_tokens": 2, "n": 1, "stop": ["x"], "logprobs": 1, "seed": 1, "stream": False, "echo": False},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 1.0, "stream": False}}
-    junk = [[], {}, [None], {"a": []}, "", "x", -1, 1e300, -10**40, 10**30, [["a"]], [[1, "a"]], "\ud800", {"\ud800": 1}]
-    for _ in range(150):
-        path = chance.choice(list(good))
-        name = chance.choice(list(good[path]))
-        value = chance.choice(junk)
-        answer = server.ask("POST", path, {**good[path], name: value})
-        taken = answer.status == 200 and (name in ("prompt", "stop", "seed", "random_seed") and isinstance(value, (str, list, int)) or value == -1)
-        assert taken or 400 <= answer.status < 500 and answer.body, (path, name, value, answer)
-        text = bytearray(json.dumps(good[path]).encode())
-        text[chance.randrange(len(text))] = chance.choice(b'"{}[]:,x\x00\xff')
-        assert server.ask("POST", path, bytes(text)).status in (200, 400)
-    server.settle()
-    assert server.service.failure == "" and server.service.engine.metrics().blocks_used == 0
-
-
-def test_a_hundred_callers_at_once_lose_nothing_and_cross_nothing(server: Running) -> None:
-    prompts = [f"{number:02d}" * (1 + number % 5) for number in range(100)]
-    found: dict[int, Any] = {}
-
-    def ask(number: int) -> None:
-        prompt, kind = prompts[number], number % 5
-        if kind == 0:
-            found[number] = server.api(prompts=[prompt], tokens_to_generate=8, top_k=1).json["text"][0]
-        elif kind == 1:
-            found[number] = prompt + server.complete(prompt=prompt, max_tokens=8, **GREEDY).json["choices"][0]["text"]
-        elif kind == 2:
-            found[number] = prompt + "".join(one["choices"][0]["text"] for one in chunks(server.complete(prompt=prompt, max_tokens=8, stream=True, **GREEDY)))
-        elif kind == 3:
-            found[number] = server.complete(prompt=prompt, max_tokens="eight").status
-        else:
-            with server.begin("/v1/completions", {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": number % 2 == 0}):
-                time.sleep(0.02)
-            found[number] = "left"
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    expected = bytes_engine().run([Request(tuple(prompt.encode()), 8, Sampling(0.0)) for prompt in prompts])
-    for number, (prompt, reply) in enumerate(zip(prompts, expected, strict=True)):
-        assert found[number] == {3: 400, 4: "left"}.get(number % 5, prompt + reply.text), number
-    server.settle()
-    figures = server.service.engine.metrics()
-    assert figures.blocks_used == figures.running == figures.waiting == 0
-
-
 def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
     class Asked:
         cancelled = False
@@ -409,6 +354,65 @@ def test_a_token_keeps_strangers_out() -> None:
         assert server.api(prompts=["a"]).status == 401 and server.ask("GET", "/").status == server.ask("GET", "/health").status == 200
         answer = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"Authorization": "Bearer secret"})
         assert answer.status == 400 and "has no chat template" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("host, status", [
+    ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:1", 200), ("[::1]:5000", 200), ("localhost.", 200),
+    ("evil.example", 421), ("localhost.evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("", 421), ("localhost:80:80", 421)])
+def test_only_names_of_this_machine_may_be_called(server: Running, host: str, status: int) -> None:
+    for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})):
+        answer = server.ask(method, path, body, {"Host": host})
+        assert answer.status == status and (status == 200 or "--allowed-hosts" in answer.json["error"]["message"])
+    assert host_of(host.encode()) in LOCAL or status == 421
+
+
+def test_a_long_silence_has_signs_of_life_in_it() -> None:
+    async def words() -> AsyncIterator[str]:
+        yield "first"
+        await asyncio.sleep(0.2)
+        yield "last"
+
+    async def heard(seconds: float) -> list[str]:
+        return [word async for word in awake(words(), seconds)]
+
+    found = asyncio.run(heard(0.03))
+    assert (found[0], found[-1]) == ("first", "last") and set(found[1:-1]) == {": not yet\n\n"} and len(found) > 3
+    assert asyncio.run(heard(60.0)) == ["first", "last"]
+
+
+def test_a_stream_that_is_left_in_its_silence_ends_what_it_waits_for() -> None:
+    ended: list[str] = []
+
+    async def words() -> AsyncIterator[str]:
+        try:
+            yield "first"
+            await asyncio.sleep(60)
+        finally:
+            ended.append("words")
+
+    async def leave() -> None:
+        stream = awake(words(), 0.01)
+        assert [await anext(stream), await anext(stream)] == ["first", ": not yet\n\n"]
+        await stream.aclose()
+        assert ended == ["words"]
+
+    asyncio.run(leave())
+
+
+def test_while_it_drains_health_says_so_and_new_calls_are_turned_away() -> None:
+    answers: list[Answer] = []
+    with serving(bytes_engine()) as server:
+        thread = threading.Thread(target=lambda: answers.append(server.complete(prompt="a", max_tokens=250, ignore_eos=True, n=32)))
+        thread.start()
+        until(lambda: server.service.engine.metrics().running)
+        server.server.should_exit = True
+        until(lambda: server.service.closing)
+        health, call = server.ask("GET", "/health"), server.complete(prompt="a")
+        assert not answers, "the call in flight was over too soon to prove anything"
+    thread.join(30)
+    assert health.status == 503 and health.json["status"] == "draining"
+    assert call.status == 503 and call.headers["retry-after"] and "about to end" in call.json["error"]["message"]
+    assert [choice["finish_reason"] for choice in answers[0].json["choices"]] == ["length"] * 32
 
 
 @pytest.mark.parametrize("seconds, reasons", [(30.0, {"length"}), (0.0, {"cancelled"})])

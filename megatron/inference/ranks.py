@@ -1,0 +1,125 @@
+"""Which ranks are there: each keeps a connection to the first, which the system closes when its process ends, however it ends.
+
+    with roll_call(mesh, address) as roll:     # on all ranks together
+        roll.lost                              # on the first: "rank 1 of 2 (process 4711 on host) has ended", or nothing
+
+The collectives of a pass notice a lost rank only when there is a pass, some never, and none says which it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
+
+_JOIN_SECONDS, _HELLO_SECONDS = 60.0, 5.0
+
+
+class Roll:
+    """The first rank that is lost, by its name. Where there is nothing to watch, none is."""
+
+    def __init__(self) -> None:
+        self._news = threading.Event()
+        self._watches, self._lost = False, ""
+
+    @property
+    def lost(self) -> str:
+        """The rank that ended first; empty while all are there."""
+        return self._lost
+
+    def wait(self, seconds: float) -> str:
+        """`lost`, which may come a moment later than the failure that it explains."""
+        if self._watches:
+            self._news.wait(seconds)
+        return self._lost
+
+    def watch(self, ranks: dict[socket.socket, str], over: socket.socket) -> None:
+        """Wait until one of these connections ends, or the other does, by which it is all over."""
+        self._watches = True
+        with selectors.DefaultSelector() as selector:
+            for connection in (*ranks, over):
+                selector.register(connection, selectors.EVENT_READ)
+            ended = [key.fileobj for key, _ in selector.select()]
+        if over not in ended:
+            self._lost = f"{ranks[ended[0]]} has ended"
+            self._news.set()
+
+
+@contextmanager
+def roll_call(mesh: Mesh, address: str) -> Iterator[Roll]:
+    """All ranks call this together and leave it together. address: of the first rank's machine, as the launcher gives it.
+
+    Raises `ConfigError` if a rank cannot reach the first.
+    """
+    roll, axis = Roll(), mesh.world
+    if axis.size == 1:
+        yield roll
+        return
+    with ExitStack() as stack:
+        if axis.is_first:
+            ranks = gathered(axis.size, lambda told: collectives.broadcast_object(told, axis), stack)
+            here, there = (stack.enter_context(end) for end in socket.socketpair())
+            watching = threading.Thread(target=roll.watch, args=(ranks, there), name="roll call", daemon=True)
+            watching.start()
+            try:
+                yield roll
+            finally:
+                here.close()  # which ends the watching
+                watching.join()
+        else:
+            port, secret = collectives.broadcast_object(None, axis)
+            stack.enter_context(_joined((address, port), secret, f"rank {axis.rank} of {axis.size}"))
+            yield roll
+
+
+def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack) -> dict[socket.socket, str]:
+    """On the first rank: a connection of every other, and its name."""
+    secret, ranks = secrets.token_hex(16), dict[socket.socket, str]()
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    end = time.monotonic() + _JOIN_SECONDS
+    with socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=family == socket.AF_INET6) as door:
+        tell((door.getsockname()[1], secret))
+        while len(ranks) < size - 1:
+            door.settimeout(max(0.01, end - time.monotonic()))
+            try:
+                connection, _ = door.accept()
+            except TimeoutError:
+                raise ConfigError(f"{size - 1 - len(ranks)} of {size} ranks did not reach the first within {_JOIN_SECONDS:.0f} s; can they "
+                                  f"connect to port {door.getsockname()[1]} of its machine?") from None
+            stack.enter_context(connection)
+            said = _line(connection).split(" ", 1)
+            if secrets.compare_digest(said[0].encode(), secret.encode()) and len(said) == 2:  # and no stranger
+                ranks[connection] = said[1].strip()
+    return ranks
+
+
+def _line(connection: socket.socket) -> str:
+    """What comes first; nothing if that takes too long."""
+    try:
+        connection.settimeout(_HELLO_SECONDS)
+        with connection.makefile("rb") as lines:
+            return lines.readline(1000).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        connection.settimeout(None)
+
+
+def _joined(address: tuple[str, int], secret: str, name: str) -> socket.socket:
+    """On another rank: the connection to the first."""
+    try:
+        connection = socket.create_connection(address, timeout=_JOIN_SECONDS)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot reach the first at {address[0]} port {address[1]}: {error}") from error
+    connection.settimeout(None)
+    connection.sendall(f"{secret} {name} (process {os.getpid()} on {socket.gethostname()})\n".encode())
+    return connection
