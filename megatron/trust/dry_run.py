@@ -1,0 +1,316 @@
+"""The real training step, on one CPU, for every distinct kind of rank of a cluster of any size.
+
+    dry_run(config, 1024) -> DryRun         traces of all kinds of rank: what each computes, sends and holds
+
+Nothing here knows how a step is made. It is `train_step` on what `build_trainer` built, by the real schedule, with three
+stand-ins below it: tensors without data (torch's FakeTensorMode), process groups that carry nothing (torch's fake
+backend), and text that nobody reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import pretrain_bert
+import pretrain_gpt
+import pretrain_t5
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.rules import stages_of
+from megatron.core.config.run import RunConfig
+from megatron.core.kernels.table import select
+from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.trail import Trail
+from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.batch import Batch
+from megatron.training.initialize import kernel_need
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.reading import needs_text
+from megatron.training.run import Run
+from megatron.training.stages import Trainer, build_trainer
+from megatron.training.step import train_step
+from megatron.training.timers import Timers
+from megatron.trust.built import mesh_of
+from megatron.trust.fake import FakeRecorder, FakeWorld
+from megatron.trust.recorder import Recorder
+from megatron.trust.trace import DryRun, Trace
+
+_MOST_KINDS = 32
+_PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
+_TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
+_BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
+
+
+class _NoStreams(RandomStreams):
+    """Random streams whose states nobody keeps: they lie in the host's memory, and without data nothing is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), {"default": 0})
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """As it was."""
+        yield
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Nothing."""
+
+
+class _Told(Trail):
+    """A trail that tells a recorder what it is told."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def begin(self, activity: str, iteration: int) -> None:
+        """As `Trail` says."""
+        super().begin(activity, iteration)
+        self.recorder.enter(_BEGIN)
+
+    def enter(self, action: object) -> None:
+        """As `Trail` says. Reading data is a part of the action that wants it."""
+        super().enter(action)
+        name = _PHASES.get(str(action), str(action))
+        if name and not name.startswith("data of"):
+            self.recorder.enter(name)
+
+    def note(self, what: str, axis: str, ranks: tuple[int, ...], size: int) -> None:
+        """As `Trail` says."""
+        super().note(what, axis, ranks, size)
+        self.recorder.axis = axis
+
+
+def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
+    """A trainer that is built as every run's, on a mesh whose trail tells the recorder where its steps are."""
+    axes = {field.name: getattr(mesh, field.name) for field in fields(Mesh)}
+    trail = _Told(recorder)
+    mesh = replace(mesh, **{name: replace(axis, trail=trail) for name, axis in axes.items() if isinstance(axis, Axis)})
+    kernels = select(kernel_need(config, mesh.device), config.model.kernel_wishes)
+    run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels,
+              tokenizer=NullTokenizer(max(1, (config.model.true_vocab_size or 2) - 1)), streams=_NoStreams(),
+              timers=Timers(level=0), log=logging.getLogger("megatron.dry_run"))
+    provider = _PROVIDERS[config.model.architecture]
+    trainer = build_trainer(run, provider.model, provider.forward_step)
+    trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
+    return trainer
+
+
+def record_step(trainer: Trainer, recorder: Recorder) -> Trace:
+    """One step of the trainer, with what it holds before named."""
+    heap, mesh = recorder.heap, trainer.run.mesh
+    heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
+    heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
+    heap.name((param for stage in trainer.stages for param in (*stage.parameters(), *stage.buffers())), "weights")
+    heap.name((tensor for _, _, tensor in trainer.optimizer.slots()), "optimizer")
+    recorder.events.clear()
+    heap.begin_step()
+    began = heap.clock
+    with recorder.naming(trainer.stages):
+        train_step(trainer, blank_batches(trainer))
+    recorder.enter("end")
+    place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    parameters = sum(param.numel() for stage in trainer.stages for param in stage.parameters())
+    return Trace(mesh.world.rank, place, parameters, tuple(recorder.events), heap.peak, heap.peak_event, heap.at(heap.peak_clock),
+                 heap.at(heap.clock), heap.timeline(began), heap.left_behind(recorder.begins["reduction"]))
+
+
+def blank_batches(trainer: Trainer) -> Iterator[Batch]:
+    """Microbatches as a rank of this run reads them, all of whose numbers are one."""
+    run, train = trainer.run, trainer.run.config.train
+    reads = needs_text(run.config, trainer.specs)
+    while True:
+        if not reads:
+            yield Batch()
+            continue
+        arrays = _sample(run.config, train.micro_batch_size)
+        batch = Batch.from_arrays(arrays, run.mesh.device, positions=run.config.data.restarts_positions)
+        batch = replace(batch, **{name: _own(getattr(batch, name)) for name in _TEXT},
+                        extras={name: _own(value) for name, value in batch.extras.items()})
+        yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    """A tensor like this one, that is made here and now."""
+    return None if tensor is None else torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _sample(config: RunConfig, count: int) -> dict[str, np.ndarray]:
+    """What a dataset of this kind gives for so many samples."""
+    length, short = config.train.seq_length, config.train.decoder_seq_length
+    rows = {name: np.ones((count, length), np.int64) for name in ("tokens", "labels", "position_ids")}
+    if config.model.architecture == "gpt":
+        rows["loss_mask"] = np.ones((count, length), np.float32)
+        if config.data.separates_documents:
+            rows["document_ids"] = np.ones((count, length), np.int64)
+        return rows
+    if config.model.architecture == "bert":
+        return {**{name: rows["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
+                **{name: np.ones(count, np.int64) for name in ("is_random", "truncated")}}
+    decoder = np.ones((count, short), np.int64)
+    return {"text_enc": rows["tokens"], "enc_mask": rows["tokens"], "truncated": np.ones(count, np.int64),
+            **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")}}
+
+
+def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = None, *, whole: bool = False) -> DryRun:
+    """Run one step of every distinct kind of rank, or of these ranks. config: resolved, with its vocabulary.
+
+    whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a world of its own, and this process already belongs to one; start it in another process")
+    if config.parallel.hybrid_context_parallel:
+        raise ConfigError("a dry run has no text, and --hybrid-context-parallel cuts sequences by their true lengths; plan without it")
+    if config.parallel.use_torch_fsdp2:
+        raise ConfigError("a dry run does not follow --use-torch-fsdp2, whose parameters torch cuts and gathers by itself; plan "
+                          "with --use-distributed-optimizer, which holds whole weights and so needs more memory")
+    lists, count = axis_ranks(config.parallel, world_size), _microbatches(config, world_size)
+    enough = count if whole else _enough(config, count)
+    kinds = kinds_of(config, lists) if ranks is None else [(rank,) for rank in ranks]
+    short = _with_microbatches(config, world_size, enough)
+    world = FakeWorld()
+    try:
+        traces = tuple(_of_more(fake_trace(short, lists, kind[0], world), enough, count) for kind in kinds)
+    finally:
+        gc.unfreeze()
+    return DryRun(config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count)
+
+
+def _of_more(trace: Trace, found: int, count: int) -> Trace:
+    """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
+    more = trace.left_behind // found * (count - found)
+    return replace(trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more))
+
+
+def kinds_of(config: RunConfig, lists: dict[str, RankLists]) -> list[tuple[int, ...]]:
+    """The ranks of a world, those of a kind together.
+
+    Stages of the pipeline differ. On the other axes the first rank, the last and those between may, by a few small tensors:
+    where that makes more than a few kinds, ranks of one stage are of one kind, and the first of them stands for all.
+    """
+    for axes in (("tp", "cp", "dp", "ep", "etp"), ()):
+        found: dict[tuple[int, ...], list[int]] = {}
+        places = {axis: {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes}
+        for ranks in lists["pp"]:
+            for stage, rank in enumerate(ranks):
+                found.setdefault((stage, *(places[axis][rank] for axis in axes)), []).append(rank)
+        if len(found) <= _MOST_KINDS:
+            break
+    return [tuple(found[key]) for key in sorted(found)]
+
+
+def _edge(place: int, size: int) -> int:
+    return 0 if place == 0 else 2 if place == size - 1 else 1
+
+
+def _microbatches(config: RunConfig, world_size: int) -> int:
+    """Microbatches of a full step."""
+    train, copies = config.train, config.parallel.data_parallel_size(world_size)
+    schedule = BatchSchedule.build(train, data_parallel_size=copies, seq_length=train.seq_length)
+    return schedule.full // schedule.unit
+
+
+def _enough(config: RunConfig, count: int) -> int:
+    """Microbatches after which 1F1B has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
+    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
+    if parallel.pipeline_schedule != "1f1b":
+        return count
+    if chunks == 1:
+        return min(count, parallel.pp + 2)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+    warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
+    rounds = -(-(warm + 1) // (group * chunks)) + 1
+    return min(count, rounds * group + count % group)
+
+
+def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunConfig:
+    size = count * config.train.micro_batch_size * config.parallel.data_parallel_size(world_size)
+    train = replace(config.train, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
+    return replace(config, train=train)
+
+
+def plan_of(config: RunConfig, count: int) -> Plan:
+    """The schedule of a step of so many microbatches."""
+    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
+    return with_reduction(choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule,
+                                 group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
+
+
+def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld) -> Trace:
+    """One rank's step, in a world of tensors without data."""
+    with _fake_groups(len(lists["world"][0]), rank):
+        mesh, ranks = _mesh_of_own_groups(lists, rank)
+        recorder = FakeRecorder(ranks, choices_of(config), world)
+        with world.mode, recorder:
+            return record_step(make_trainer(config, mesh, recorder), recorder)
+
+
+def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
+    """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
+    axes = [axis for field in fields(Mesh) if isinstance(axis := getattr(mesh, field.name), Axis)]
+    recorder = Recorder({axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config))
+    with _without_collector(), recorder:
+        return record_step(make_trainer(config, mesh, recorder), recorder)
+
+
+def choices_of(config: RunConfig) -> tuple[int, int] | None:
+    """(experts, how many of them a token chooses), if there are experts."""
+    moe = config.model.moe
+    return (moe.num_experts, moe.moe_router_topk) if moe.num_experts else None
+
+
+@contextmanager
+def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _without_collector():
+            yield
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+        gc.freeze()  # the next collection need not look through this rank's events
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """What is alive must not depend on when Python looks for rings of references."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """A rank's mesh with fake groups for its own axes only; and the ranks of each group, by its name."""
+    mesh, ranks, axes = mesh_of(lists, rank), {}, {}
+    made: dict[tuple[int, ...], Any] = {}
+    for field in fields(Mesh):
+        axis = getattr(mesh, field.name)
+        made = {} if field.name == "pp_backward" else made  # as in Mesh.build
+        if isinstance(axis, Axis) and axis.size > 1:
+            if axis.ranks not in made:
+                made[axis.ranks] = dist.new_group(list(axis.ranks), backend="fake")
+            axes[field.name] = replace(axis, group=made[axis.ranks])
+            ranks[made[axis.ranks].group_name] = axis.ranks
+    return replace(mesh, **axes), ranks

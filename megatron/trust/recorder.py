@@ -1,0 +1,233 @@
+"""Every operation of a step as an event, on tensors with or without data.
+
+A `Recorder` stands between torch's autograd and its kernels (a dispatch mode), and so sees what a rank computes in the
+forward and in the backward pass, what it sends, and every storage that comes and goes. It only looks on, with one
+exception: which experts tokens choose is not known without data, so under a recorder they choose evenly, in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron.trust.memory import Heap
+from megatron.trust.trace import Event
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
+_LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/trail.py")
+# Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
+_STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
+
+# c10d's operations: our name, place of the group among the arguments, of what is sent, and of what comes.
+_TALK = {"allreduce_": ("all_reduce", 1, 0, 0), "_allgather_base_": ("all_gather", 2, 1, 0),
+         "_reduce_scatter_base_": ("reduce_scatter", 2, 1, 0), "alltoall_base_": ("all_to_all", 2, 1, 0),
+         "broadcast_": ("broadcast", 1, 0, 0), "send": ("send", 1, 0, 0), "recv_": ("receive", 1, 0, 0),
+         "barrier": ("barrier", 1, 0, 0), "allgather_": ("all_gather", 2, 1, 0)}
+Place = tuple[str, str]  # (file and line, module)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an event says of an operation; `Event` explains."""
+
+    name: str
+    flops: int
+    moved: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Facts:
+    """What follows from the shapes of what an operation took and gave."""
+    made = tuple(tensors_of((result,)))
+    count = flop_registry.get(func._overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
+    first = made[0] if made else None
+    return Facts(str(func._overloadpacket), flops, moved, () if first is None else tuple(first.shape),
+                 "" if first is None else str(first.dtype).removeprefix("torch."))
+
+
+def chosen_in_turn(tokens: int, each: int, experts: int) -> Tensor:
+    """The choice of so many tokens, each of so many experts, that gives all experts alike to do: int64 [t, k]."""
+    return (torch.arange(tokens * each) % experts).view(tokens, each)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what passes. ranks: name of a process group -> its global ranks. axis: of the mesh, of the next collective.
+
+    choices: (experts, how many a token chooses), if there are routers. heap: where storages are counted.
+    """
+
+    def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.ranks, self.choices, self.axis = ranks, choices, ""
+        self.heap, self.events = Heap(), []
+        self.action, self.module = "setup", ""
+        self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
+        self._seen: dict[CodeType, str] = {}
+        self._lines: dict[tuple[CodeType, int], str] = {}
+        self._makers: dict[int, Place] = {}  # number of an autograd node -> where the forward pass made it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that torch would put around costs more than the rest
+
+    def enter(self, action: str) -> None:
+        """Another action or phase begins."""
+        if action != self.action:
+            self.action = action
+            self.begins[action] = self.heap.clock
+            self.heap.enter(action[0] == "F")
+            self.heap.event = len(self.events)
+            self.events.append(Event("action", action, action=action, live=self.heap.live))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default:  # a question, which only a tensor without data asks here
+            return args[0].fake_device
+        heap, kwargs = self.heap, kwargs or {}
+        heap.event = len(self.events)
+        if func.namespace == "c10d":
+            return self._talk(func, args, kwargs)
+        where, module = self._place()
+        result, facts = self.perform(func, args, kwargs, where)
+        for tensor in tensors_of((result,)):
+            heap.see(tensor)
+        self.events.append(Event("op", facts.name, where, self.action, module, facts.flops, facts.moved,
+                                 shape=facts.shape, dtype=facts.dtype, live=heap.live))
+        return result
+
+    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
+        """What an operation gives, and what is to be said of it."""
+        result = func(*args, **kwargs)
+        if self._chooses(func, args):
+            result[1].copy_(chosen_in_turn(*result[1].shape, self.choices[0]))
+        return result, facts_of(func, args, kwargs, result)
+
+    def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a collective or message gives.
+
+        A transport has copies of its own, and threads that hold tensors for some time after the work is done. Neither is the
+        step's; so it is given copies, and its work is waited for at once. Messages have no threads, and no time to wait.
+        """
+        if func._overloadpacket.__name__ in ("send", "recv_"):
+            return func(*args, **kwargs)
+        copies = [_copied(value) for value in args]
+        result = func(*copies, **kwargs)
+        works = result[1] if isinstance(result, tuple) else result
+        dist.Work.unbox(works).wait()
+        for tensor, copy in zip(tensors_of((args[0],)), tensors_of((copies[0],)), strict=True):
+            tensor.copy_(copy)
+        done = FakeWork().boxed()
+        return (args[0], done) if isinstance(result, tuple) else done
+
+    def _chooses(self, func: Any, args: tuple) -> bool:
+        """Whether the operation is a router's choice of experts."""
+        return (self.choices is not None and func is torch.ops.aten.topk.default and args[0].dim() == 2
+                and (args[0].shape[-1], args[1]) == self.choices)
+
+    def _talk(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A collective or a message."""
+        where, module = self._place()
+        name, group_at, input_at, output_at = _TALK[func._overloadpacket.__name__]
+        group = dist.ProcessGroup.unbox(args[group_at])
+        axis, ranks = self.axis, self.ranks.get(group.group_name) or tuple(range(group.size()))
+        given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
+        for tensor in (*given, *got):
+            life = self.heap.of(tensor)
+            life.travels = True
+            life.sent = life.sent or name == "send"
+            if name == "receive" and axis.startswith("pp"):
+                life.kind = "activations" if axis == "pp" else "communication"  # the backward pass needs what a stage took
+        result = self.communicate(func, args, kwargs)
+        larger = got if name == "all_gather" else given
+        peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
+        kind = name if name in ("send", "receive") else "collective"
+        self.events.append(Event(
+            kind, name, where, self.action, module, moved=sum(t.numel() * t.itemsize for t in (*given, *got)), axis=axis,
+            ranks=ranks, peer=peer, shape=tuple(larger[0].shape), received=tuple((got if name == "all_to_all" else larger)[0].shape),
+            dtype=str(larger[0].dtype).removeprefix("torch."), live=self.heap.live))
+        return result
+
+    def _place(self) -> Place:
+        """The innermost line of ours, and the module at work. Of an operation of autograd, those of the forward pass."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file = self._file(frame.f_code)
+            if file:
+                break
+            frame = frame.f_back
+        else:
+            return "", self.module
+        if file.endswith(_STARTS_BACKWARD):
+            node = torch._C._current_autograd_node()
+            if node is not None and (made := self._makers.get(node._sequence_nr())) is not None:
+                return made
+        key = frame.f_code, frame.f_lineno
+        if key not in self._lines:
+            self._lines[key] = f"{file}:{frame.f_lineno}"
+        place = self._lines[key], self.module
+        if torch.is_grad_enabled():
+            self._makers[torch.autograd._get_sequence_nr() - 1] = place
+        return place
+
+    def _file(self, code: CodeType) -> str:
+        """The file of a line of ours, or nothing."""
+        if code not in self._seen:
+            path = Path(code.co_filename)
+            file = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else ""
+            self._seen[code] = file if file.startswith(_OURS) and not file.startswith(_LOOKS_ON) else ""
+        return self._seen[code]
+
+    @contextmanager
+    def naming(self, stages: Sequence[nn.Module]) -> Iterator[None]:
+        """Know inside which module of these stages an operation runs."""
+        with ExitStack() as stack:
+            for stage in stages:
+                for name, module in stage.named_modules():
+                    outside: list[str] = []
+                    before = module.register_forward_pre_hook(self._entering(name, outside))
+                    after = module.register_forward_hook(self._leaving(outside), always_call=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield
+
+    def _entering(self, name: str, outside: list[str]) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            outside.append(self.module)
+            self.module = name
+
+        return enter
+
+    def _leaving(self, outside: list[str]) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            self.module = outside.pop()
+
+        return leave
+
+
+def _copied(value: Any) -> Any:
+    """A value with copies of its tensors."""
+    return value.clone() if isinstance(value, Tensor) else [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """All tensors among values, also in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)

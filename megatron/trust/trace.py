@@ -1,0 +1,138 @@
+"""What one rank does in a training step, as records: the dry run writes them; cost, matching and reports read them.
+
+    Event   one thing that happened: an operation on tensors, a collective, a message, the beginning of a phase
+    Held    bytes alive at one moment, by kind
+    Trace   one rank's step: its events in order, the peak and what was alive then
+    DryRun  the traces of all distinct kinds of rank, and which ranks each stands for
+
+Sizes are bytes of storages: what tensors really occupy, each storage once however many views it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron.core.config.run import RunConfig
+from megatron.core.pipeline_parallel.schedules import Plan
+
+EventKind = Literal["op", "collective", "send", "receive", "action"]
+KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "temporaries")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that a rank did.
+
+    kind: `action` is the beginning of an action of the schedule or of a phase, and does nothing itself. name: `aten.mm`,
+    `all_reduce`, `F0.3`. where: file and line of the innermost line of the framework that asked for it. action: what the
+    schedule was at: `F0.3`, `B0.3`, `R0`, or the phase `setup`, `begin`, `reduction`, `optimizer`, `end`. module: the
+    innermost module at work in a forward pass, by its name in the stage; in a backward pass, that which the
+    recomputation runs, or nothing. flops: multiplications and additions of matrix products and attention, else 0.
+    moved: bytes read and written, each tensor once.
+
+    Of a collective or message: axis of the mesh; ranks: global ranks of the group, in its order; peer: the other end's
+    global rank, or the source of a broadcast, else -1; shape, dtype: of the larger tensor (what an all-gather makes, what
+    a reduce-scatter takes), of an all-to-all of what is sent; received: shape of what an all-to-all brings, else equal to
+    shape. live: bytes alive when it was done.
+    """
+
+    kind: EventKind
+    name: str
+    where: str = ""
+    action: str = ""
+    module: str = ""
+    flops: int = 0
+    moved: int = 0
+    axis: str = ""
+    ranks: tuple[int, ...] = ()
+    peer: int = -1
+    shape: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    dtype: str = ""
+    live: int = 0
+
+    @property
+    def talks(self) -> bool:
+        """Whether other ranks take part."""
+        return self.kind in ("collective", "send", "receive")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes alive at one moment.
+
+    weights: in the format of the forward pass, with buffers of modules. gradients: the buffers that autograd adds to.
+    optimizer: moments and fp32 copies of weights. activations: what forward passes made and a later action still needs.
+    communication: what collectives and messages read or wrote and that is neither of the above. temporaries: the rest.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    communication: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One rank's training step.
+
+    place: axis -> this rank's place on it (tp, cp, dp, pp, ep). parameters: numbers that it holds. peak: most bytes alive
+    at once; peak_event: index of the event at which they were; at_peak: of what kinds. steady: what is alive between
+    steps. timeline: (index of an event, what was alive after it), thinned. left_behind: bytes of the microbatches that were
+    run which stay until the end of the step. Of a dry run that was cut short, peak and at_peak are those of the whole step.
+    """
+
+    rank: int
+    place: dict[str, int]
+    parameters: int
+    events: tuple[Event, ...]
+    peak: int
+    peak_event: int
+    at_peak: Held
+    steady: Held
+    timeline: tuple[tuple[int, Held], ...] = ()
+    left_behind: int = 0
+
+    @property
+    def summit(self) -> Event:
+        """The event at the peak."""
+        return self.events[self.peak_event]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The step of every distinct kind of rank.
+
+    stands_for: for each trace, the ranks that do the same with the same sizes. plan: the schedule that was run, of
+    num_microbatches a rank; whole_plan: that of the run's own full step, of whole_microbatches, which differs where the
+    dry run was cut short after the state of the pipeline began to repeat.
+    """
+
+    config: RunConfig
+    world_size: int
+    traces: tuple[Trace, ...]
+    stands_for: tuple[tuple[int, ...], ...]
+    plan: Plan
+    num_microbatches: int
+    whole_plan: Plan
+    whole_microbatches: int
+
+    @property
+    def worst(self) -> Trace:
+        """The trace with the highest peak, the first of equals."""
+        return max(self.traces, key=lambda trace: trace.peak)
+
+    def trace_of(self, rank: int) -> Trace:
+        """The trace that stands for a global rank."""
+        for trace, ranks in zip(self.traces, self.stands_for, strict=True):
+            if rank in ranks:
+                return trace
+        raise KeyError(f"rank {rank} is not among the {self.world_size} ranks of this dry run, or was not run")

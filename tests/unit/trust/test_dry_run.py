@@ -1,0 +1,218 @@
+"""A dry run against the same step on real tensors, against arithmetic, and against itself."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.rules import broken, stages_of
+from megatron.core.config.run import RunConfig
+from megatron.core.models.flops import BYTES, rank_memory
+from megatron.core.parallel.mesh import Mesh
+from megatron.trust.dry_run import dry_run, real_trace
+from megatron.trust.memory import forwards_waiting, why_worst
+from megatron.trust.trace import Trace
+from tests.helpers import tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8,
+                         "global_batch_size": 4}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+    {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"}, {"context_parallel_size": 2},
+    {"use_distributed_optimizer": True}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    {"num_experts": 4, "moe_router_topk": 2}, {"num_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True},
+    {"num_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
+    {"num_experts": 4, "moe_expert_capacity_factor": 1.0, "moe_token_dispatcher_type": "alltoall"},
+    {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4},
+    {"architecture": "bert"}, {"architecture": "t5", "decoder_seq_length": 8}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 1.0},
+    {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"group_query_attention": True, "num_query_groups": 2}, {"swiglu": True},
+    {"normalization": "RMSNorm", "position_embedding_type": "rope"}, {"untie_embeddings_and_output_weights": True},
+    {"micro_batch_size": 2}, {"reset_attention_mask": True}, {"calculate_per_token_loss": True}, {"mtp_num_layers": 1},
+    {"optimizer": "sgd"}, {"attention_backend": "unfused"}, {"log_num_zeros_in_grad": True},
+)
+
+
+def random_changes(seed: int, count: int) -> list[tuple[int, dict[str, Any]]]:
+    """(ranks, changes) of configurations that the rules accept: each a few of CHANGES together."""
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        ranks, changes = chance.choice((1, 2, 2, 4)), dict(SMALL)
+        for change in chance.sample(CHANGES, chance.randint(1, 5)):
+            changes |= change
+        try:
+            config = tiny.config(ranks, **changes)
+            if not list(broken(config, ranks)):
+                found.append((ranks, changes))
+        except (ConfigError, AssertionError, ZeroDivisionError):
+            pass  # a layout for other ranks
+    return found
+
+
+def facts(trace: Trace) -> tuple[Any, ...]:
+    """What a dry run must know of a rank: bytes, and everything that others take part in."""
+    talks = [(event.kind, event.name, event.where, event.action, event.axis, event.ranks, event.peer, event.shape, event.received,
+              event.dtype, event.live) for event in trace.events if event.talks]
+    return trace.peak, trace.at_peak, trace.steady, trace.parameters, trace.place, talks
+
+
+def real_facts(changes: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """On every rank: the facts of a real step of each configuration."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    found = []
+    for change in changes:
+        config = tiny.config(ranks, **change)
+        mesh = Mesh.build(config.parallel, torch.device("cpu")) if ranks > 1 else Mesh.single()
+        found.append(facts(real_trace(config, mesh)))
+    return found
+
+
+def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
+    """Every rank of every configuration, dry and real."""
+    for ranks in sorted({ranks for ranks, _ in cases}):
+        changes = [change for size, change in cases if size == ranks]
+        real = world(ranks).run(real_facts, changes, timeout=3600.0)
+        for index, change in enumerate(changes):
+            dry = dry_run(tiny.config(ranks, **change), ranks, range(ranks), whole=True)
+            for rank, trace in enumerate(dry.traces):
+                for expected, found in zip(real[rank][index], facts(trace), strict=True):
+                    assert found == expected, f"rank {rank} of {ranks} with {change}"
+
+
+def test_what_a_dry_run_counts_is_what_real_tensors_hold_byte_for_byte(world):
+    compare(world, random_changes(seed=3, count=12))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_hundreds_of_configurations_hold_what_their_dry_run_counts(world, seed):
+    compare(world, random_changes(seed=100 + seed, count=30))
+
+
+@pytest.mark.parametrize("changes", [
+    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {"bf16": True, "use_distributed_optimizer": True},
+    {"num_experts": 4, "expert_model_parallel_size": 2, "bf16": True, "tensor_model_parallel_size": 2}])
+def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes):
+    # Every tensor is a multiple of the alignment, so that buffers have no padding.
+    config = tiny.config(4, **{**SMALL, "hidden_size": 128, "max_position_embeddings": 64, "add_bias_linear": False, **changes})
+    config = tiny.with_vocabulary(config, 512)
+    dry = dry_run(config, 4)
+    copies = config.parallel.data_parallel_size(4)
+    expected = rank_memory(config, stages_of(config), data_parallel_size=copies, num_microbatches=dry.whole_microbatches)
+    for trace in dry.traces:
+        held, formula = trace.steady, expected[trace.place["pp"]]
+        assert trace.parameters == formula.parameters
+        assert held.weights == formula.parameters * BYTES[config.precision.dtype]
+        assert held.gradients == formula.parameters * BYTES[config.precision.gradient_dtype]
+        assert held.weights + held.gradients + held.optimizer == formula.weights_and_optimizer
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+                                     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}])
+def test_a_dry_run_that_is_cut_short_finds_the_peak_of_the_whole_step(changes):
+    config = tiny.config(2, **{**SMALL, "pipeline_model_parallel_size": 2, "global_batch_size": 16, **changes})
+    short, whole = dry_run(config, 2), dry_run(config, 2, whole=True)
+    assert short.num_microbatches < whole.num_microbatches == short.whole_microbatches
+    for few, all_ in zip(short.traces, whole.traces, strict=True):
+        assert (few.peak, few.at_peak) == (all_.peak, all_.at_peak)
+
+
+def test_events_name_lines_of_the_tree_and_the_actions_of_the_schedule():
+    dry = dry_run(tiny.config(2, **SMALL, pipeline_model_parallel_size=2), 2)
+    for place, trace in enumerate(dry.traces):
+        actions = [event.name for event in trace.events if event.kind == "action" and event.name[0] in "FBR"]
+        assert actions == [str(action) for action in dry.plan[place]]
+        for event in trace.events:
+            if event.kind != "action":
+                file, line = event.where.split(":")
+                assert 0 < int(line) <= len((ROOT / file).read_text().splitlines()), event.where
+        assert trace.summit.live == max(event.live for event in trace.events)
+        products = [event for event in trace.events if event.name in ("aten.mm", "aten.addmm") and event.action == "F0.0"]
+        assert all(event.module.startswith("decoder.layers.0.") or place for event in products)
+
+
+def test_matrix_products_are_counted_as_the_model_counts_them():
+    config = tiny.config(1, **SMALL, add_bias_linear=False, attention_backend="unfused", untie_embeddings_and_output_weights=True)
+    trace = dry_run(config, 1).traces[0]
+    passes = sum(event.kind == "action" and event.name[0] == "F" for event in trace.events)
+    h, s, v = 16, 8, config.model.padded_vocab_size
+    matrices = 2 * (4 * h * h + 8 * h * h) + v * h
+    products = 6 * s * matrices + 2 * 12 * s * s * h  # two layers: scores and their use, forward and backward
+    assert sum(event.flops for event in trace.events) == passes * products
+
+
+def test_tokens_choose_experts_in_turn_so_that_all_ranks_get_as_many():
+    config = tiny.config(2, **SMALL, num_experts=4, moe_router_topk=2, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall")
+    for trace in dry_run(config, 2).traces:
+        rows = [event for event in trace.events if event.name == "all_to_all"]
+        assert rows and all(event.shape == event.received for event in rows)
+        assert {event.shape[0] for event in rows} == {8 * 2}
+
+
+def test_the_first_stage_is_worst_by_its_activations_and_the_report_says_so():
+    config = tiny.config(4, **{**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 4, "global_batch_size": 8, "hidden_size": 64})
+    dry = dry_run(config, 4)
+    assert dry.worst.place["pp"] == 0
+    assert [forwards_waiting(trace) for trace in dry.traces] == [4, 3, 2, 1]
+    assert "rank 0 (tp 0, pp 0, ep 0) needs" in why_worst(dry) and "4 forward passes wait" in why_worst(dry)
+
+
+def test_ranks_of_a_stage_share_a_trace_and_every_rank_has_one():
+    config = tiny.config(64, **{**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 4,
+                                "global_batch_size": 8})
+    dry = dry_run(config, 64)
+    assert sorted(rank for ranks in dry.stands_for for rank in ranks) == list(range(64))
+    assert all(dry.trace_of(rank).place["pp"] == dry.trace_of(ranks[0]).place["pp"] for ranks in dry.stands_for for rank in ranks)
+    assert not dist.is_initialized()
+
+
+MODELS = {
+    "gpt3 175B": (1024, {
+        "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "max_position_embeddings": 2048,
+        "micro_batch_size": 1, "global_batch_size": 1536, "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16,
+        "sequence_parallel": True, "recompute_activations": True, "use_distributed_optimizer": True, "bf16": True}),
+    "mixture of experts 1T": (1024, {
+        "num_layers": 64, "hidden_size": 8192, "ffn_hidden_size": 20480, "num_attention_heads": 64, "group_query_attention": True,
+        "num_query_groups": 8, "seq_length": 4096, "max_position_embeddings": 4096, "micro_batch_size": 1, "global_batch_size": 1024,
+        "num_experts": 32, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "swiglu": True,
+        "add_bias_linear": False, "tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 16, "recompute_activations": True,
+        "use_distributed_optimizer": True, "bf16": True}),
+}
+
+
+def plan_large(name: str) -> None:
+    """In a process of its own: plan, and print processor seconds, megabytes and parameters."""
+    torch.set_num_threads(1)
+    ranks, changes = MODELS[name]
+    common = {"mock_data": True, "lr": 1e-4, "train_iters": 10, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    config = from_values(RunConfig, {**common, **changes}).resolve(ranks)
+    config = replace(config, model=config.model.with_vocabulary(50257, config.parallel.tp))
+    begin = time.process_time()
+    dry = dry_run(config, ranks)
+    assert sorted({trace.place["pp"] for trace in dry.traces}) == list(range(config.parallel.pp))
+    print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, dry.worst.peak / 2**30)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, most_seconds", [("gpt3 175B", 60), ("mixture of experts 1T", 120)])
+def test_a_thousand_ranks_are_planned_in_minutes_and_a_gigabyte(name, most_seconds):
+    code = f"from tests.unit.trust.test_dry_run import plan_large; plan_large({name!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, megabytes, peak = map(float, result.stdout.split())
+    assert seconds < most_seconds and megabytes < 1024, f"{seconds:.0f} s, {megabytes:.0f} MB"
+    assert 5 < peak < 141, f"a peak of {peak:.1f} GiB fits no GPU"
