@@ -1,0 +1,284 @@
+"""How long a training step takes: the time of every event of a dry run, laid along the schedule that is really run.
+
+    operation    the larger of its arithmetic over the rate that a product of its size reaches, and its bytes over the memory's
+                 bandwidth; and the launch of a kernel. What moves no bytes is a view, and takes no time
+    collective   a ring, a tree or an exchange over the links that the group's ranks have (hardware.py)
+    action       the sum of what happens in it: one forward or backward pass of one stage
+    step         the plan, played with these durations and the messages' time (timeline.py); sums of gradients run beside it, from
+                 the moment at which each is begun, and what of them is left at its end is waited for; then the update
+
+So the bubble is the schedule's own, with its uneven stages, and not (p-1)/(m+p-1). Not in the time: reading data, writing
+checkpoints, ranks that are slower than others, experts with more tokens than others, and a link that two axes want at once. A
+collective of tensor, context or expert ranks is counted in full, though some run beside a product: the estimate is late there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from megatron.core.config.run import RunConfig
+from megatron.core.models.flops import flops_per_sample
+from megatron.core.pipeline_parallel.schedules import num_stages
+from megatron.core.pipeline_parallel.timeline import Timeline, play
+from megatron.trust.hardware import Hardware, collective_seconds
+from megatron.trust.trace import DryRun, Event, Trace
+
+DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
+ATTENTION = re.compile(r"attention|flash|sdpa")
+# What runs nothing: memory that is only taken, and tensors that share it.
+FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fresh|_reshape_alias)")
+# What reads a few rows of a table: it moves what it makes.
+PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
+FUSED = "megatron/core/kernels/fused.py:"
+# Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
+BLOCKS = "megatron/core/tensor_parallel/loss.py:"
+ACTION = re.compile(r"([FBR]\d+)(?:\.\d+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step. seconds; bubble: idle share of the schedule; parts: seconds of the busiest pipeline position by what they go to.
+
+    tokens: a second, of all ranks. flops: model FLOPs a second of one rank, causal; mfu, mfu_square: shares of the peak.
+    """
+
+    seconds: float
+    bubble: float
+    tokens: float
+    flops: float
+    mfu: float
+    mfu_square: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a dry run costs. time: of a step. timeline: of its whole plan, in seconds. traffic: bytes that a rank gives to or takes
+    from the collectives of each axis in a step, the most of any rank; messages under `pp`.
+    """
+
+    time: StepTime
+    timeline: Timeline
+    traffic: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Spent:
+    """All events of one kind of action or of one phase on a rank. begun: each action -> the seconds before it. launches: sums of
+    gradients begun in its last one: (seconds after its beginning, seconds that it takes).
+    """
+
+    begun: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    parts: Counter[str] = field(default_factory=Counter)
+    traffic: Counter[str] = field(default_factory=Counter)
+    launches: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def each(self) -> float:
+        """Seconds of one action."""
+        return self.seconds / len(self.begun)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """A rank's time. spent: by kind of action (F0, B0, R0) and by phase. message: seconds of its slowest message to a neighbour.
+    gathers: seconds of each gather of new weights that the next step's forward pass may hide.
+    """
+
+    place: int
+    spent: Mapping[str, Spent]
+    message: float
+    gathers: tuple[float, ...]
+
+
+def cost(run: DryRun, hardware: Hardware) -> Cost:
+    """Seconds, bytes and shares of the step that was run dry."""
+    ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
+    stages, pp = num_stages(run.whole_plan), len(run.whole_plan)
+    times = {op: [max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
+                  for stage in range(stages)] for op in "FB"}
+    message = max(rank.message for rank in ranks)
+    if not run.config.parallel.overlap_p2p_communication:
+        # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
+        times = {op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(row)]
+                 for op, row in times.items()}
+        message = -message
+    timeline = play(run.whole_plan, forward=times["F"], backward=times["B"], message=message)
+    ends = [_reduced(rank, run, timeline) for rank in ranks]
+    tails = [sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key))
+             + _exposed_gather(rank) for rank in ranks]
+    seconds = max(ends) + max(tails)
+    busiest = max(range(len(ranks)), key=lambda place: sum(ranks[place].spent[key].each for key in ranks[place].spent))
+    parts = _parts(ranks[busiest], run.whole_microbatches, seconds)
+    traffic: dict[str, float] = {}
+    for rank in ranks:
+        for axis, moved in _traffic(rank, run.whole_microbatches).items():
+            traffic[axis] = max(traffic.get(axis, 0.0), moved)
+    assert pp == run.config.parallel.pp, f"a plan of {pp} rows for {run.config.parallel.pp} pipeline ranks"
+    return Cost(step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts), timeline, traffic)
+
+
+def step_time(config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float,
+              parts: Mapping[str, float]) -> StepTime:
+    """Rates of a step that takes so long."""
+    train = config.train
+    assert train.global_batch_size and train.seq_length, "rules let no run pass without a batch and a length"
+    causal, square = (train.global_batch_size * flops_per_sample(config.model, train.seq_length, count, decoder_length=train.decoder_seq_length)
+                      / seconds / world_size for count in ("causal", "square"))
+    peak = hardware.flops(config.precision.dtype)
+    return StepTime(seconds, bubble, train.global_batch_size * train.seq_length / seconds, causal, causal / peak, square / peak, parts)
+
+
+def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
+    """The time of everything that a rank does, by action."""
+    spent: dict[str, Spent] = {}
+    message, gathers = 0.0, []
+    price = cache(lambda event: event_seconds(event, config, hardware, trace.rank))
+    for event in trace.events:
+        if event.action == "setup" or event.kind == "action":
+            continue
+        key = _key(event.action)
+        place = spent.setdefault(key, Spent())
+        before = place.begun.setdefault(event.action, place.seconds)
+        seconds = price(_alike(event))
+        if event.kind in ("send", "receive"):
+            place.traffic["pp"] += bytes_of(event)
+            message = max(message, seconds)
+            continue
+        if event.kind == "collective":
+            place.traffic[event.axis] += bytes_of(event)
+            if event.axis in DATA_AXES and ACTION.match(key):
+                place.launches.append((place.seconds - before, seconds))
+                continue
+            if event.axis in DATA_AXES and event.name == "all_gather" and config.parallel.overlap_param_gather:
+                gathers.append(seconds)
+                continue
+        place.seconds += seconds
+        place.parts[part_of(event)] += seconds
+    return RankTime(trace.place.get("pp", 0), spent, message, tuple(gathers))
+
+
+def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
+    """What one event takes on this rank."""
+    if event.kind in ("send", "receive"):
+        return hardware.path((rank, event.peer)).seconds(bytes_of(event))
+    if event.kind == "collective":
+        return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
+    if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
+        return 0.0
+    dtype = event.dtype.removeprefix("torch.")
+    dtype = dtype if dtype in hardware.peak else config.precision.dtype
+    if hardware.fused and event.where.startswith(FUSED) and not ATTENTION.search(event.name):
+        # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
+        return hardware.attention_seconds(event.flops * _met(config), config.precision.dtype, backward=event.action.startswith("B"))
+    if ATTENTION.search(event.name):
+        busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
+    else:
+        busy = hardware.matmul_seconds(event.flops, dtype)
+    moved = 2 * bytes_of(event) if PICKS.match(event.name) else event.moved
+    return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
+
+
+def _attention_flops(event: Event, config: RunConfig) -> float:
+    """Those of the keys that are met. torch counts all keys, and does not count its CPU kernel: that is counted here from the shape of
+    what it makes, [b, n, s, d], with as many keys as queries.
+    """
+    if event.flops:
+        return event.flops * _met(config)
+    batch, heads, length, width = (event.shape + (1,) * 4)[:4]
+    return _met(config) * 4 * batch * heads * length**2 * width * (2.5 if "backward" in event.name else 1.0)
+
+
+def _met(config: RunConfig) -> float:
+    """The share of the keys that a query meets."""
+    return 0.5 if config.model.architecture == "gpt" else 1.0
+
+
+def bytes_of(event: Event) -> float:
+    """Bytes of the tensor that a collective or message is about."""
+    count = 1
+    for size in event.shape:
+        count *= size
+    return count * item_size(event.dtype)
+
+
+def item_size(dtype: str) -> float:
+    """Bytes of one number."""
+    digits = re.search(r"(?:float|int|uint|complex)(\d+)", dtype)
+    return int(digits[1]) / 8 if digits else 1.0
+
+
+def part_of(event: Event) -> str:
+    """What a second of this event is spent on."""
+    if event.kind == "collective":
+        return f"{event.axis} collectives"
+    if ATTENTION.search(event.name) or event.where.startswith(FUSED):
+        return "attention"
+    return "matrix products" if event.flops else "other operations"
+
+
+def _alike(event: Event) -> Event:
+    """The event without what does not change its time, so that equal ones are priced once."""
+    where = event.where if event.where.startswith((BLOCKS, FUSED)) else ""
+    return replace(event, where=where, action=event.action[:1], module="", received=(), live=0)
+
+
+def _key(action: str) -> str:
+    """The kind of an action: F0 of F0.3; a phase is itself."""
+    found = ACTION.match(action)
+    return found[1] if found else action or "begin"
+
+
+def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
+    """When a rank has done its part of the schedule, and its gradients are summed."""
+    row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
+    launches = []
+    for key, spent in rank.spent.items():
+        begun = [start for action, start in zip(row, starts, strict=True) if _key(str(action)) == key]
+        if not begun and key[0] == "R":  # the plan of a run without reductions in it
+            begun = [timeline.end[rank.place][-1]]
+        launches += [(begun[-1] + after, seconds) for after, seconds in spent.launches if begun]
+    free = 0.0
+    for ready, seconds in sorted(launches):
+        free = max(free, ready) + seconds
+    return max(free, timeline.end[rank.place][-1])
+
+
+def _exposed_gather(rank: RankTime) -> float:
+    """What a step waits for new weights when their gathers run beside the first forward pass: the first, which nothing hides, and
+    what is longer than that pass.
+    """
+    if not rank.gathers:
+        return 0.0
+    hides = sum(spent.each for key, spent in rank.spent.items() if key[0] == "F" and ACTION.match(key))
+    return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
+
+
+def _times(key: str, spent: Spent, microbatches: int) -> float:
+    """How often what was recorded happens in the whole step, for each time that it was."""
+    return microbatches / len(spent.begun) if key[0] in "FB" and ACTION.match(key) else 1.0
+
+
+def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
+    """Where a rank's step goes; what is left is waiting: for other stages, messages and sums of gradients."""
+    found: Counter[str] = Counter()
+    for key, spent in rank.spent.items():
+        for part, share in spent.parts.items():
+            found["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
+    found["waiting"] = max(0.0, seconds - sum(found.values()))
+    return dict(found.most_common())
+
+
+def _traffic(rank: RankTime, microbatches: int) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for key, spent in rank.spent.items():
+        # Sums of gradients are begun once in a step, however many microbatches there are.
+        once = key[0] == "B" and bool(spent.launches)
+        for axis, moved in spent.traffic.items():
+            found[axis] += moved * (1.0 if once and axis in DATA_AXES else _times(key, spent, microbatches))
+    return found

@@ -1,0 +1,197 @@
+"""What a machine can do, as data: rates, sizes and latencies from which cost.py makes seconds.
+
+A profile has two kinds of numbers. What the maker says: peak rates, memory, links. And what a kernel reaches of it: shares,
+which a profile from `tools/plan.py --measure` replaces by measured ones. The built-in shares are those of Hopper:
+
+    matmul       by the work of one product. 0.80 of the peak at 8192^3 was measured on an H200 (790 of 989 TFLOP/s: power is the
+                 limit), 0.60 at the products of a 1.3B model (6.9e10 FLOPs, hidden size 2048) is what published steps imply;
+                 smaller ones do not fill the device
+    attention    share of the matmul peak: the forward and backward rates published for FlashAttention 2 and 3 lie around 0.45
+                 and 0.35 of the peak for heads of 128 and 4,096 tokens, counted causally
+    memory       of the bandwidth: a copy on the same H200 moved 4.3 of 4.8 TB/s
+    network      of a link: NCCL's large all-reduce reaches about 0.8
+
+Peaks are dense, in FLOPs a second; links are one way, bytes a second of one rank; latencies are seconds. Capacities are what
+the driver shows as total memory. Sources: the makers' data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and MI300X.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.trust.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How ranks are joined. rate: bytes a second of one rank, one way, as reached. latency: seconds of one step of a message."""
+
+    rate: float
+    latency: float
+
+    def seconds(self, moved: float) -> float:
+        """One message of so many bytes."""
+        return self.latency + moved / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of machine.
+
+    peak: by dtype, FLOPs a second. matmul: (FLOPs of one product, share of the peak), rising. attention: shares of the peak in
+    forward and backward passes. memory: bytes; usable: the share that tensors can have, the rest is the driver's, the
+    collectives' and what an allocator loses between blocks. memory_rate: bytes a second, as reached. launch: seconds that a
+    small operation takes. node: ranks that `inside` joins; `network` joins the nodes. sleep: seconds by which a timed pause is
+    late, of machines that were measured. fused: whether attention has fused kernels for dropout and masks, too.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    matmul: tuple[tuple[float, float], ...]
+    attention: tuple[float, float]
+    memory: float
+    memory_rate: float
+    launch: float
+    node: int
+    inside: Link
+    network: Link
+    usable: float = 0.94
+    sleep: float = 0.0
+    fused: bool = True
+    source: str = ""
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOPs a second; a dtype that a profile does not name runs at its fp32 rate."""
+        return self.peak.get(dtype, self.peak["float32"])
+
+    def matmul_seconds(self, flops: float, dtype: str) -> float:
+        """Arithmetic of one matrix product."""
+        return flops / (self.flops(dtype) * between(self.matmul, flops)) if flops else 0.0
+
+    def attention_seconds(self, flops: float, dtype: str, *, backward: bool) -> float:
+        """Arithmetic of one attention kernel; flops: of the keys that are met."""
+        return flops / (self.flops(dtype) * self.attention[backward])
+
+    def budget(self) -> float:
+        """Bytes that tensors can have."""
+        return self.memory * self.usable
+
+    def path(self, ranks: Sequence[int]) -> Link:
+        """What a ring over these ranks goes through. Each rank has a port to the network, and the ring uses all of a node's."""
+        nodes = [rank // self.node for rank in ranks]
+        if len(set(nodes)) < 2:
+            return self.inside
+        together = min(nodes.count(node) for node in set(nodes))
+        return Link(min(self.inside.rate, together * self.network.rate), self.network.latency)
+
+
+def between(points: Sequence[tuple[float, float]], size: float) -> float:
+    """A share read off a table, straight between its points on a logarithmic scale; beyond the ends, the end's."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, first), (high, second) in zip(points, points[1:]):
+        if size <= high:
+            place = math.log(size / low) / math.log(high / low)
+            return first + place * (second - first)
+    return points[-1][1]
+
+
+def collective_seconds(name: str, moved: float, ranks: Sequence[int], hardware: Hardware) -> float:
+    """Seconds of one collective. moved: bytes of the larger tensor; of an exchange of all with all, of what a rank sends.
+
+    Rings move 2 (n-1)/n of it for a sum that all get, (n-1)/n for a gather or a scattered sum; a tree takes 2 log2 n steps of
+    latency instead of 2 (n-1), and the better one is taken, as NCCL does. In an exchange of all with all every rank sends n-1
+    of its n pieces, those for other nodes through its own port. (Thakur, Rabenseifner, Gropp, 2005.)
+    """
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    link, steps = hardware.path(ranks), math.ceil(math.log2(n))
+    if name in ("all_reduce", "barrier"):
+        ring = 2 * (n - 1) * link.latency + 2 * (n - 1) / n * moved / link.rate
+        return min(ring, 2 * steps * link.latency + 2 * moved / link.rate)
+    if name in ("all_gather", "reduce_scatter"):
+        return (n - 1) * link.latency + (n - 1) / n * moved / link.rate
+    if name == "all_to_all":
+        own = ranks[0] // hardware.node
+        near = sum(rank // hardware.node == own for rank in ranks) - 1
+        apart = (n - 1 - near) / n * moved / hardware.network.rate
+        return steps * link.latency + max(near / n * moved / hardware.inside.rate, apart)
+    return steps * link.latency + moved / link.rate  # one rank's tensor to all, or all to one
+
+
+Reached = tuple[tuple[tuple[float, float], ...], tuple[float, float]]  # shares: `matmul` and `attention` of a profile
+AMPERE: Reached = ((1e8, 0.05), (1e9, 0.25), (1e10, 0.60), (7e10, 0.78), (3e11, 0.82), (1.1e12, 0.85)), (0.60, 0.50)
+HOPPER: Reached = ((1e8, 0.02), (1e9, 0.10), (1e10, 0.38), (7e10, 0.60), (3e11, 0.70), (1.1e12, 0.80)), (0.45, 0.35)
+BLACKWELL: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.28), (7e10, 0.52), (3e11, 0.66), (1.1e12, 0.75)), (0.45, 0.35)
+CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.46), (1.1e12, 0.50)), (0.30, 0.22)
+
+
+def _peaks(half: float, tf32: float, single: float, double: float, eighth: float = 0.0) -> dict[str, float]:
+    """Peaks in TFLOP/s. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
+    found = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
+    return {name: rate * 1e12 for name, rate in (found | ({"float8": eighth} if eighth else {})).items()}
+
+
+def _card(name: str, peak: dict[str, float], *, mebibytes: int, terabytes: float, link: float, ports: float = 25e9, node: int = 8,
+          reached: Reached = HOPPER) -> Hardware:
+    """An accelerator. terabytes: of its memory, a second, as the maker says; link: its own, one way; ports: of the network, one way."""
+    return Hardware(name, peak, *reached, mebibytes * 2.0**20, 0.9 * terabytes * 1e12, 4e-6, node, Link(0.8 * link, 3e-6),
+                    Link(0.8 * ports, 12e-6), source="maker's data sheet, published shares")
+
+
+PROFILES: Mapping[str, Hardware] = {card.name: card for card in (
+    _card("a100-40", _peaks(312, 156, 19.5, 9.7), mebibytes=40_536, terabytes=1.555, link=300e9, reached=AMPERE),
+    _card("a100-80", _peaks(312, 156, 19.5, 9.7), mebibytes=81_251, terabytes=2.039, link=300e9, reached=AMPERE),
+    _card("h100-80", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=81_559, terabytes=3.35, link=450e9, ports=50e9),
+    _card("h200", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=143_771, terabytes=4.8, link=450e9, ports=50e9),
+    _card("b200", _peaks(2250, 1125, 75, 37, 4500), mebibytes=183_359, terabytes=7.7, link=900e9, ports=50e9, reached=BLACKWELL),
+    _card("gb200", _peaks(2500, 1250, 80, 40, 5000), mebibytes=189_471, terabytes=8.0, link=900e9, ports=50e9, node=72, reached=BLACKWELL),
+    _card("mi300x", _peaks(1307.4, 653.7, 163.4, 163.4, 2614.9), mebibytes=196_592, terabytes=5.3, link=448e9, ports=50e9, reached=CDNA),
+    # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
+    Hardware("cpu", {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},
+             ((1e5, 0.1), (1e7, 0.5), (1e9, 1.0)), (0.6, 0.5), 16.0 * GIB, 2e10, 5e-6, 64, Link(1e9, 1e-4), Link(1e8, 3e-4), usable=0.8,
+             fused=False, source="measured on two cores of a Zen 3 server"),
+)}
+
+
+def hardware_of(name: str) -> Hardware:
+    """A built-in profile by its name, or the one in a JSON file that `--measure` wrote."""
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--gpu or --hardware {name} is neither a profile ({', '.join(PROFILES)}) nor a file; choose one of these, or make "
+                          "a file on the machine with: python tools/plan.py --measure FILE")
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: python tools/plan.py "
+                          "--measure FILE") from error
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    """A profile as plain values."""
+    return asdict(hardware)
+
+
+def from_json(values: Mapping[str, Any]) -> Hardware:
+    """The profile that `to_json` gave; `ValueError` for what cannot be one."""
+    known = {field.name for field in fields(Hardware)}
+    if odd := sorted(values.keys() ^ known):
+        raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")
+    found = Hardware(**{**values, "peak": {name: float(rate) for name, rate in values["peak"].items()},
+                        "matmul": tuple((float(size), float(share)) for size, share in values["matmul"]),
+                        "attention": (float(values["attention"][0]), float(values["attention"][1])),
+                        "inside": Link(**values["inside"]), "network": Link(**values["network"])})
+    rates = (*found.peak.values(), found.memory, found.memory_rate, found.node, found.inside.rate, found.network.rate, found.usable,
+             *found.attention, *(number for point in found.matmul for number in point))
+    if "float32" not in found.peak or min(rates) <= 0 or list(found.matmul) != sorted(found.matmul):
+        raise ValueError("rates, sizes and shares must be above 0, the peaks must have float32, and matmul must rise")
+    return found

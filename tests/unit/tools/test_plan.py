@@ -1,0 +1,160 @@
+"""The planner as a command: what it prints, its JSON and pages, its exit codes, launchers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.config.run import RunConfig
+from megatron.trust import measure
+from megatron.trust.hardware import PROFILES, Link, from_json, to_json
+from megatron.trust.trace import DryRun
+from tests.helpers.architecture import ROOT
+from tests.helpers.world import World
+
+RUN = ("--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
+       "--global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --attention-dropout 0")
+PP2 = "--pipeline-model-parallel-size 2"
+OWN = "--true-vocab-size 1000"
+LAUNCHERS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/*.sh")
+                   if re.match(r"(train|pretrain)_", path.name) and "small" not in path.name)
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[ModuleType]:
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plan"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["plan"]
+
+
+def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int) -> tuple[str, str]:
+    """What the tool says on stdout and stderr when it ends with this code."""
+    with pytest.raises(SystemExit) as end:
+        tool.main(words.split())
+    said = capsys.readouterr()
+    assert end.value.code == code, said
+    return said.out, said.err
+
+
+def small_machine(folder: Path, memory: float) -> Path:
+    """A profile of a machine with so many bytes."""
+    path = folder / "small.json"
+    path.write_text(json.dumps({**to_json(PROFILES["cpu"]), "memory": memory, "usable": 1.0, "name": "small"}))
+    return path
+
+
+def test_a_run_that_fits_is_planned_on_one_screen_and_one_page(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "deep" / "report.html"
+    out, err = report(tool, capsys, f"{OWN} --gpu a100-40 --html {page} -- torchrun --nproc_per_node 2 pretrain_gpt.py {RUN} {PP2}", 0)
+    assert out.startswith("FITS: the fullest rank needs ") and "on a100-40" in out.splitlines()[0]
+    assert "2 ranks (pp 2)" in out and "4 microbatches of 1 x 16 tokens" in out and len(out.splitlines()) < 30
+    assert re.search(r"peak of rank \d: aten\.\w+ in \w+.*, megatron/core/\S+:\d+", out), out
+    assert "running one step dry on 2 ranks" in err and "no rank waits forever" in out
+    written = page.read_text(encoding="utf-8")
+    assert written.count("<svg") >= 2 and out.splitlines()[0].split(":")[0] in written
+
+
+def test_ranks_that_would_wait_forever_are_found(tool: ModuleType, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    dry_run = tool.dry_runner()
+
+    def without_a_send(config: RunConfig, world_size: int) -> DryRun:
+        run = dry_run(config, world_size)
+        first = run.traces[0]
+        place = next(place for place, event in enumerate(first.events) if event.kind == "send")
+        return replace(run, traces=(replace(first, events=first.events[:place] + first.events[place + 1:]), *run.traces[1:]))
+
+    monkeypatch.setattr(tool, "dry_runner", lambda: without_a_send)
+    out, _ = report(tool, capsys, f"{OWN} --world-size 2 --gpu a100-40 {RUN} {PP2}", 1)
+    assert out.startswith("NEVER ENDS (see below), and FITS") and "megatron/core/pipeline_parallel/executor.py:" in out
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_change(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"{OWN} --world-size 2 {RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    peak = json.loads(report(tool, capsys, f"{words} --json", 0)[0])["ranks"][0]["peak"]
+    machine = small_machine(tmp_path, peak - 1)
+    out, _ = report(tool, capsys, f"{words} --hardware {machine}", 1)
+    assert out.startswith("DOES NOT FIT: ")
+    saving = re.search(r"--use-distributed-optimizer saves ([\d.]+) (K|M)iB: .*, FITS", out)
+    assert saving, out
+    # Planned by itself, the change saves what was said.
+    after = json.loads(report(tool, capsys, f"{words} --use-distributed-optimizer --json", 0)[0])["ranks"][0]["peak"]
+    assert (peak - after) / {"K": 2**10, "M": 2**20}[saving[2]] == pytest.approx(float(saving[1]), abs=0.006)
+
+
+def test_a_search_gives_every_layout_a_place_or_a_reason(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"{OWN} --search --world-size 2 {RUN} --tensor-model-parallel-size 3"  # what is given need not keep the rules
+    found = json.loads(report(tool, capsys, f"{words} --plans 0 --json", 0)[0])
+    assert found["complete"] and len(found["fits"]) + len(found["rejected"]) == found["tried"]
+    assert all(one["rules"] and one["says"] for one in found["rejected"])
+    out, _ = report(tool, capsys, f"{words} --plans 1", 0)
+    first = re.search(r"^1 +(.*?)  +[\d.]+ [KMG]iB.*dry run$", out, re.MULTILINE)
+    assert first and "layouts fit; the fastest: " + first[1] in out and "were rejected:" in out
+    out, _ = report(tool, capsys, f"{words} --plans 0 --hardware {small_machine(tmp_path, 1000)}", 1)
+    assert out.startswith("none of ") and "memory" in out
+
+
+@pytest.mark.parametrize("words, code, says", [
+    (f"{RUN} --world-size 3 {PP2}", 1, "world-size: 3 ranks are not a multiple"), (f"{RUN} --num-leyers 8", 1, "did you mean --num-layers"),
+    (f"{RUN} --hardware nowhere.json", 2, "--measure FILE"), ("", 2, "give the flags of a run"),
+    (f"{RUN} --search --html x.html", 2, "without --search")])
+def test_what_cannot_be_planned_is_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int, says: str) -> None:
+    out, err = report(tool, capsys, words, code)
+    assert says in err and not out
+
+
+def test_help_and_refusals_do_not_wait_for_torch() -> None:
+    for words in (["--help"], [*RUN.split(), "--world-size", "3", *PP2.split()]):
+        code = f"import sys; sys.argv[1:] = {words}; from tools import plan\ntry: plan.main()\nexcept SystemExit: print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+        assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_this_machine_is_measured(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "SIZES", {"cpu": (16, 64, 128)})
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "COPIED", {"cpu": 2**20})
+    path = tmp_path / "mine.json"
+    tool.main(["--measure", str(path)])
+    found = from_json(json.loads(path.read_text()))
+    assert found.name == "mine" and [size for size, _ in found.matmul] == [2 * 16**3, 2 * 64**3, 2 * 128**3]
+    assert max(share for _, share in found.matmul) == 1.0 and found.sleep >= 0 and found.memory > 2**28
+
+
+def measured_link() -> Link:
+    """The link between two ranks, on each of them."""
+    return measure.link(range(dist.get_world_size()), measure.pick_device())
+
+
+def test_all_ranks_learn_the_link_that_was_measured(world) -> None:
+    ranks: World = world(2)
+    found = ranks.run(measured_link)
+    assert found[0] == found[1] and 1e6 < found[0].rate < 1e12 and 0 < found[0].latency < 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) -> None:
+    data = [str(ROOT / "examples/data/gpt2" / name) for name in ("vocab.json", "merges.txt")]
+    environment = {**os.environ, "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h200 --json --seconds 1 --", "NUM_NODES": "128",
+                   "GPUS_PER_NODE": "8", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", str(ROOT / launcher), "checkpoints", "tensorboard", *data, "corpus_text_document"], cwd=tmp_path,
+                          env=environment, text=True, capture_output=True, timeout=900)
+    assert done.returncode in (0, 1) and done.stdout.startswith("{"), done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["time"]["seconds"] > 0 and 0.02 < found["time"]["mfu"] < 0.9 and found["ranks"][0]["peak"] > 2**20
