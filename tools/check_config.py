@@ -36,7 +36,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--why-not", action="append", default=[], metavar="FLAG=VALUE",
                         help="what this change would break, and what else would have to change; may be given more than once")
     parser.add_argument("--build", action="store_true", help="build every rank's place without memory, and count what is there")
-    parser.add_argument("--true-vocab-size", type=int, default=50257, help="--build: ids of the tokenizer (default: GPT-2's 50257)")
+    parser.add_argument("--true-vocab-size", type=int, help="--build: ids of the tokenizer (default: those of NullTokenizer, else GPT-2's 50257)")
     parser.add_argument("--tries", type=int, default=10_000, help="configurations that the search for changes may look at (default: 10000)")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
@@ -84,11 +84,11 @@ def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
     return [*lines, f"  {proof} ({answer.tried:,} configurations tried)."]
 
 
-def built_on(setting: Given, true_vocab_size: int) -> dict[str, Any]:
+def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
     from megatron.trust.built import check_build  # needs torch, which no other answer waits for
     config, _ = examine(setting.config, setting.world_size)
-    return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size))
+    return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size or config.tokenizer.known_size))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 
     python tools/doctor.py <the flags of the run>
     torchrun --nproc_per_node 8 tools/doctor.py <the flags of the run>     on all ranks that will run; so on several machines
+    LAUNCH="torchrun --nproc_per_node 8 tools/doctor.py --" bash LAUNCHER  with what a launcher would start
 
 Every row is OK, WARN or FAIL, and names the ranks it is about. Without flags, the machines alone are examined. Nothing stays
 behind but an empty --save folder. Exit code: 0 no row is FAIL, 1 some are.
@@ -30,7 +31,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.arguments import examine, read_flags
 from megatron.training.initialize import join, kernel_need, shut_down
 from megatron.training.place import world_size
-from megatron.trust.command import ENTRIES
+from megatron.trust.command import ENTRIES, split_command
 from megatron.trust.doctor import Row, Subject, examine_all
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
-    config, rows = settings([word for word in words if word != "--"], options.entry)
+    _, entry, words = split_command([word for word in words if word != "--"], options.entry)
+    config, rows = settings(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
         subject, found = subject_of(config, whole=whole, megabytes=options.megabytes)

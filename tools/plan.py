@@ -46,7 +46,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
-    parser.add_argument("--true-vocab-size", type=int, default=50257, help="ids of the tokenizer (default: GPT-2's 50257)")
+    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: those of NullTokenizer, else GPT-2's 50257)")
     parser.add_argument("--search", action="store_true", help="look at all layouts, instead of the one that is given")
     parser.add_argument("--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)")
     parser.add_argument("--seconds", type=float, default=120.0, help="--search, and changes that would make it fit: when to stop (default: 120)")
@@ -79,6 +79,7 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
                         *(f"  {one.rule}: {one.says}" for one in broken)]))
         raise SystemExit(1)
     config, _ = examine(command.setting.config, command.setting.world_size)
+    options.true_vocab_size = options.true_vocab_size or config.tokenizer.known_size
     return command.setting, config if broken else with_vocabulary(config, options.true_vocab_size)
 
 

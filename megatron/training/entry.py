@@ -48,12 +48,13 @@ class Alarm:
         if self._board is not None:
             self._watching.start()
 
-    def sound(self, error: BaseException) -> None:
-        """This rank is about to die of `error`."""
+    def sound(self, error: BaseException) -> bool:
+        """This rank is about to die of `error`. Returns whether it is the first, as far as it can know."""
         self.silence()
         board = Board.connect(self.place)
-        if board is not None:
-            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}")
+        if board is None:
+            return True
+        return board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}") or board.read(FIRST_FAILURE) is None
 
     def silence(self) -> None:
         """All went well. A thread that came back from the store while Python ends would abort the process."""
@@ -109,10 +110,10 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             alarm.silence()
             raise
         except USER_ERRORS as error:
-            alarm.sound(error)
-            if place.size > 1:
-                raise
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            # What all ranks found together, one says; the launcher and each rank's own file have it of all.
+            if alarm.sound(error):
+                who = f"{name_of_rank(place.rank)}: " if place.size > 1 else ""
+                sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
             raise SystemExit(1) from None
         except BaseException as error:
             alarm.sound(error)

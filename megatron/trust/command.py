@@ -29,11 +29,17 @@ class Command:
     unread: tuple[Broken, ...]
 
 
+def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
+    """(the launcher's words, the entry script's name, its flags) of a command, or of flags alone, which are those of `entry`."""
+    place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
+    if place is None:
+        return [], entry, list(words)
+    return list(words[:place]), Path(words[place]).name, list(words[place + 1:])
+
+
 def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
     """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
-    place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
-    launcher, flags = ([], list(words)) if place is None else (list(words[:place]), list(words[place + 1:]))
-    entry = entry if place is None else Path(words[place]).name
+    launcher, entry, flags = split_command(words, entry)
     ranks = _ranks(launcher) if ranks is None else ranks
     try:
         args = read_flags(flags, defaults=ENTRIES[entry])

@@ -134,3 +134,8 @@ class TokenizerConfig:
                                            "comes with the tokenizer")
     null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer's end of document (default: --vocab-size)")
     null_tokenizer_pad_id: int | None = flag(None, "NullTokenizer's padding (default: it has none)")
+
+    @property
+    def known_size(self) -> int:
+        """Ids of the tokenizer, as far as flags alone say; else as many as GPT-2's has."""
+        return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257

@@ -15,6 +15,7 @@ import pytest
 
 from megatron.training import entry
 from megatron.training.place import Place
+from megatron.training.watch import NotFinite
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
@@ -63,6 +64,21 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     assert looking.wait(5)
     alarm.silence()
     assert not [thread for thread in threading.enumerate() if thread.name == "first-failure"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_all_ranks_found_together_is_said_by_the_first_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                                  first: bool) -> None:
+    def main() -> None:
+        raise NotFinite("the loss of iteration 7 is nan")
+
+    monkeypatch.setattr(entry, "launcher_place", lambda: Place(rank=1, local_rank=1, size=2, store="", job=""))
+    monkeypatch.setattr(entry.Alarm, "sound", lambda self, error: first)
+    with pytest.raises(SystemExit) as end:
+        entry.entry(main)()
+    said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and len(said) == int(first)
+    assert not first or (said[0].startswith("rank 1") and said[0].endswith("NotFinite: the loss of iteration 7 is nan"))
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
