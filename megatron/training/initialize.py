@@ -96,11 +96,12 @@ def _ranks_that_train(args: argparse.Namespace) -> int:
     chosen, ranks = fitted(given, place.size)
     if line := told(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
+    if ranks == place.size:
+        return ranks
     if place.rank >= ranks:
         stand_by(place)
         raise SystemExit(0)
-    if ranks < place.size:
-        os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
+    os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
     return ranks
 
 

@@ -133,11 +133,13 @@ def test_deterministic_mode_allows_deterministic_kernels_only() -> None:
 
 
 def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     alone = launcher_place()
     assert (alone.rank, alone.size, alone.store, alone.job) == (0, 1, "", "")
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "6000", "SLURM_JOB_ID": "77"}.items():
         monkeypatch.setenv(name, value)
     there = launcher_place()
-    assert (there.rank, there.size, there.store, there.job) == (3, 8, "node0:6000", "77")
+    assert (there.rank, there.size, there.store, there.meeting, there.job) == (3, 8, "", "node0:6000", "77")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert launcher_place().store == "node0:6000", "torchrun's own store is there before and after the ranks"

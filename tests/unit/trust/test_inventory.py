@@ -20,6 +20,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.arguments import config_of, read_args
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.data import build_data
+from megatron.training.guard import Guard
 from megatron.training.loop import Session
 from megatron.training.stages import build_trainer
 from megatron.trust.contents import fits
@@ -58,7 +59,7 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
     trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
     checkpoint = Checkpoint(trainer)
     with closing(build_data(trainer, pretrain_gpt.datasets)) as data:
-        yield Session(trainer, checkpoint, data)
+        yield Session(trainer, checkpoint, data, Guard(run.config))
         checkpoint.finish()
 
 
