@@ -94,7 +94,13 @@ def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return folders
 
 
-@pytest.mark.parametrize("writer, reader", PAIRS, ids=[f"{a}-to-{b}" for a, b in PAIRS])
+def every_pair() -> list[Any]:
+    """All pairs, of which every third is run by day, and those with layouts that have few."""
+    return [pytest.param(*pair, id="-to-".join(pair), marks=[pytest.mark.nightly] if place % 3 and not FEW.keys() & set(pair) else [])
+            for place, pair in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize("writer, reader", every_pair())
 def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
         world: Worlds, saved: dict[str, str], never_stopped: Outcome, writer: str, reader: str) -> None:
     ranks, changes = LAYOUTS[reader]
