@@ -28,7 +28,7 @@ from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.arguments import examine, read_flags
+from megatron.training.arguments import examine, fitted, read_flags
 from megatron.training.initialize import join, kernel_need, shut_down
 from megatron.training.place import world_size
 from megatron.trust.command import ENTRIES, split_command
@@ -51,6 +51,10 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
     config, broken = examine(from_namespace(RunConfig, args), world_size())
     rows = [Row("rules", "FAIL", said) for said in args.problems]
     rows += [Row("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes") for name, said in broken]
+    _, ranks = fitted(from_namespace(RunConfig, args), world_size())
+    if not rows and ranks < world_size():
+        rows = [Row("rules", "WARN", f"--elastic: {ranks} of {world_size()} ranks would train; the machines are examined with a small network",
+                    f"start the doctor on {ranks} ranks for the run's own kernels, links and data")]
     if rows:
         return dataclasses.replace(stand_in, data=config.data, checkpoint=config.checkpoint), rows
     return config, [Row("rules", "OK", f"all are kept on {world_size()} rank(s)")]
@@ -64,7 +68,7 @@ def kernels_of(need: Need, wishes: dict[str, str]) -> tuple[Kernels, list[Row]]:
         return select(need), [Row("kernels", "FAIL", str(error))]
 
 
-def subject_of(config: RunConfig, *, whole: bool, megabytes: int) -> tuple[Subject, list[Row]]:
+def subject_of(config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool) -> tuple[Subject, list[Row]]:
     """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
     device = pick_device()
     claim(device)
@@ -78,7 +82,7 @@ def subject_of(config: RunConfig, *, whole: bool, megabytes: int) -> tuple[Subje
             pass  # the check of the tokenizer tells on which ranks
     hosts = tuple(collectives.gather_objects(socket.gethostname(), mesh.world))
     kernels, rows = kernels_of(need, config.model.kernel_wishes)
-    return Subject(config, mesh, kernels, need, hosts, whole, megabytes), rows
+    return Subject(config, mesh, kernels, need, hosts, whole, megabytes, all_kernels), rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -96,13 +100,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script that the flags are for")
     parser.add_argument("--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)")
+    parser.add_argument("--all-kernels", action="store_true", help="also try the kernels that this machine has and the run does not use")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
     _, entry, words = split_command([word for word in words if word != "--"], options.entry)
     config, rows = settings(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
-        subject, found = subject_of(config, whole=whole, megabytes=options.megabytes)
+        subject, found = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
         rows += [*found, *examine_all(subject)]
         if subject.mesh.world.is_first:
             sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n" if options.json else table(rows))

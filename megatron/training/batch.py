@@ -86,11 +86,16 @@ class Batch:
                        positions=own(self.positions), extras={name: own(rows) for name, rows in self.extras.items()})
 
     @property
+    def targets(self) -> Tensor | None:
+        """The labels, -1 where their loss does not count, so that nothing is computed for those."""
+        return None if self.labels is None else _counted(self.labels, self.loss_mask)
+
+    @property
     def ahead(self) -> Ahead | None:
-        """What the model is told of the tokens ahead, if anything is known of them."""
-        rows = {name: self._rows_ahead(name) for name in ("tokens", "labels")}
+        """What the model is told of the tokens ahead, if anything is known of them: their labels as in `targets`."""
+        ids, labels, masks = (self._rows_ahead(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
-        return Ahead(rows["tokens"], rows["labels"], states) if rows["tokens"] else None
+        return Ahead(ids, tuple(map(_counted, labels, masks)), states) if ids else None
 
     def _rows_ahead(self, name: str) -> tuple[Tensor, ...]:
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
@@ -117,6 +122,11 @@ def language_loss(output: Tensor | Losses, batch: Batch, config: MTPConfig) -> L
         total = total + further * (config.mtp_loss_scaling_factor / len(output.ahead))
         report[f"mtp_{depth} loss"] = torch.stack((further.detach(), own))
     return total, count, report
+
+
+def _counted(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """The labels, -1 where the mask is 0."""
+    return labels if mask is None else labels.masked_fill(mask == 0, -1)
 
 
 def _further(rows: Tensor, places: int) -> Tensor:

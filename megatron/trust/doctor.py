@@ -31,7 +31,7 @@ from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.dist_checkpointing.store import CheckpointError, newest
-from megatron.core.kernels.table import Kernels, Need
+from megatron.core.kernels.table import Kernels, Need, asked
 from megatron.core.models.flops import BYTES, count_parameters, state_bytes
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import free_memory, name_of, synchronize
@@ -39,7 +39,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.recording import code_version
-from megatron.trust.kernel_check import TOLERANCE, errors
+from megatron.trust.kernel_check import TOLERANCE, errors, errors_of_all
 
 Status = Literal["OK", "WARN", "FAIL"]
 _EXPECTED = (OSError, ConfigError, DataError, CheckpointError, ValueError, ImportError)
@@ -62,7 +62,8 @@ class Row:
 class Subject:
     """What is examined: a run's settings on these ranks. hosts: the machine of each. whole: the settings keep every rule.
 
-    megabytes: how much each rank sends and writes where rates are measured.
+    megabytes: how much each rank sends and writes where rates are measured. all_kernels: those are tried too that the run does
+    not use.
     """
 
     config: RunConfig
@@ -72,6 +73,7 @@ class Subject:
     hosts: tuple[str, ...]
     whole: bool
     megabytes: int = 16
+    all_kernels: bool = False
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some ranks and their machines, in words."""
@@ -124,24 +126,28 @@ def devices(subject: Subject) -> list[Row]:
 
 def kernels(subject: Subject) -> list[Row]:
     """Which kernels serve the run, and why better ones do not."""
-    unused = () if subject.config.model.moe.num_experts else ("grouped_linear", "moe_flex_dispatcher")
     return [Row("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
-            for op, name, why in subject.kernels.report if op not in unused]
+            for op, name, why in subject.kernels.report if op not in subject.config.model.idle_kernels]
 
 
 def numbers(subject: Subject) -> list[Row]:
     """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
-    seen = _on_all(subject, lambda: errors(subject.kernels, subject.config, subject.need, subject.mesh.device))
-    limit, rows = TOLERANCE[subject.need.dtype], []
     names = {op: name for op, name, _ in subject.kernels.report}
-    for op in seen[0][1] if seen else ():
-        results = [(rank, one[op]) for rank, one in seen]
+
+    def look() -> dict[tuple[str, str], float | str]:
+        run = subject.config, subject.need, subject.mesh.device
+        chosen = {(op, names.get(op, "torch")): error for op, error in errors(subject.kernels, *run).items()}
+        return (errors_of_all(*run) if subject.all_kernels else {}) | chosen
+
+    seen = _on_all(subject, look)
+    limit, rows = TOLERANCE[subject.need.dtype], []
+    for op, name in seen[0][1] if seen else ():
+        results = [(rank, one[op, name]) for rank, one in seen]
         wrong = [(rank, result) for rank, result in results if isinstance(result, str) or result > limit]
-        what = f"{op} by {names.get(op, 'torch')} in {str(subject.need.dtype).removeprefix('torch.')}"
+        what = f"{op} by {name} in {str(subject.need.dtype).removeprefix('torch.')}"
         if wrong:
             worst = wrong[0][1] if isinstance(wrong[0][1], str) else f"off by {max(result for _, result in wrong):.2g} of the largest value"
-            flag = f"--{op.replace('_', '-')}-backend" if op in subject.config.model.kernel_wishes else ""
-            mend = f"choose another by {flag}, or " if flag else ""
+            mend = f"choose another than {asked(op, name)}, or " if op in names else ""
             rows.append(Row("numbers", "FAIL", f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
                             f"{mend}test the device and its driver"))
         else:

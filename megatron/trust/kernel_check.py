@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels import reference
+from megatron.core.kernels.linear_loss import Words
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.table import Kernels, Need
+from megatron.core.kernels.table import CANDIDATES, Kernels, Need
 
 LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS = 256, 512, 8, 8
 # Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
@@ -66,6 +68,7 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield Trial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.rope.rotates:
         yield _rotary(config, draw, length)
+    yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
@@ -76,14 +79,22 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
     """Op -> its error, or what the kernel said when it failed."""
     names = {field.name for field in fields(Kernels)}
-    found: dict[str, float | str] = {}
-    for trial in trials(config, need):
-        assert trial.op in names, f"{trial.op} is no kernel"
-        try:
-            found[trial.op] = trial.error(getattr(kernels, trial.op), device, need.dtype)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel does, the report tells it
-            found[trial.op] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return found
+    assert all(trial.op in names for trial in trials(config, need)), "a trial is of an op that has kernels"
+    return {trial.op: _error(trial, kernel, device, need) for trial in trials(config, need) if (kernel := getattr(kernels, trial.op))}
+
+
+def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
+    """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
+    return {(trial.op, candidate.name): _error(trial, candidate.call, device, need) for trial in trials(config, need)
+            for candidate in CANDIDATES if candidate.op == trial.op and candidate.call is not None and not candidate.unfit(need)}
+
+
+def _error(trial: Trial, kernel: Op, device: torch.device, need: Need) -> float | str:
+    """The trial's error, or what the kernel said."""
+    try:
+        return trial.error(kernel, device, need.dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel does, the report tells it
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,22 @@ def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial
 
     return Trial("attention", (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)), call,
                  reference.attention)
+
+
+def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> Trial:
+    """A loss whose logits are made in it; some words are padding, and some tokens take no part."""
+    tokens, words = 24, 60
+    targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
+    known = Words(0, words, config.model.final_logit_softcap, lambda stated: stated)
+    return Trial("cross_entropy", (draw(tokens, width), draw(words + 4, width) / width**0.5),
+                 lambda op, x, weight: op(x, weight, None, targets.to(x.device), known), _of_all_logits)
+
+
+def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words) -> Tensor:
+    """What `kernels.linear_loss` computes, of logits that are all there."""
+    logits = F.linear(x, weight, bias)[:, :words.valid]
+    logits = logits if words.softcap is None else words.softcap * torch.tanh(logits / words.softcap)
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
 def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:

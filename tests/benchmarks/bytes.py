@@ -24,16 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import layer_rows
+from megatron.core.kernels import linear_loss
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
+from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
+from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import Pass
 from megatron.training.step import train_step
+from megatron.trust.recorder import Recorder
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -42,7 +48,8 @@ LENGTH, BATCH, HIDDEN, HEADS = 128, 2, 128, 8
 SHAPE: Changes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": LENGTH, "micro_batch_size": BATCH,
                   "max_position_embeddings": LENGTH}
 TRAINING: Changes = {**SHAPE, "num_layers": 4, "global_batch_size": 8, "clip_grad": 0.0,
-                     "untie_embeddings_and_output_weights": True}
+                     "untie_embeddings_and_output_weights": True,
+                     "cross_entropy_fusion_impl": "native"}  # in blocks, what is sent depends on how many tokens' losses count
 EXPERTS: Changes = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "expert_model_parallel_size": 2,
                     "expert_tensor_parallel_size": 1}
 SELECTIVE: Changes = {"recompute_granularity": "selective"}
@@ -152,8 +159,26 @@ def expected_of_experts(dispatcher: str, ranks: int) -> int:
     return layers * tokens * ranks * (4 * HIDDEN + 3 * choices)
 
 
+def held_by_loss(kernel: str) -> int:
+    """The most bytes that loss and gradients of a batch hold at once, beside states and words."""
+    tokens, width, words = 4096, 64, 16384
+    x, weight = torch.randn(tokens, 1, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
+    targets, alone = torch.zeros(tokens, 1, dtype=torch.long), Axis("tp")
+    recorder = Recorder({})
+    for tensor in (x, weight, targets):
+        recorder.heap.see(tensor)
+    before = recorder.heap.live
+    with recorder:
+        if kernel == "native":
+            losses = cross_entropy(F.linear(x, weight), targets, alone, words)
+        else:
+            losses = linear_cross_entropy(linear_loss.linear_cross_entropy, x, weight, None, targets, region=Region(alone), true_vocab_size=words)
+        losses.mean().backward()
+    return recorder.heap.peak - before
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     worlds = Worlds()
     core = 5 * HEADS * LENGTH / HIDDEN
     print(f"activations of one layer in bytes over s*b*h, s={LENGTH} b={BATCH} h={HIDDEN} a={HEADS}, 5as/h={core:g}")
@@ -162,6 +187,9 @@ def main() -> None:
             counted = max(worlds(t).run(kept_here, case.changes) if t > 1 else [kept_here(case.changes)])
             share, formula = counted / (LENGTH * BATCH * HIDDEN), case.formula(core)
             print(f"  tp={t} {case.name:36} counted {share:8.3f}   formula {formula:8.3f}   {share / formula:6.1%}")
+    print("MB that loss and gradients of 4,096 tokens x 64 x 16,384 words hold at most, in fp32; the logits alone are 268")
+    for kernel in ("native", "linear"):
+        print(f"  {kernel:36} {held_by_loss(kernel) / 1e6:8.1f}")
     print("elements that the first rank brings to one step's calls")
     for words in ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"dp": 2},
                   {"dp": 2, "use_distributed_optimizer": True}, {"pipeline_model_parallel_size": 2}):

@@ -3,8 +3,14 @@
 mask.py       MaskSpec: which key each query may see, before anyone makes a tensor of it
 reference.py  every op in plain torch: the meaning of the others
 fused.py      torch's own fused kernels (scaled dot product attention)
+flash_attn.py attention by the packages flash-attn 2 and 3; flex.py by torch's FlexAttention
+linear_loss.py  the loss of every token, whose logits are never all there
+triton_*.py   norms, gated activations, rotations and the loss's softmax in Triton
 blocks.py     attention over some of the keys, whose results merge
 grouped.py    the linear layers of many experts as one
 deep_ep.py    tokens to their experts by a library
+fp8.py        matrices in 8 bits: scales, roundings, and what their product is; fp8_native.py by a GPU's units
+fp4.py        matrices in 4 bits: two levels of scales, rounding by chance, rotations
+recipes.py    how the operands of a linear layer are rounded
 table.py      Kernels record; select(): the best candidate per op, with reasons
 """

@@ -58,6 +58,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: fl
         return attention(q, k, v, mask, dropout, scores)
 
 
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+    """Like `attention`, by torch's cuDNN backend only, which wants a key head for every query head."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return attention(q, k, v, mask, dropout, scores)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """`reference.rms_norm` by torch's kernel."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)

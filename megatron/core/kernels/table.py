@@ -8,18 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import deep_ep, fused, grouped, reference
+from megatron.core.config.kernels import NAMED
+from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, reference
+
+_FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusion-impl",
+          "moe_flex_dispatcher": "moe-flex-dispatcher-backend"}
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the run asks of its kernels. window, softcap: some layers see a window, and some scores are capped.
-    uneven_heads: values are of another size than keys. experts_cut: an expert lies on several ranks. overlapped_experts:
-    shared experts compute while tokens travel.
+    """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
+    capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
+    several ranks. overlapped_experts: shared experts compute while tokens travel.
     """
 
     device: str = "cpu"
@@ -28,7 +36,10 @@ class Need:
     padding: bool = False
     window: bool = False
     softcap: bool = False
+    sinks: bool = False
+    biased_scores: bool = False
     attention_dropout: float = 0.0
+    head_sizes: tuple[int, int] = (64, 64)
     uneven_heads: bool = False
     experts_cut: bool = False
     overlapped_experts: bool = False
@@ -36,17 +47,21 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute an op; `unfit` returns the reason why it cannot serve a need, or an empty string."""
+    """One way to compute an op; `unfit` returns the reason why it cannot serve a need, or an empty string.
+
+    unasked: the reason why it can, but is not taken unless it is asked for.
+    """
 
     op: str
     name: str
     call: Callable | None
     unfit: Callable[[Need], str]
+    unasked: Callable[[Need], str] = lambda _: ""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One callable an op; None: without a library. `report`: (op, chosen, why the better ones were not)."""
+    """One callable an op; None: without one, by what is there anyway. `report`: (op, chosen, why the better ones were not)."""
 
     attention: Callable = fused.attention
     layer_norm: Callable = reference.layer_norm
@@ -55,6 +70,7 @@ class Kernels:
     gated_activation: Callable = reference.gated_activation
     rotary: Callable = reference.rotary
     grouped_linear: Callable = reference.grouped_linear
+    cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
 
@@ -81,6 +97,32 @@ def _fused_unfit(need: Need) -> str:
     return "it has no cap on scores" if need.softcap else ""
 
 
+def _cudnn_unfit(need: Need) -> str:
+    if need.device != "cuda":
+        return "it needs a CUDA device"
+    if max(need.head_sizes) > 128:
+        return f"its heads have at most 128 sizes, not {max(need.head_sizes)}"
+    return _flash_unfit(need).replace("torch's flash backend", "torch's cuDNN backend")
+
+
+def _package_unfit(version: int) -> Callable[[Need], str]:
+    def unfit(need: Need) -> str:
+        lacking = {"padding is left out by a mask tensor": need.padding, "it has no sinks": need.sinks,
+                   "it adds nothing to scores": need.biased_scores}
+        return flash_attn.unfit(version, device=need.device, dtype=need.dtype, head_sizes=need.head_sizes, dropout=need.attention_dropout,
+                                lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
+
+    return unfit
+
+
+def _flex_unfit(need: Need) -> str:
+    return flex.unfit(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
+
+
+def _unmeasured(_: Need) -> str:
+    return "not measured here against the ones before; it has to be asked for"
+
+
 def _grouped_mm_unfit(need: Need) -> str:
     if need.device != "cuda":
         return "torch's grouped matmul is for GPUs"
@@ -91,6 +133,28 @@ def _deep_ep_unfit(need: Need) -> str:
     return deep_ep.unfit(device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts)
 
 
+def _linear_unasked(need: Need) -> str:
+    if need.device != "cpu":
+        return "not measured against native on GPUs; asked for, it saves the memory of the logits"
+    return "in fp16 it computes the logits twice" if need.dtype == torch.float16 else ""
+
+
+def _triton_unfit(need: Need) -> str:
+    if need.device != "cuda":
+        return "it needs a CUDA device"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
+
+
+def _late(module: str, name: str) -> Callable:
+    """A function of a file that needs a package of others, which is imported when it is first called."""
+    def call(*inputs: Any, **choices: Any) -> Any:
+        return getattr(import_module(f"megatron.core.kernels.{module}"), name)(*inputs, **choices)
+
+    return call
+
+
 def _always_fits(_: Need) -> str:
     return ""
 
@@ -98,16 +162,41 @@ def _always_fits(_: Need) -> str:
 CANDIDATES = (
     Candidate("attention", "fused", fused.attention, _fused_unfit),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
+    Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _unmeasured),
+    Candidate("attention", "flash_attn_2", flash_attn.version_2, _package_unfit(2), _unmeasured),
+    Candidate("attention", "flash_attn_3", flash_attn.version_3, _package_unfit(3), _unmeasured),
+    Candidate("attention", "flex", flex.attention, _flex_unfit, _unmeasured),
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
+    Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),
+    Candidate("layer_norm", "triton", _late("triton_norm", "layer_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
+    Candidate("rms_norm", "triton", _late("triton_norm", "rms_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
+    Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
+    Candidate("gated_activation", "triton", _late("triton_pointwise", "gated_activation"), _triton_unfit, _unmeasured),
+    Candidate("rotary", "torch", reference.rotary, _always_fits),
+    Candidate("rotary", "triton", _late("triton_pointwise", "rotary"), _triton_unfit, _unmeasured),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
+    Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
+    Candidate("cross_entropy", "native", None, _always_fits),
+    Candidate("cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured),
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
 )
+
+
+def asked(op: str, name: str) -> str:
+    """How a kernel of an op is asked for on the command line."""
+    return f"--kernel {op}={name}" if op in NAMED else f"--{_FLAGS[op]} {name}"
+
+
+def available(need: Need, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES) -> dict[str, str]:
+    """The wishes without those that only another machine can meet, for who computes nothing, or something else, on this one."""
+    fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unfit(need)}
+    return {op: name for op, name in wish.items() if name in ("", "auto") or (op, name) in fits}
 
 
 def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES) -> Kernels:
@@ -122,13 +211,14 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
             offers = [candidate for candidate in offers if candidate.name == wanted]
         refusals = []
         for candidate in offers:  # the best first; what is worse than the one chosen needs no reason
-            if reason := candidate.unfit(need):
+            if reason := candidate.unfit(need) or (candidate.unasked(need) if wanted == "auto" else ""):
                 refusals.append(f"{candidate.name}: {reason}")
                 continue
             chosen[op] = candidate.call
             report.append((op, candidate.name, "; ".join(refusals)))
             break
         else:
-            raise ConfigError(f"--{op.replace('_', '-')}-backend {wanted} cannot be used: {'; '.join(refusals) or 'no such kernel'}; "
-                              f"choose another or auto")
+            known = ", ".join(candidate.name for candidate in candidates if candidate.op == op)
+            raise ConfigError(f"{asked(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
+                              "or leave it out")
     return Kernels(**chosen, report=tuple(report))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
-from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.transformer.build import Build
 
 
@@ -44,10 +44,13 @@ class LanguageModelHead(nn.Module):
         return found if cap is None else cap * torch.tanh(found / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """labels: [b, s]. Returns the loss of every token, [b, s]."""
-        logits = self.logits(x, weight)
-        losses = cross_entropy(logits, labels.t().contiguous(), self.build.mesh.tp, self.build.model.true_vocab_size)
-        return losses.t()
+        """labels: [b, s], below 0 where a token takes no part. Returns the loss of every token, [b, s]."""
+        build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
+        if kernel is None:
+            return cross_entropy(self.logits(x, weight), targets, build.mesh.tp, build.model.true_vocab_size).t()
+        x = x if self.scale is None else x * self.scale
+        return linear_cross_entropy(kernel, x, weight, self.bias, targets, region=build.region, softcap=build.model.final_logit_softcap,
+                                    true_vocab_size=build.model.true_vocab_size).t()
 
 
 class MaskedWordTransform(nn.Module):

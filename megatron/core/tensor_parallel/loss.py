@@ -1,19 +1,24 @@
-"""Cross entropy over a vocabulary that is cut over the tensor ranks.
+"""Cross entropy over a vocabulary that is cut over the tensor ranks. A target below 0 takes no part: its loss is 0.
 
 No rank ever sees another's logits: the ranks exchange each token's largest logit, sum of exponentials and target logit.
-Padded columns take no part. The logits' own memory becomes the gradient, so that one buffer of vocabulary size is live.
+Padded columns take no part. Of logits that are there, the memory becomes the gradient, so that one buffer of vocabulary size
+is live; `linear_cross_entropy` has them made in blocks, by a kernel that knows nothing of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.kernels.linear_loss import Words
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
+from megatron.core.tensor_parallel.region import Region
 
 _ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in its cache
 
@@ -39,13 +44,14 @@ class _CrossEntropy(Function):
         totals = collectives.all_reduce(torch.stack((sums, target_logit)), axis)
         context.save_for_backward(totals[0], local, here)
         context.flat, context.dtype = flat, logits.dtype  # not `saved`: backward writes into it
-        return (totals[0].log() - totals[1]).view(targets.shape)
+        context.counts = targets >= 0
+        return (totals[0].log() - totals[1]).view(targets.shape).masked_fill_(~context.counts, 0.0)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         sums, local, here = context.saved_tensors
         flat, context.flat = context.flat, None
-        weight = gradient.reshape(-1)
+        weight = gradient.masked_fill(~context.counts, 0.0).reshape(-1)
         scale = weight / sums
         for rows, factor in zip(_blocks(flat), _blocks(scale), strict=True):
             rows.mul_(factor[:, None])
@@ -64,3 +70,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: 
     """
     valid = true_vocab_size - axis.rank * logits.shape[-1]
     return _CrossEntropy.apply(logits, targets, axis, valid)
+
+
+def linear_cross_entropy(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *,
+                         region: Region, true_vocab_size: int, softcap: float | None = None) -> Tensor:
+    """The loss of every token from its hidden state, by a kernel that never holds all logits (`kernels.linear_loss`).
+
+    x: [s or s/tp, b, h], between regions; weight: [v/tp, h]; bias: [v/tp]; targets: [s, b]. Returns [s, b], wide. Gradients of
+    weights are made with those of states: none of them waits, whatever the schedule.
+    """
+    first = region.axis.rank * len(weight)
+    words = Words(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))
+    whole = region.enter(x)
+    return kernel(whole.flatten(0, 1), weight, bias, targets.reshape(-1), words).view(targets.shape)

@@ -13,7 +13,7 @@ from megatron.core.config.flags import ConfigError
 
 B, N, D = 2, 4, 6
 PADDING = torch.tensor([[True] * 5, [True, True, False, True, False]])
-ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention"]
+ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unfit(Need())]
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: MaskSpec, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from megatron.core.kernels.table import CANDIDATES, Need
 S, B, N, D = 7, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS)}
-ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention"]
+ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unfit(Need())]
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:

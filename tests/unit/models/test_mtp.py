@@ -40,7 +40,14 @@ def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
 
 
 def told(stage: GPTModel, batch: Batch) -> Losses:
-    return stage(ids=batch.tokens, labels=batch.labels, documents=batch.documents, positions=batch.positions, ahead=batch.ahead)
+    """The losses of all tokens, counted or not."""
+    return stage(ids=batch.tokens, labels=batch.labels, documents=batch.documents, positions=batch.positions,
+                 ahead=Ahead(batch.ahead.ids, all_labels(batch)))
+
+
+def all_labels(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """What stands ahead of every label, whether its loss counts or not."""
+    return tuple(batch.extras[f"mtp_{depth}_labels"] for depth in range(1, len(batch.ahead.labels) + 1))
 
 
 def by_hand(stage: GPTModel, run: tiny.Run, batch: Batch, depths: int) -> tuple[Tensor, list[tuple[Tensor, int]]]:
@@ -147,7 +154,9 @@ def test_tokens_labels_and_masks_ahead(documents: list[int] | None, mask: list[i
     batch = Batch(tokens=torch.tensor([[10, 11, 12, 13, 14]]), labels=torch.tensor([[11, 12, 13, 14, 15]]), loss_mask=torch.tensor([mask]),
                   documents=None if documents is None else torch.tensor([documents])).looking_ahead(2)
     assert [row[0].tolist() for row in batch.ahead.ids] == [[11, 12, 13, 14, 0], [12, 13, 14, 0, 0]]
-    assert [row[0].tolist() for row in batch.ahead.labels] == [[12, 13, 14, 15, 0], [13, 14, 15, 0, 0]]
+    expected = {1: [12, 13, 14, 15, 0], 2: [13, 14, 15, 0, 0]}
+    assert [row[0].tolist() for row in batch.ahead.labels] == [
+        [label if counted else -1 for label, counted in zip(expected[depth], counts[depth], strict=True)] for depth in (1, 2)]
     assert {depth: batch.extras[f"mtp_{depth}_loss_mask"][0].tolist() for depth in (1, 2)} == counts
     assert batch.loss_mask[0].tolist() == mask, "the main mask is left alone"
 
@@ -170,7 +179,7 @@ def test_ids_ahead_may_be_anything_where_nothing_counts() -> None:
     stage, run = model_of(mtp_num_layers=2)
     batch = batch_of(run, packed=False)
     filled = tuple(torch.cat((ids[:, :-depth], torch.full((2, depth), 7)), dim=1) for depth, ids in enumerate(batch.ahead.ids, start=1))
-    others = Ahead(filled, batch.ahead.labels)
+    others = Ahead(filled, all_labels(batch))
     found = stage(ids=batch.tokens, labels=batch.labels, ahead=others)
     (total, *_), (expected, *_) = (language_loss(output, batch, run.config.model.mtp) for output in (found, told(stage, batch)))
     assert all(not torch.equal(a, b) for a, b in zip(found.ahead, told(stage, batch).ahead, strict=True))

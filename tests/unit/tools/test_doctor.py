@@ -21,7 +21,7 @@ from megatron.core.kernels import fused, reference
 from megatron.core.kernels.table import Kernels, select
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.initialize import kernel_need
-from megatron.trust import doctor
+from megatron.trust import doctor, kernel_check
 from megatron.trust.doctor import Row, Subject
 from megatron.trust.kernel_check import TOLERANCE, errors, trials
 from tests.helpers import tiny
@@ -110,7 +110,8 @@ def test_a_broken_kernel_fails(planted: str) -> None:
     failed = [row for row in rows if row.status == "FAIL"]
     op, = PLANTED[planted]
     assert len(failed) == 1 and failed[0].found.startswith(op) and "rank 0 (machine0)" in failed[0].found, rows
-    assert {row.found.split()[0] for row in rows} == {"attention", "rms_norm", "gated_activation", "rotary", "grouped_linear"}
+    assert {row.found.split()[0] for row in rows} == {"attention", "rms_norm", "gated_activation", "rotary", "cross_entropy",
+                                                 "grouped_linear"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
@@ -119,6 +120,18 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
         one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single())
         found = errors(one.kernels, one.config, one.need, CPU)
         assert all(error < TOLERANCE[one.need.dtype] / 4 for error in found.values()), found
+
+
+def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(subject(EVERYTHING, Mesh.single()), all_kernels=True)
+    tried = {row.found.split(" in ")[0] for row in doctor.numbers(one)}
+    assert tried == {"attention by fused", "attention by unfused", "attention by local", "rms_norm by torch", "rms_norm by reference",
+                     "gated_activation by torch", "rotary by torch", "cross_entropy by linear", "grouped_linear by grouped",
+                     "grouped_linear by loop"}
+    broken = tuple(replace(each, call=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES)
+    monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
+    failed, = (row for row in doctor.numbers(one) if row.status == "FAIL")
+    assert failed.found.startswith("attention by unfused") and "choose another than --attention-backend unfused" in failed.mend
 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:

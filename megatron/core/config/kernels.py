@@ -1,0 +1,52 @@
+"""Which kernel computes what. The table of all kernels is core/kernels/table.py; this file has their names alone, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+# Operations that have no flag of their own, and what can be asked for. A test holds it and the table together.
+NAMED: Mapping[str, tuple[str, ...]] = {
+    "layer_norm": ("torch", "triton"),
+    "rms_norm": ("torch", "triton", "reference"),
+    "gated_activation": ("torch", "triton"),
+    "rotary": ("torch", "triton"),
+    "grouped_linear": ("torch", "grouped", "loop"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """Kernels.
+
+    How operations are computed; whatever is chosen computes the same function. Left out, the machine decides.
+    """
+
+    kernel: tuple[str, ...] = flag(
+        (), f"kernels to use, each as OPERATION=NAME, such as rms_norm=triton; operations: {', '.join(NAMED)}")
+    cross_entropy_fusion_impl: Literal["auto", "native", "linear", "triton"] = flag(
+        "auto", "the loss of logits that are all there (native), or of blocks of them, which are made, used and forgotten (linear; triton: "
+        "with Triton's kernels for their softmax)")
+
+    @property
+    def wishes(self) -> dict[str, str]:
+        """Op -> the kernel that was asked for."""
+        return dict(word.split("=", 1) for word in self.kernel if "=" in word) | {"cross_entropy": self.cross_entropy_fusion_impl}
+
+    def problems(self, *, compiles: bool) -> Iterator[str]:
+        """What is wrong with the words of --kernel. compiles: the layers are compiled."""
+        seen: list[str] = []
+        for word in self.kernel:
+            op, _, name = word.partition("=")
+            if op not in NAMED:
+                yield f"--kernel {word} names no operation that kernels are chosen for so; write OPERATION=NAME, of {', '.join(NAMED)}"
+            elif name not in NAMED[op]:
+                yield f"--kernel {word}: no such kernel; choose of {', '.join(f'{op}={known}' for known in NAMED[op])}"
+            elif compiles and name == "triton":
+                yield f"--kernel {word} and --compile both make that kernel; drop one of them"
+            elif op in seen:
+                yield f"--kernel {word}: another kernel was given for {op} before; keep one"
+            seen.append(op)

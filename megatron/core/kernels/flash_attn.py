@@ -1,0 +1,102 @@
+"""Attention by the packages flash-attn (Dao, 2023) and flash-attn 3 for Hopper (Shah et al., 2024), where they are installed.
+
+    flash_attn             --attention-backend flash_attn_2
+    flash_attn_interface   --attention-backend flash_attn_3
+
+Both take windows and caps as they are, and documents as sequences of different lengths laid end to end: no mask tensor is made.
+
+    documents   0 0 0 1 1 | 0 1 1 1 1     rows of a batch
+    starts      0     3     5 6       10   where each document begins, and the end of the last
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels import fused
+from megatron.core.kernels.mask import MaskSpec, Scores
+
+PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
+
+
+def is_installed(version: int) -> bool:
+    """Whether the package of this version can be imported."""
+    return find_spec(PACKAGES[version]) is not None
+
+
+def is_hopper() -> bool:
+    """Whether the GPU of this process is one of those that version 3 is written for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores(), *,
+              version: int) -> Tensor:
+    """`reference.attention` by a package. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv].
+
+    Documents are runs of equal numbers. What only generation asks for, queries in other places than at the end of the keys and
+    keys without a token, is left to torch.
+    """
+    apart = mask.documents is not None
+    if mask.padding is not None or mask.query_places is not None or (apart and (len(q) != len(k) or mask.query_documents is not None)):
+        return fused.attention(q, k, v, mask, dropout, scores)
+    assert scores.bias is None and scores.sink is None, "the table offers it for neither biases nor sinks"
+    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": mask.causal, "window_size": mask.window or (-1, -1),
+                           "softcap": scores.softcap or 0.0, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    if version == 2:
+        how["dropout_p"] = dropout
+    library, batch = import_module(PACKAGES[version]), q.shape[1]
+    rows = [x.transpose(0, 1) for x in (q, k, v)]
+    if not apart:
+        output = _first(library.flash_attn_func(*rows, **how))
+    else:
+        starts, longest = starts_of(mask.documents), len(q)  # no document is longer than its row
+        flat = [x.flatten(0, 1) for x in rows]
+        output = _first(library.flash_attn_varlen_func(*flat, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
+                                                       max_seqlen_k=longest, **how)).unflatten(0, (batch, -1))
+    return output.transpose(0, 1).flatten(2)
+
+
+version_2 = partial(attention, version=2)
+version_3 = partial(attention, version=3)
+
+
+@lru_cache(maxsize=4)  # all layers of a microbatch ask for the same, and counting documents makes the host wait
+def starts_of(documents: Tensor) -> Tensor:
+    """Where each document begins when the rows are laid end to end, and the end of the last: int32 [documents + 1].
+
+    documents: [b, s], in runs. A row begins a document of its own.
+    """
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = begins.flatten().nonzero()[:, 0]
+    return torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
+
+
+def unfit(version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str) -> str:
+    """Why a package cannot serve attention; "" if it can. head_sizes: of keys and values; lacks: what no version has."""
+    if device != "cuda":
+        return "it needs a CUDA device"
+    if not is_installed(version):
+        return f"the package {PACKAGES[version]} is not installed (github.com/Dao-AILab/flash-attention)"
+    if version == 3 and not is_hopper():
+        return "version 3 is for Hopper GPUs"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it needs fp16 or bf16"
+    if max(head_sizes) > 256:
+        return f"its heads have at most 256 sizes, not {max(head_sizes)}"
+    if version == 2 and head_sizes[0] != head_sizes[1]:
+        return "it needs values of the size of keys"
+    if version == 3 and dropout > 0:
+        return "version 3 has no dropout"
+    return lacks
+
+
+def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The output, of versions that give more beside it."""
+    return found if isinstance(found, Tensor) else found[0]

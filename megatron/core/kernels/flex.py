@@ -1,0 +1,96 @@
+"""Attention by torch's FlexAttention (Dong et al., 2024): the mask and what becomes of scores are said in code, and compiled.
+
+    score of query i and key j   ->  score_mod: cap, bias          ->  softmax over the j that mask_mod shows i
+    blocks of 128 x 128          ->  those that show nothing are left out
+
+A sink of score z takes its weight afterwards: with it the shares of all keys are smaller by exp(lse) / (exp(lse) + exp(z)),
+which is sigmoid(lse - z), lse being the logarithm of the sum of their exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from megatron.core.kernels.mask import MaskSpec, Scores
+
+
+@cache
+def compiled() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
+    """The attention, and what makes its masks. Without compilation they hold all scores, and are slower than the plain formula."""
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+    """`reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
+    assert not dropout, "the table offers it without dropout only"
+    attend, masked = compiled()
+    queries, keys, batch = len(q), len(k), q.shape[1]
+    plain = mask.is_plain and not mask.causal
+    seen = None if plain else masked(mask_mod(mask, queries, keys, q.device), batch if _by_row(mask) else None, None, queries, keys,
+                                     device=q.device)
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    found = attend(*heads, score_mod=_score_mod(scores), block_mask=seen, scale=scores.scale, enable_gqa=q.shape[2] > k.shape[2],
+                   return_aux=None if scores.sink is None else AuxRequest(lse=True))
+    if scores.sink is None:
+        output = found
+    else:
+        output, aux = found
+        output = output * torch.sigmoid(aux.lse - scores.sink.to(aux.lse.dtype)[:, None])[..., None].to(output.dtype)
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def mask_mod(mask: MaskSpec, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether query i of row b may see key j, as FlexAttention asks for it. It says what `MaskSpec.visible` says."""
+    places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
+    key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places
+    # The compiler looks into what `seen` holds: tensors and numbers are the same to it in every microbatch, an object is not.
+    causal, (left, right), documents, padding = mask.causal, mask.window or (-1, -1), mask.documents, mask.padding
+    own = mask.query_documents if mask.query_documents is not None or documents is None else documents[:, -queries:]
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        ahead = key_places[j] - places[i]
+        shown = ahead <= 0 if causal else ahead == ahead
+        if left >= 0:
+            shown = shown & (ahead >= -left)
+        if right >= 0:
+            shown = shown & (ahead <= right)
+        if own is not None:
+            shown = shown & (own[b, i] == documents[b, j])
+        if padding is not None:
+            shown = shown & padding[b, j]
+        return shown
+
+    return seen
+
+
+def unfit(*, device: str, dtype: torch.dtype, dropout: float) -> str:
+    """Why it cannot serve attention; "" if it can."""
+    if device != "cuda":
+        return "compiled for a CPU it has no backward pass"
+    if dtype == torch.float64:
+        return "it has no fp64"
+    return "it has no dropout" if dropout > 0 else ""
+
+
+def _by_row(mask: MaskSpec) -> bool:
+    """Whether rows of the batch see differently."""
+    return mask.documents is not None or mask.padding is not None
+
+
+def _score_mod(scores: Scores) -> Callable[..., Tensor] | None:
+    cap, bias = scores.softcap, scores.bias
+    if cap is None and bias is None:
+        return None
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if bias is None else score + bias[0, h, i, j]
+
+    return changed

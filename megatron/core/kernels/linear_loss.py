@@ -1,0 +1,246 @@
+"""The loss of every token from its hidden state, by a matrix of a row a word, whose logits are never all there.
+
+    states [t, h]  x  words [v, h]  ->  logits of a block of tokens [block, v]  ->  their losses, and at once their gradients
+
+The logits of a batch are often larger than all else that a network keeps. Here a block of them lives at a time: it turns into
+its own softmax in place, and what it says to the gradients of states and words is added before the next block takes its
+memory ("Liger Kernel", Hsu et al., 2024; "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al., 2024). So a
+forward pass makes the gradient of the sum of all losses, and a backward pass that weighs all tokens alike, as that of a mean
+does, has but to multiply it by one number. If it weighs them otherwise, the blocks are gone through again, which is exact too
+and takes longer.
+
+A token whose target is below 0 takes no part: its loss is 0, and neither time nor memory goes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.kernels.reference import wide
+
+_FEWEST = 512  # tokens a block: of fewer, adding to the words' gradient would take over 2% of a CPU's time
+_PARTS = 8  # blocks of a large batch
+_ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in its cache
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Which words a rank has a row for. first: the id of the first of them. valid: how many are words and not padding; 0 or less:
+    none. softcap: logits become cap * tanh(logit / cap). gather: what all ranks that share the vocabulary say of one thing, laid
+    end to end along dimension 0.
+    """
+
+    first: int
+    valid: int
+    softcap: float | None
+    gather: Callable[[Tensor], Tensor]
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words, *, fused: bool = False) -> Tensor:
+    """The loss of every token: the logarithm of the share that the softmax of all words' logits gives to its target, negated.
+
+    x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for none. Returns [t], in fp32 (fp64 for fp64 states).
+    Gradients of x are this rank's share of a sum over the ranks that share the vocabulary. fused: the softmax by Triton's kernels,
+    where logits are not capped.
+    """
+    begin = _fused_shares if fused and words.softcap is None else _shares
+    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin), torch.is_grad_enabled())
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some tokens. tokens: which; x: their states; row: of each one's target among this rank's, 0 if it is not here; here: 1 or 0."""
+
+    tokens: slice
+    x: Tensor
+    row: Tensor
+    here: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The logits of a block, on their way to a softmax. largest: of each token; sums: of the exponentials of what is less than it;
+    target: the logit of its row, 0 if it is not here; [k] each.
+
+    gradient: (factor, hit) -> the gradients of the logits, [k, v] in the format of the states: the exponentials times what makes
+    them shares, less `hit` for the token's row. Or `apart`, the exponentials and the slope of a capped logit at the token's row.
+    """
+
+    largest: Tensor
+    sums: Tensor
+    target: Tensor
+    gradient: Callable[[Tensor, Tensor], Tensor] | None = None
+    apart: tuple[Tensor, Tensor | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is done with every block. begin: makes shares of logits."""
+
+    words: Words
+    begin: Callable[[Tensor, _Block, Words], _Shares]
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Of the states [t, h], the words [v, h] and their biases [v], as far as they are wanted; sums are kept wide."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @staticmethod
+    def begin(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
+        """Before the first block."""
+        return _Gradients(torch.empty_like(x) if wanted[0] else None,
+                          torch.zeros_like(weight, dtype=wide(x.dtype)) if wanted[1] else None,
+                          torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and wanted[2] else None)
+
+    def add(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, weights: Tensor | float) -> None:
+        """What a block says. factor: [k], what makes exponentials shares, times `weights`, what each token's loss weighs."""
+        hit = block.here * weights
+        if shares.gradient is None:
+            self._add_apart(block, shares, weight, factor, hit)
+            return
+        change = shares.gradient(factor, hit)
+        if self.x is not None:
+            torch.mm(change, weight, out=self.x[block.tokens])
+        if self.weight is not None:
+            self.weight.add_(change.t() @ block.x)
+        if self.bias is not None:
+            self.bias.add_(change.sum(0, dtype=self.bias.dtype))
+
+    def _add_apart(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, hit: Tensor) -> None:
+        """The same without another pass through the block: factor and hit go to the much smaller states and rows of words."""
+        exponentials, slope = shares.apart
+        hit = hit if slope is None else hit * slope
+        if self.x is not None:
+            own = torch.mm(exponentials, weight, out=self.x[block.tokens])
+            own.mul_(factor[:, None]).sub_(weight.index_select(0, block.row) * hit[:, None])
+        if self.weight is not None:
+            torch.addmm(self.weight, exponentials.t(), block.x * factor[:, None], out=self.weight)
+            self.weight.index_add_(0, block.row, block.x * -hit[:, None])
+        if self.bias is not None:
+            self.bias.add_(factor @ exponentials).index_add_(0, block.row, -hit)
+
+    def times(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """All of them times a number, or as they are, in this format."""
+        return tuple(None if one is None else (one if factor is None else one.mul_(factor)).to(dtype)
+                     for one in (self.x, self.weight, self.bias))
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool) -> Tensor:
+        counts = targets >= 0
+        rows = None if bool(counts.all()) else counts.nonzero()[:, 0]
+        some, some_targets = _chosen(rows, x, targets)
+        # In fp16 the shares of rare words would vanish without the loss scale: there gradients wait for their true weights.
+        learns = learns and x.dtype != torch.float16
+        made = _Gradients.begin(some, weight, bias, context.needs_input_grad) if learns else None
+        totals = some.new_empty((2, len(some)), dtype=wide(x.dtype))
+        losses = torch.empty_like(totals[0])
+        for block, shares in _blocks(some, some_targets, weight, bias, task):
+            top, total, target = _over_ranks(shares, task.words)
+            losses[block.tokens] = total.log() - (target - top)
+            totals[0, block.tokens], totals[1, block.tokens] = top, total
+            if made is not None:
+                made.add(block, shares, weight, (shares.largest - top).exp_() / total, 1.0)
+        context.save_for_backward(x, weight, bias, targets, rows, totals)
+        context.task, context.made = task, made  # not `saved`: backward writes into what is made
+        return losses if rows is None else losses.new_zeros(len(x)).index_copy_(0, rows, losses)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, targets, rows, totals = context.saved_tensors
+        made, context.made = context.made, None
+        weights, = _chosen(rows, gradient)
+        if made is not None and (not len(weights) or bool((weights == weights[0]).all())):
+            found = made.times(weights[0] if len(weights) else None, x.dtype)
+        else:
+            some, some_targets = _chosen(rows, x, targets)
+            again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
+            for block, shares in _blocks(some, some_targets, weight, bias, context.task):
+                (top, total), mine = totals[:, block.tokens], weights[block.tokens]
+                again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
+            found = again.times(None, x.dtype)
+        of_x, of_weight, of_bias = found
+        if rows is not None and of_x is not None:
+            of_x = torch.zeros_like(x).index_copy_(0, rows, of_x)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _chosen(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """These rows of tensors; None: all."""
+    return tensors if rows is None else tuple(tensor.index_select(0, rows) for tensor in tensors)
+
+
+def _blocks(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> Iterator[tuple[_Block, _Shares]]:
+    """All tokens, some at a time; what is said of one block is lost with the next."""
+    size = max(_FEWEST, -(-len(x) // _PARTS))
+    memory = x.new_empty((min(size, len(x)), len(weight)))
+    for start in range(0, len(x), size):
+        tokens = slice(start, min(start + size, len(x)))
+        row = targets[tokens] - task.words.first
+        here = (row >= 0) & (row < len(weight))
+        block = _Block(tokens, x[tokens], row.masked_fill(~here, 0), here.to(wide(x.dtype)))
+        logits = memory[:len(block.x)]
+        if bias is None:
+            torch.mm(block.x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, block.x, weight.t(), out=logits)
+        yield block, task.begin(logits, block, task.words)
+
+
+def _shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
+    """What is to be known of a block's logits [k, v], which become their exponentials where they are, or in a wider copy."""
+    narrow, slope = logits.dtype, None
+    logits = logits.to(wide(narrow))
+    if words.softcap is not None:
+        torch.tanh_(logits.div_(words.softcap))
+        slope = 1.0 - logits.square()
+        logits.mul_(words.softcap)
+    if words.valid < logits.shape[1]:
+        logits[:, max(0, words.valid):] = float("-inf")
+    row, on_cpu = block.row[:, None], logits.device.type == "cpu"
+    target = logits.gather(1, row)[:, 0].masked_fill_(block.here == 0, 0.0)
+    largest, sums = torch.empty_like(target), torch.empty_like(target)
+    size = _ROWS if on_cpu else len(logits)
+    for start in range(0, len(logits), size):
+        some, top = logits[start:start + size], largest[start:start + size]
+        torch.amax(some, dim=1, out=top)
+        top.clamp_(min=torch.finfo(top.dtype).min)  # of no words: less 0 than nothing
+        torch.sum(some.sub_(top[:, None]).exp_(), dim=1, out=sums[start:start + size])
+    if slope is not None:
+        logits.mul_(slope)
+    hit_slope = None if slope is None else slope.gather(1, row)[:, 0]
+    if on_cpu and logits.dtype == narrow:
+        return _Shares(largest, sums, target, apart=(logits, hit_slope))
+
+    def gradient(factor: Tensor, hit: Tensor) -> Tensor:
+        hit = hit if hit_slope is None else hit * hit_slope
+        return logits.mul_(factor[:, None]).scatter_add_(1, row, -hit[:, None]).to(narrow)
+
+    return _Shares(largest, sums, target, gradient)
+
+
+def _fused_shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
+    """The same by Triton's kernels, which leave the logits in their format."""
+    kernels = import_module("megatron.core.kernels.triton_loss")
+    largest, sums, target = kernels.statistics(logits, block.row, words.valid)
+    return _Shares(largest, sums, target.masked_fill_(block.here == 0, 0.0),
+                   lambda factor, hit: kernels.gradient(logits, block.row, largest, factor, hit, words.valid))
+
+
+def _over_ranks(shares: _Shares, words: Words) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's largest logit, sum of exponentials of what is less than it, and target logit, of all words; [k] each."""
+    largest, sums, target = words.gather(torch.stack((shares.largest, shares.sums, shares.target))[None]).unbind(1)
+    top = largest.amax(0)
+    return top, (sums * (largest - top).exp()).sum(0), target.sum(0)

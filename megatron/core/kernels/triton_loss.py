@@ -1,0 +1,66 @@
+"""The softmax of a block of logits in Triton, for `linear_loss`: one program a token.
+
+The logits stay in the format in which they were made. They are read once for their largest and their sum of exponentials, and
+once more to become the gradient in their own memory; torch takes some ten passes over a copy in fp32.
+This file needs the package triton, and is imported when one of its kernels is first called.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _statistics(logits: tl.tensor, rows: tl.tensor, found: tl.tensor, valid: tl.tensor, size: tl.tensor,
+                BLOCK: tl.constexpr) -> None:
+    """found: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
+    token = tl.program_id(0).to(tl.int64)
+    largest = -3.4028234663852886e38
+    total = 0.0
+    for start in range(0, valid, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        some = tl.load(logits + token * size + columns, mask=columns < valid, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(largest, tl.max(some))
+        total = total * tl.exp(largest - top) + tl.sum(tl.exp(some - top))
+        largest = top
+    place, count = found + token, tl.num_programs(0)
+    tl.store(place, largest)
+    tl.store(place + count, total)
+    tl.store(place + 2 * count, tl.load(logits + token * size + tl.load(rows + token)).to(tl.float32))
+
+
+@triton.jit
+def _gradient(logits: tl.tensor, rows: tl.tensor, largest: tl.tensor, factor: tl.tensor, hit: tl.tensor, valid: tl.tensor,
+              size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """In place: exp(logit - largest) * factor, less `hit` in column rows[token]; 0 from column `valid` on."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = logits + token * size + columns
+    some = tl.load(there, mask=columns < valid, other=float("-inf")).to(tl.float32)
+    found = tl.exp(some - tl.load(largest + token)) * tl.load(factor + token)
+    found = tl.where(columns == tl.load(rows + token), found - tl.load(hit + token), found)
+    tl.store(there, found.to(logits.dtype.element_ty), mask=columns < size)
+
+
+def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's largest logit among the first `valid`, its sum of exponentials, and the logit of its row; fp32 [k] each.
+
+    logits: [k, v]; rows: int64 [k].
+    """
+    found = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
+    _statistics[(len(logits),)](logits, rows, found, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8)
+    largest, total, target = found
+    return largest, total, target
+
+
+def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit: Tensor, valid: int) -> Tensor:
+    """What the logits become, in their own memory: factor times their exponentials, less `hit` for the word of each token."""
+    size = logits.shape[1]
+    _gradient[(len(logits), triton.cdiv(size, _BLOCK))](logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size,
+                                                       BLOCK=_BLOCK)
+    return logits

@@ -1,0 +1,157 @@
+"""Gated activations and rotations in Triton: each tensor is read once and written once.
+
+This file needs the package triton, and is imported when one of its kernels is first called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.kernels.reference import Gating
+
+_BLOCK = 1024
+_NO_CLAMP = float("inf")
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
+    """An activation and its derivative, by the names of `reference.activation`."""
+    if NAME == "silu":
+        share = _sigmoid(x)
+        return x * share, share * (1.0 + x * (1.0 - share))
+    elif NAME == "quick_gelu":
+        share = _sigmoid(1.702 * x)
+        return x * share, share * (1.0 + 1.702 * x * (1.0 - share))
+    elif NAME == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        turned = 2.0 * _sigmoid(2.0 * inner) - 1.0
+        change = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        return 0.5 * x * (1.0 + turned), 0.5 * (1.0 + turned) + 0.5 * x * (1.0 - turned * turned) * change
+    else:  # gelu
+        below = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
+        return x * below, below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _gate(x: tl.tensor, y: tl.tensor, size: tl.tensor, NAME: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr,
+          BLOCK: tl.constexpr) -> None:
+    """x: [rows, gate | up], y: [rows, size]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(gate, CLAMP), tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+    value, _ = _value_and_slope(gate, NAME)
+    tl.store(y + row * size + columns, (value * (up + OFFSET)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_backward(dy: tl.tensor, x: tl.tensor, dx: tl.tensor, size: tl.tensor, NAME: tl.constexpr, CLAMP: tl.constexpr,
+                   OFFSET: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """What a clamp cuts off has no gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    value, slope = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+    linear = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
+    of_gate = tl.where(gate <= CLAMP, gradient * linear * slope, 0.0)
+    of_up = tl.where((up <= CLAMP) & (up >= -CLAMP), gradient * value, 0.0)
+    tl.store(dx + 2 * row * size + columns, of_gate.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + (2 * row + 1) * size + columns, of_up.to(dx.dtype.element_ty), mask=inside)
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, name: str, gating: Gating) -> Tensor:
+        x = x.contiguous()
+        size = x.shape[-1] // 2
+        context.how = {"NAME": name, "CLAMP": _NO_CLAMP if gating.clamp is None else gating.clamp, "OFFSET": gating.offset, "BLOCK": _BLOCK}
+        y = x.new_empty((*x.shape[:-1], size))
+        if y.numel():
+            _gate[(y.numel() // size, triton.cdiv(size, _BLOCK))](x, y, size, **context.how)
+        context.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, = context.saved_tensors
+        gradient, dx, size = gradient.contiguous(), torch.empty_like(x), x.shape[-1] // 2
+        if gradient.numel():
+            _gate_backward[(gradient.numel() // size, triton.cdiv(size, _BLOCK))](gradient, x, dx, size, **context.how)
+        return dx, None, None
+
+
+def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
+    """`reference.gated_activation`. x: [..., gate f | up f]; returns [..., f]."""
+    assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
+    return _Gated.apply(x, name, gating)
+
+
+@triton.jit
+def _turn(x: tl.tensor, y: tl.tensor, cos: tl.tensor, sin: tl.tensor, times: tl.tensor, SIZE: tl.constexpr,
+          INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """x, y: [rows, SIZE]; cos, sin: [rows / times, SIZE]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    if INTERLEAVED:
+        other = columns ^ 1
+        ahead = columns % 2 == 1
+    else:
+        ahead = columns >= SIZE // 2
+        other = tl.where(ahead, columns - SIZE // 2, columns + SIZE // 2)
+    values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    across = tl.load(x + row * SIZE + other, mask=inside, other=0.0).to(tl.float32)
+    table = row // times * SIZE + columns
+    turned = tl.where(ahead, across, -across) * tl.load(sin + table, mask=inside, other=0.0)
+    found = values * tl.load(cos + table, mask=inside, other=0.0) + turned
+    tl.store(y + row * SIZE + columns, found.to(y.dtype.element_ty), mask=inside)
+
+
+class _Rotary(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        context.save_for_backward(cos, sin)
+        context.interleaved = interleaved
+        return _rotated(x.contiguous(), cos, sin, interleaved)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = context.saved_tensors  # to turn back is to turn by the negative angle
+        return _rotated(gradient.contiguous(), cos, -sin, context.interleaved), None, None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`reference.rotary` of angles that are those of pairs: the same for both of a pair.
+
+    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32.
+    """
+    size = cos.shape[-1]
+    if size == x.shape[-1]:
+        return _Rotary.apply(x, cos, sin, interleaved)
+    return torch.cat((_Rotary.apply(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    y, size = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        rows, angles = x.numel() // size, cos.numel() // size
+        assert rows % angles == 0, "every row of the table turns equally many heads"
+        _turn[(rows,)](x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(size))
+    return y

@@ -1,0 +1,92 @@
+"""Every kernel that this GPU can use, forward and backward, against the definition of its op in fp64 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.kernels import linear_loss, reference
+from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.table import CANDIDATES
+from megatron.training.initialize import kernel_need
+from megatron.training.leak_probe import demand_no_leak
+from megatron.trust.kernel_check import TOLERANCE, errors_of_all
+from tests.gpu.test_training import losses_on
+from tests.helpers import tiny
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+HEADS: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "max_position_embeddings": 256}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "gpt": HEADS,
+    "llama": {**HEADS, "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "group_query_attention": True,
+              "num_query_groups": 2, "num_experts": 4},
+    "packed": {**HEADS, "reset_attention_mask": True, "position_embedding_type": "rope", "rotary_interleaved": True},
+    "windows": {**HEADS, "window_size": "37,0", "normalization": "RMSNorm", "geglu": True},
+    "packed windows": {**HEADS, "window_size": "37,0", "reset_attention_mask": True},
+    "caps": {**HEADS, "attention_logit_softcap": 2.0, "final_logit_softcap": 3.0},
+    "wide heads": {**HEADS, "kv_channels": 192},
+    "bert": {**HEADS, "architecture": "bert"},
+}
+PACKAGES = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flex")
+
+
+@pytest.mark.parametrize("numbers", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None:
+    config = tiny.config(**NETWORKS[name], **({} if numbers == "fp32" else {numbers: True}))
+    need = kernel_need(config, CUDA)
+    wrong = {key: error for key, error in errors_of_all(config, need, CUDA).items() if isinstance(error, str) or error > TOLERANCE[need.dtype]}
+    assert not wrong
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+@pytest.mark.parametrize("changes", [{}, {"reset_attention_mask": True, "reset_position_ids": True}, {"window_size": "5,0"}], ids=str)
+def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -> None:
+    config = tiny.config(bf16=True, **HEADS, **changes)
+    candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
+    if reason := candidate.unfit(kernel_need(config, CUDA)):
+        pytest.skip(reason)
+    settings = tiny.config(bf16=True, attention_backend=backend, **HEADS, **changes)
+    demand_no_leak(tiny.run_of(settings, CUDA))
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
+    need = kernel_need(tiny.config(bf16=True), CUDA)
+    candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
+    if backend in ("flash", "cudnn") or candidate.unfit(need):
+        pytest.skip("it is not asked for that")
+    q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
+    torch.testing.assert_close(candidate.call(q, k, v, MaskSpec()).float(), reference.attention(q, k, v, MaskSpec()).float(), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("impl", ["linear", "triton"])
+def test_training_goes_as_with_all_logits(impl: str) -> None:
+    found = losses_on("cuda", cross_entropy_fusion_impl=impl)
+    assert found == pytest.approx(losses_on("cuda", cross_entropy_fusion_impl="native"), rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -> None:
+    tokens, words, width = 8192, 32768, 256
+    x = torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(words, width, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    losses = linear_loss.linear_cross_entropy(x, weight, None, torch.zeros(tokens, dtype=torch.long, device=CUDA),
+                                              Words(0, words, None, lambda stated: stated), fused=fused)
+    losses.mean().backward()
+    # A block is an eighth: once in bf16, and with torch's softmax once more in fp32; the words' gradients are in fp32 and bf16.
+    block, gradients = tokens * words // 8, 6 * words * width
+    assert torch.cuda.max_memory_allocated() - before < 1.3 * (block * (2 if fused else 10) + 2 * gradients)
+
+
+def test_triton_kernels_train_as_torch_does() -> None:
+    changes: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 64}
+    words = ("rms_norm=triton", "gated_activation=triton", "rotary=triton")
+    assert losses_on("cuda", kernel=words, **changes) == pytest.approx(losses_on("cuda", **changes), rel=1e-4)

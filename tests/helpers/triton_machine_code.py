@@ -1,0 +1,47 @@
+"""Compile every Triton kernel of ours to machine code for a GPU that need not be here.
+
+    python -m tests.helpers.triton_machine_code 90     for compute capability 9.0
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron.core.kernels import triton_loss, triton_norm, triton_pointwise
+
+STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
+GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}
+# Kernel, types of what it is given at work, and what is known when it is compiled.
+KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
+    (triton_norm._forward, {"x": STATES, "y": STATES, "weight": STATES, "bias": STATES, "stats": NUMBERS, "epsilon": "fp32", "size": SIZE},
+     {"BLOCK": 4096}),
+    (triton_norm._forward, {"x": STATES, "y": STATES, "stats": NUMBERS, "epsilon": "fp32", "size": SIZE}, {"weight": None, "bias": None, "BLOCK": 256}),
+    (triton_norm._backward, {"dy": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES, "size": SIZE}, {"CENTRED": True, "BLOCK": 4096}),
+    (triton_norm._sums, {"dy": STATES, "x": STATES, "stats": NUMBERS, "sums": NUMBERS, "rows": SIZE, "size": SIZE}, {"ROWS": 64, "COLUMNS": 128}),
+    (triton_pointwise._gate, {"x": STATES, "y": STATES, "size": SIZE}, GATE),
+    (triton_pointwise._gate_backward, {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE}, GATE),
+    (triton_pointwise._gate_backward, {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE}, {**GATE, "NAME": "gelu", "CLAMP": float("inf")}),
+    (triton_pointwise._turn, {"x": STATES, "y": STATES, "cos": NUMBERS, "sin": NUMBERS, "times": SIZE}, {"SIZE": 96, "INTERLEAVED": True, "BLOCK": 128}),
+    (triton_loss._statistics, {"logits": STATES, "rows": PLACES, "found": NUMBERS, "valid": SIZE, "size": SIZE}, {"BLOCK": 4096}),
+    (triton_loss._gradient, {"logits": STATES, "rows": PLACES, "largest": NUMBERS, "factor": NUMBERS, "hit": NUMBERS, "valid": SIZE, "size": SIZE},
+     {"BLOCK": 4096}),
+)
+
+
+def main() -> None:
+    """A line a kernel: its name and the size of its machine code."""
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    for kernel, types, known in KERNELS:
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=dict(known)), target=target)
+        print(kernel.__name__, len(compiled.asm["cubin"]), "bytes")
+
+
+if __name__ == "__main__":
+    main()

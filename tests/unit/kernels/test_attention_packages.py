@@ -1,0 +1,132 @@
+"""Attention of other libraries: our masks and scores in their words, against the reference, with stand-ins for what is not here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.kernels import flash_attn, flex, fused, reference
+from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.training.leak_probe import demand_no_leak
+from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny
+from tests.unit.kernels.test_ops import check, with_gradients
+
+S, B, N, G, D = 11, 2, 4, 2, 8
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [3, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5]])
+MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS),
+         "window": MaskSpec(window=(3, 0)), "two-sided": MaskSpec(causal=False, window=(2, 1)), "left only": MaskSpec(window=(2, -1)),
+         "window of documents": MaskSpec(documents=DOCUMENTS, window=(2, 0)),
+         "documents both ways": MaskSpec(causal=False, documents=DOCUMENTS)}
+SCORES = {"plain": Scores(), "scaled": Scores(scale=0.7), "capped": Scores(softcap=0.9), "both": Scores(scale=1.3, softcap=2.0)}
+GPU = Need(device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both versions are there, on a Hopper GPU."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in.version_2())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_stand_in.version_3())
+    monkeypatch.setattr(flash_attn, "is_installed", lambda version: flash_attn.PACKAGES[version] in sys.modules)
+    monkeypatch.setattr(flash_attn, "is_hopper", lambda: True)
+
+
+def heads(queries: int = S) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(length, B, n, D, dtype=torch.float64).requires_grad_() for length, n in ((queries, N), (S, G), (S, G))]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_package_is_told_what_the_reference_computes(packages: None, version: int, mask: str, scores: str) -> None:
+    call = partial(flash_attn.attention, version=version)
+    check(with_gradients(lambda *qkv: call(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
+          with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()), 1e-12)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generation_to_torch(packages: None, version: int) -> None:
+    call = partial(flash_attn.attention, version=version)
+    padding = torch.ones(B, S, dtype=torch.bool)
+    padding[0, :3] = False
+    for mask in (MaskSpec(), MaskSpec(padding=padding), MaskSpec(query_places=torch.arange(S - 3, S)),
+                 MaskSpec(documents=DOCUMENTS), MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:])):
+        q, k, v = heads(3)
+        torch.testing.assert_close(call(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12)
+
+
+def test_documents_begin_where_their_number_changes_and_with_every_row() -> None:
+    assert flash_attn.starts_of(DOCUMENTS).tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
+    assert flash_attn.starts_of(torch.zeros(2, 3, dtype=torch.long)).tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(packages: None, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny.run_of(tiny.config(reset_attention_mask=True, reset_position_ids=True, window_size="5,0"))
+    kernel = partial(flash_attn.attention, version=version)
+    demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
+    monkeypatch.setattr(flash_attn, "starts_of", lambda documents: torch.tensor([0, documents.numel()], dtype=torch.int32))
+    with pytest.raises(ConfigError, match="lets tokens leak"):
+        demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
+
+
+def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(name: str, **changes: object) -> str:
+        return next(candidate.unfit for candidate in CANDIDATES if candidate.name == name)(replace(GPU, **changes))
+
+    for name in ("flash_attn_2", "flash_attn_3"):
+        assert why(name, documents=True, window=True, softcap=True) == ""
+        assert why(name, device="cpu") == "it needs a CUDA device" and why(name, dtype=torch.float32) == "it needs fp16 or bf16"
+        assert why(name, padding=True) == "padding is left out by a mask tensor" and why(name, sinks=True) == "it has no sinks"
+        assert why(name, biased_scores=True) == "it adds nothing to scores"
+        assert why(name, head_sizes=(288, 288)) == "its heads have at most 256 sizes, not 288"
+    assert why("flash_attn_2", attention_dropout=0.1) == "" and why("flash_attn_3", attention_dropout=0.1) == "version 3 has no dropout"
+    assert why("flash_attn_2", head_sizes=(192, 128)) == "it needs values of the size of keys" and why("flash_attn_3", head_sizes=(192, 128)) == ""
+    monkeypatch.setattr(flash_attn, "is_hopper", lambda: False)
+    assert why("flash_attn_3") == "version 3 is for Hopper GPUs" and why("flash_attn_2") == ""
+    monkeypatch.setattr(flash_attn, "is_installed", lambda version: False)
+    assert why("flash_attn_2").startswith("the package flash_attn is not installed")
+    assert why("cudnn") == "" and why("cudnn", device="cpu") == "it needs a CUDA device"
+    assert why("cudnn", documents=True) == "documents are kept apart by a mask tensor, which torch's cuDNN backend does not take"
+    assert why("cudnn", head_sizes=(192, 192)) == "its heads have at most 128 sizes, not 192"
+    assert why("flex", documents=True, softcap=True, sinks=True, padding=True, dtype=torch.float32) == ""
+    assert why("flex", device="cpu") == "compiled for a CPU it has no backward pass" and why("flex", attention_dropout=0.1) == "it has no dropout"
+
+
+def test_what_was_not_measured_is_taken_only_when_it_is_asked_for(packages: None) -> None:
+    assert select(GPU).attention is fused.attention
+    assert select(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
+    assert select(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
+    with pytest.raises(ConfigError, match="--attention-backend flash_attn_3 cannot be used: flash_attn_3: it has no sinks; choose another"):
+        select(replace(GPU, sinks=True), {"attention": "flash_attn_3"})
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("scores", [*SCORES, "sinks", "bias"])
+@pytest.mark.parametrize("mask", [*MASKS, "padding", "places"])
+def test_flex_attention_is_told_what_the_reference_computes(mask: str, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = torch.ones(B, S, dtype=torch.bool)
+    padding[1, 7:] = False
+    more = {"padding": MaskSpec(causal=False, padding=padding),
+            "places": MaskSpec(window=(4, 0), query_places=torch.tensor([1, 4, 9]), key_places=torch.arange(S))}
+    found = {**SCORES, "sinks": Scores(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
+             "bias": Scores(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64))}[scores]
+    one = {**MASKS, **more}[mask]
+    inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])
+    expected = with_gradients(lambda q, k, v, *_: reference.attention(q, k, v, one, 0.0, found), *inputs)
+    monkeypatch.setattr(flex, "compiled", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask))
+    check(with_gradients(lambda q, k, v, *_: flex.attention(q, k, v, one, 0.0, found), *inputs), expected, 1e-12)
+    if (mask, scores) not in (("window of documents", "both"), ("places", "sinks"), ("padding", "bias")):
+        return  # torch's own is slow when it is not compiled, and has no gradients on a CPU
+    with torch.no_grad():
+        monkeypatch.setattr(flex, "compiled", lambda: (flex_attention, create_block_mask))
+        q, k, v = (each.detach() for each in inputs[:3])
+        torch.testing.assert_close(flex.attention(q, k, v, one, 0.0, found), expected[0], rtol=1e-6, atol=1e-6)
