@@ -1,0 +1,60 @@
+"""Matrices of 8 and 4 bits: which layers multiply them, in which format, and what shares a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class LowPrecisionConfig:
+    """Matrices of 8 and 4 bits.
+
+    The linear layers of transformer layers round what they multiply; everything else keeps the format of the run.
+    """
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, "multiply in 8 bits: all in e4m3, or gradients in e5m2 (hybrid)")
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = flag(
+        "delayed", "what shares a scale: a tensor, by its own largest value (tensorwise) or by those of earlier steps (delayed); 32 "
+        "elements in a row (mxfp8); 128 in a row, of weights 128 x 128 (blockwise)")
+    fp8_margin: int = flag(0, "--fp8-recipe delayed: powers of two to stay below the largest number of the format")
+    fp8_amax_history_len: int = flag(1, "--fp8-recipe delayed: steps whose largest values are kept")
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
+        "most_recent", "--fp8-recipe delayed: scale by the last step's largest value, or by the largest of those kept")
+    fp8_wgrad: bool = flag(True, "gradients of weights are multiplied in 8 or 4 bits, too")
+    first_last_layers_bf16: bool = flag(False, "the first and last layers keep the format of the run")
+    num_layers_at_start_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the start")
+    num_layers_at_end_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the end")
+    fp8_param_gather: bool = flag(
+        False, "--fp8-recipe tensorwise or delayed, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits beside their "
+        "fp32 masters")
+    fp4_format: Literal["e2m1"] | None = flag(None, "multiply in 4 bits")
+    fp4_recipe: Literal["nvfp4"] | None = flag(
+        None, "how 4 bits are scaled; left out: nvfp4, 16 elements share a scale in e4m3, gradients are rounded by chance")
+    fp8_emulation: bool = flag(False, "on a GPU too, compute 8 and 4 bits by rounding and matmuls in fp32; a CPU always does")
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe; empty where nothing is multiplied in 8 or 4 bits."""
+        if self.fp4_format is not None:
+            return self.fp4_recipe or "nvfp4"
+        return self.fp8_recipe if self.fp8_format is not None else ""
+
+    @property
+    def block(self) -> int:
+        """Elements of a row that share a scale; 0: all of the tensor do, or nothing is rounded."""
+        return {"mxfp8": 32, "blockwise": 128, "nvfp4": 16}.get(self.recipe, 0)
+
+    @property
+    def multiple(self) -> int:
+        """What sizes of matrices must be multiples of: whole blocks, and rows that GPUs multiply in 8 bits."""
+        return max(16, self.block) if self.recipe else 1
+
+    def is_rounded(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer, counted from 0, multiplies in 8 or 4 bits. Layers past the last (multi-token prediction) do."""
+        if not self.recipe:
+            return False
+        starts, ends = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return not (self.first_last_layers_bf16 and (layer < starts or num_layers - ends <= layer < num_layers))

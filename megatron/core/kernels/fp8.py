@@ -1,0 +1,135 @@
+"""Matrices in 8 bits: what shares a scale, how values are rounded, and how two such matrices are multiplied.
+
+    x [m, k]  --times the scale of its block, rounded-->  values [m, k], and what takes the scale back, a number a block
+
+    tensorwise, delayed   one block: the tensor                       any scale
+    blockwise             1 x 128 along the sum; weights 128 x 128    powers of two (DeepSeek-V3, 2024, section 3.3)
+    mxfp8                 1 x 32 along the sum                        powers of two (OCP microscaling formats, 2023)
+
+The emulation takes the values back and multiplies them in fp32. Products of two such values have few bits, and powers of two
+cost none: all that is rounded is the sum. The scale of a whole tensor comes after the sum, as on a GPU. So the product is that
+of the values as they were rounded, to the last bit of an fp32 sum; in fp64 for fp64 operands.
+
+Micikevicius et al., 2022, "FP8 Formats for Deep Learning"; a block's power of two is rounded up, so that nothing saturates
+(Mishra et al., 2025, "Recipes for Pre-training LLMs with MXFP8").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.reference import wide
+
+_SMALLEST_POWER, _LARGEST_POWER = -127, 127  # of e8m0
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A format of few bits. dtype: what holds its values exactly. largest: its largest number."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+
+
+E4M3 = Number("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Number("e5m2", torch.float8_e5m2, 57344.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix: values * the scale of their block * the scale of all.
+
+    values: [m, k]. block: rows and columns that share one of `blocks`, [m / rows, k / columns] rounded up. scale: [], of the whole
+    matrix. None: 1.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    blocks: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+    def t(self) -> Quantised:
+        """The transposed matrix."""
+        blocks = None if self.blocks is None else self.blocks.t()
+        return replace(self, values=self.values.t(), blocks=blocks, block=self.block[::-1])
+
+    def exact(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [m, k] but for the scale of all. Nothing is rounded in fp32 or fp64."""
+        values = self.values.to(dtype)
+        if self.blocks is None:
+            return values
+        rows, columns = self.block
+        scales = self.blocks.to(dtype).repeat_interleave(rows, 0)[:values.shape[0]].repeat_interleave(columns, 1)
+        return values * scales[:, :values.shape[1]]
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [m, k]."""
+        return self.exact(dtype) if self.scale is None else self.exact(dtype) * self.scale
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """The largest absolute value [], in the format of sums over x; of nothing: 0."""
+    return x.detach().abs().amax().to(wide(x.dtype)) if x.numel() else x.new_zeros((), dtype=wide(x.dtype))
+
+
+def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
+    """What brings the largest value of a tensor to the largest number, or `margin` powers of two below; 1 for zeros.
+
+    largest: []. What is not finite gives 0 or no number, and so a matrix without a number, which later checks can see.
+    """
+    scale = number.largest / largest / 2.0**margin
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(largest == 0, torch.ones_like(scale), scale)
+
+
+def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
+    """x [m, k] with one scale [], by which it is multiplied before it is rounded. What is too large saturates."""
+    return Quantised(_rounded(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
+
+
+def by_blocks(x: Tensor, number: Number, block: tuple[int, int]) -> Quantised:
+    """x [m, k] with a power of two a block: the smallest that lets none of its values saturate."""
+    tiles = tiled(x.to(wide(x.dtype)), block)
+    power = _power_above(tiles.abs().amax(dim=(1, 3)), number.largest)
+    finite = tiles.isfinite().all(dim=3).all(dim=1)
+    scaled = torch.ldexp(tiles, -power[:, None, :, None])
+    scales = torch.ldexp(torch.ones(power.shape, dtype=tiles.dtype, device=x.device), power)
+    scales = scales.masked_fill(~finite, float("nan")).to(torch.float8_e8m0fnu)
+    return Quantised(untiled(_rounded(scaled, number), x), None, scales, block)
+
+
+def _power_above(value: Tensor, number: float) -> Tensor:
+    """The smallest n with value <= number * 2^n, int32; no division, hence exact."""
+    fraction, power = torch.frexp(torch.where(value.isfinite(), value, torch.ones_like(value)))
+    own_fraction, own_power = torch.frexp(torch.tensor(number, dtype=value.dtype, device=value.device))
+    return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
+
+
+def _rounded(x: Tensor, number: Number) -> Tensor:
+    """To the nearest, ties to even; what is too large to the largest. Not a number stays so."""
+    return x.clamp(-number.largest, number.largest).to(number.dtype)
+
+
+def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x [m, k] as [m / rows, rows, k / columns, columns], filled up with zeros."""
+    rows, columns = block
+    filled = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
+
+
+def untiled(tiles: Tensor, like: Tensor) -> Tensor:
+    """The way back from `tiled`, of a matrix of this shape."""
+    return tiles.flatten(2).flatten(0, 1)[:like.shape[0], :like.shape[1]]
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """a b^T, [m, n], in `dtype`: the emulation, which says what the product of two such matrices is. a: [m, k]; b: [n, k]."""
+    found = a.exact(wide(dtype)) @ b.exact(wide(dtype)).t()
+    if a.scale is not None and b.scale is not None:
+        found = found * (a.scale * b.scale)
+    return found.to(dtype)

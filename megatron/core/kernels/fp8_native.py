@@ -1,0 +1,71 @@
+"""Products of matrices in 8 bits by the GPU's own units, for what `fp8.product` defines. They sum in their own order.
+
+    one scale a tensor     Ada and newer        torch._scaled_mm
+    1 x 128 and 128 x 128  Hopper               torch.nn.functional.scaled_mm
+    1 x 32                 Blackwell and newer  torch.nn.functional.scaled_mm
+
+These units want rows of whole blocks, of at least 16 elements: what is short of it is filled up with zeros here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.fp8 import Quantised
+
+_ROW = 16  # elements of a row are a multiple of it
+_SCALES = 4  # scales of 128 x 128 blocks, and of 1 x 32, come by so many along the sum
+
+
+def unfit(recipe: str, capability: tuple[int, int]) -> str:
+    """Why a GPU of this capability, (major, minor), cannot multiply by this recipe; empty if it can."""
+    if recipe == "nvfp4":
+        return "products of 4 bits are only emulated here"
+    if recipe == "blockwise" and capability[0] != 9:
+        return "blocks of 128 are for Hopper (capability 9.0)"
+    if recipe == "mxfp8" and capability < (10, 0):
+        return "blocks of 32 need Blackwell (capability 10.0) or newer"
+    if capability < (8, 9):
+        return "8 bits need Ada (capability 8.9) or newer"
+    return "" if recipe in ("tensorwise", "delayed") or hasattr(F, "scaled_mm") else "blocks need torch 2.10 or newer"
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
+    if 0 in (*a.values.shape, *b.values.shape):
+        return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+    along = max(a.block[1], b.block[1], _ROW)
+    left, right = (_filled(x.values, along) for x in (a, b))
+    if a.blocks is None:
+        return torch._scaled_mm(left, right.t(), scale_a=a.scale.float(), scale_b=b.scale.float(), out_dtype=dtype, use_fast_accum=False)
+    (scale_a, kind_a, order), (scale_b, kind_b, _) = _scales(a), _scales(b)
+    return F.scaled_mm(left, right.t(), scale_a, kind_a, scale_b, kind_b, swizzle_a=order, swizzle_b=order, output_dtype=dtype)
+
+
+def _filled(values: Tensor, multiple: int) -> Tensor:
+    """Rows of a multiple of elements, one after the other in memory."""
+    missing = -values.shape[1] % multiple
+    if not missing:
+        return values.contiguous()
+    return F.pad(values.view(torch.uint8), (0, missing)).view(values.dtype)  # a byte of zeros is a zero
+
+
+def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
+    """The blocks' scales as the unit reads them."""
+    kinds, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
+    if x.block == (1, 128):
+        return x.blocks.float().t().contiguous().t(), kinds.BlockWise1x128, plain
+    if x.block == (128, 128):
+        return F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).t(), kinds.BlockWise128x128, plain
+    assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
+    return in_tiles(x.blocks), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales [m, k / 32] in the order of Blackwell's units: tiles of 128 x 4, in which rows 32 apart are neighbours."""
+    rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // _SCALES)
+    filled = F.pad(scales.contiguous().view(torch.uint8), (0, columns * _SCALES - scales.shape[1], 0, rows * 128 - scales.shape[0]))
+    tiles = filled.view(rows, 4, 32, columns, _SCALES).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)

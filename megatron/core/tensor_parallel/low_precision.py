@@ -1,0 +1,254 @@
+"""Linear layers whose three matmuls take operands of 8 or 4 bits.
+
+    output         x W^T      x and W rounded for sums over the input size
+    input gradient g W        g and W rounded for sums over the output size
+    weight gradient g^T x     g and x rounded for sums over the tokens
+
+What shares a scale is rounded alike under every layout: the largest value of a tensor that is cut is the largest of its pieces,
+and a piece holds whole blocks of its rows. Under sequence parallelism tokens are rounded before they are gathered, so a quarter
+or half of the bytes travels.
+
+Delayed scales come from the largest values of whole steps: of all microbatches and all ranks that hold the layer, so they stay
+the same within a step, whatever is computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megatron.core.kernels.fp4 import rotated
+from megatron.core.kernels.fp8 import Quantised, largest_of
+from megatron.core.kernels.recipes import OPERANDS, Operand, Recipe
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.rng import RandomStreams
+
+
+@dataclass(frozen=True, slots=True)
+class LowPrecision:
+    """A recipe, and what it needs of the run."""
+
+    recipe: Recipe
+    mesh: Mesh
+    streams: RandomStreams
+
+
+class Scaling(nn.Module):
+    """The scales of one layer's operands: their own, or delayed ones.
+
+    history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
+    are not delayed. seen: [3], those of the step that is under way. held: the weight, where it is kept rounded.
+    """
+
+    def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
+        """shared: axis of the ranks that work on the same microbatch. cut: axis that the weight is cut over."""
+        super().__init__()
+        self.recipe, self.streams, self.mesh, self.cut = low.recipe, low.streams, low.mesh, cut
+        self.axes = {"input": shared, "weight": cut, "gradient": shared}
+        self.held: Quantised | None = None
+        self.history = torch.zeros(len(OPERANDS), low.recipe.history, device=low.mesh.device)
+        self.seen = torch.zeros(len(OPERANDS), device=low.mesh.device)
+        self.knows_steps = False
+
+    def largest(self, operand: Operand, x: Tensor) -> Tensor | None:
+        """The value [] that the scale of x is made for; None where blocks are scaled by themselves alone.
+
+        All ranks of the operand's axis call it together. The first step has no history: its scales are the tensors' own.
+        """
+        if not self.recipe.needs_largest:
+            return None
+        found, place = largest_of(x), OPERANDS.index(operand)
+        if self.recipe.history:
+            if self.training:
+                self.seen[place] = torch.maximum(self.seen[place], found.float())
+            if self.knows_steps:
+                past = self.history[place]
+                return (past.amax() if self.recipe.by_largest else past[0]).to(found.dtype)
+        return collectives.all_reduce(found, self.axes[operand], "max")
+
+    def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
+        """x [m, k] for a sum over k."""
+        drawing = self.recipe.is_small and operand == "gradient"
+        with self.streams.use("cut") if drawing else nullcontext():
+            return self.recipe.quantise(operand, x, largest)
+
+    def quantise_tokens(self, operand: Operand, x: Tensor) -> Quantised:
+        """x [t, k] for the weight's gradient, a sum over its tokens. Returns [k, t]."""
+        turned = rotated(x.t()) if self.recipe.is_small else x.t()
+        return self.quantise(operand, turned, self.largest(operand, turned))
+
+    @staticmethod
+    def after_step(scalings: Sequence[Scaling], *, stepped: bool) -> None:
+        """Close a step: what was largest in it, anywhere, becomes the newest of the history, unless the step was not to be used."""
+        delayed = [scaling for scaling in scalings if scaling.recipe.history]
+        if not delayed or not stepped:
+            for scaling in delayed:
+                scaling.seen = torch.zeros_like(scaling.seen)
+            return
+        found, mesh = torch.stack([scaling.seen for scaling in delayed]), delayed[0].mesh
+        found = found.where(found.isfinite(), 0.0)
+        for axis in (mesh.tp_cp, mesh.dp):
+            collectives.all_reduce(found, axis, "max")
+        for scaling, own in zip(delayed, found, strict=True):
+            scaling.remember(own)
+
+    def remember(self, largest: Tensor) -> None:
+        """Add a step. largest: [3]; an operand that was all zeros, or had no finite value, is as in the step before."""
+        newest = torch.where(largest > 0, largest, self.history[:, 0])
+        self.history = torch.cat((newest[:, None], self.history[:, :-1]), dim=1)
+        self.seen = torch.zeros_like(self.seen)
+        self.knows_steps = True
+
+    def load(self, history: Tensor) -> None:
+        """Continue from a history [3, n] of any length."""
+        kept = min(history.shape[1], self.history.shape[1])
+        self.history = torch.zeros_like(self.history)
+        self.history[:, :kept] = history[:, :kept]
+        self.knows_steps = bool((self.history[:, 0] > 0).any())
+
+
+def scaling_of(low: LowPrecision | None, mesh: Mesh) -> Scaling | None:
+    """The scales of a layer that is cut over the tensor ranks; None if it multiplies in its own format."""
+    return None if low is None else Scaling(low, shared=mesh.tp_cp, cut=mesh.tp)
+
+
+def histories_of(stages: Iterable[nn.Module]) -> dict[str, Scaling]:
+    """The layers with delayed scales, by the global name of the layer."""
+    return {name.removesuffix(".scaling"): module for stage in stages for name, module in stage.named_modules()
+            if isinstance(module, Scaling) and module.recipe.history}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How one layer multiplies. axis: ranks that the input is opened for, by a gather if `gathers`; its gradient is their sum.
+    None: the input is of this rank alone.
+    """
+
+    scaling: Scaling
+    axis: Axis | None = None
+    gathers: bool = False
+    deferred: Deferred | None = None
+
+
+class _LowLinear(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+        scaling, recipe = way.scaling, way.scaling.recipe
+        flat = x.reshape(-1, x.shape[-1])
+        own = scaling.quantise("input", flat, scaling.largest("input", flat))
+        largest = scaling.largest("weight", weight) if scaling.held is None else None
+        whole = _gathered(own, way.axis) if way.gathers else own
+        output = recipe.product(whole, scaling.held or scaling.quantise("weight", weight, largest), x.dtype)
+        context.way, context.bias, context.shape = way, bias, x.shape
+        # Of what has one scale, 8 bits are enough for the backward pass; blocks along the tokens are made of the input itself.
+        context.kept_scale = own.scale if _keeps_rounded(recipe) else None
+        context.save_for_backward(x if context.kept_scale is None else own.values, weight, largest)
+        middle = x.shape[1:-1]
+        output = output.view(output.shape[0] // math.prod(middle), *middle, output.shape[-1])
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        kept, weight, largest = context.saved_tensors
+        way, bias, scaling, recipe = context.way, context.bias, context.way.scaling, context.way.scaling.recipe
+        later = way.deferred is not None and way.deferred.collects and context.needs_input_grad[1]
+        kept, gathering = kept.reshape(-1, kept.shape[-1]), None
+        if way.gathers and not later:
+            kept, gathering = _start_gather(kept, way.axis)
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        rounded = scaling.quantise("gradient", flat, scaling.largest("gradient", flat))
+        turned = ((scaling.held or scaling.quantise("weight", weight, largest)).t() if recipe.turns("weight")
+                  else scaling.quantise("weight", weight.t(), largest))
+        input_gradient = recipe.product(rounded, turned, gradient.dtype)
+        collectives.wait(gathering)
+        own, sending = _start_sum(input_gradient, way, context.shape)
+        compute = partial(_weight_gradients, scaling, context.kept_scale, flat, rounded, bias=bias is not None)
+        gradients: tuple[Tensor | None, ...] = (None,)
+        if later:
+            way.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, compute, kept, way))
+        else:
+            gradients = compute(kept)
+        collectives.wait(sending)
+        return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
+
+
+def _keeps_rounded(recipe: Recipe) -> bool:
+    return recipe.one_scale and recipe.wgrad
+
+
+def _weight_gradients(scaling: Scaling, kept_scale: Tensor | None, gradient: Tensor, rounded: Quantised, kept: Tensor, *,
+                      bias: bool) -> tuple[Tensor, ...]:
+    """dW, and db if there is a bias. gradient: [t, out], and as it was rounded; kept: [t, in], the input, or values of its scale."""
+    recipe = scaling.recipe
+    if not recipe.wgrad:
+        found = gradient.t().matmul(kept)
+    elif kept_scale is not None:
+        found = recipe.product(rounded.t(), Quantised(kept, kept_scale).t(), gradient.dtype)
+    else:
+        left, right = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
+        found = recipe.product(left, right, gradient.dtype)
+    return (found, gradient.sum(0)) if bias else (found,)
+
+
+def _later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
+    """The gradients that were left for later; the tokens of other ranks are fetched only now."""
+    if way.gathers:
+        kept, gathering = _start_gather(kept, way.axis)
+        collectives.wait(gathering)
+    return compute(kept)
+
+
+def _start_sum(gradient: Tensor, way: Way, shape: torch.Size) -> tuple[Tensor, collectives.Work]:
+    """Begin to sum an input's gradient [t, in] over the ranks that it was opened for; returns what will hold it, like the input."""
+    if way.axis is None:
+        return gradient.view(shape), None
+    if not way.gathers:
+        return gradient.view(shape), collectives.start_all_reduce(gradient, way.axis)
+    own = gradient.new_empty(shape)
+    return own, collectives.start_reduce_scatter(own.view(-1, shape[-1]), gradient, way.axis)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as what every transport carries."""
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor.contiguous()
+
+
+def _start_gather(rows: Tensor, axis: Axis) -> tuple[Tensor, collectives.Work]:
+    """Begin to fetch the rows of all ranks."""
+    piece = _bytes(rows)
+    whole = piece.new_empty((piece.shape[0] * axis.size, *piece.shape[1:]))
+    return whole.view(rows.dtype), collectives.start_all_gather(whole, piece, axis)
+
+
+def _gathered(x: Quantised, axis: Axis) -> Quantised:
+    """The rows of all ranks. A block lies in one row."""
+    values, arriving = _start_gather(x.values, axis)
+    blocks, others = (None, None) if x.blocks is None else _start_gather(x.blocks, axis)
+    collectives.wait(arriving)
+    collectives.wait(others)
+    return replace(x, values=values, blocks=blocks)
+
+
+def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    """x W^T + b, of rounded operands. x: [.., in]; weight: [out, in]. Returns [.., out], of all positions where the way gathers."""
+    return _LowLinear.apply(x, weight, bias, way)
+
+
+def low_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    """`reference.grouped_linear` of rounded operands: each expert's own. x: [n, in]; weight: [e, out, in]. Returns [n, out].
+
+    Experts have scales of their own, or delayed ones in common.
+    """
+    rows, matrices, way = x.split(counts.tolist()), weight.unbind(0), Way(scaling)
+    biases = [None] * len(matrices) if bias is None else bias.unbind(0)
+    return torch.cat([low_linear(own, matrix, shift, way) for own, matrix, shift in zip(rows, matrices, biases, strict=True)])

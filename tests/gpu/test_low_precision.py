@@ -1,0 +1,58 @@
+"""Matrices of 8 bits by a GPU's own units, against the emulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.low_precision import LowPrecisionConfig
+from megatron.core.kernels import fp8, fp8_native, recipes
+from megatron.core.kernels.fp8 import Quantised
+from megatron.core.kernels.recipes import Recipe, recipe_of
+from tests.helpers import tiny
+from tests.helpers.training import train_on
+
+pytestmark = pytest.mark.gpu
+
+RECIPES: dict[str, dict[str, Any]] = {name: {"fp8_format": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "delayed", "blockwise", "mxfp8")}
+
+
+def fitting(name: str) -> dict[str, Any]:
+    """The settings of a recipe that this GPU has units for."""
+    config, device = LowPrecisionConfig(**RECIPES[name]), torch.device("cuda")
+    if reason := recipes.unfit(config, device):
+        pytest.skip(reason)
+    return RECIPES[name]
+
+
+def operands(recipe: Recipe) -> dict[str, tuple[Quantised, Quantised]]:
+    """The operands of the three products of a layer from 512 to 384, of 300 tokens."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, weight, gradient = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, 512), (384, 512), (300, 384)))
+
+    def rounded(operand: recipes.Operand, matrix: Tensor) -> Quantised:
+        return recipe.quantise(operand, matrix, fp8.largest_of(matrix))
+
+    turned = rounded("weight", weight).t() if recipe.turns("weight") else rounded("weight", weight.t())
+    return {"output": (rounded("input", x), rounded("weight", weight)), "input's gradient": (rounded("gradient", gradient), turned),
+            "weight's gradient": (rounded("gradient", gradient.t()), rounded("input", x.t()))}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_native_products_are_the_emulated_ones(name: str) -> None:
+    recipe = recipe_of(LowPrecisionConfig(**fitting(name)), torch.device("cuda"))
+    assert recipe is not None and recipe.native
+    for what, (a, b) in operands(recipe).items():
+        found, expected = fp8_native.product(a, b, torch.bfloat16).float(), fp8.product(a, b, torch.float32)
+        assert torch.allclose(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())), what
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_native_training_stays_near_the_emulated_one(name: str) -> None:
+    settings = {**fitting(name), "bf16": True, "use_cpu_initialization": True, "hidden_size": 256, "ffn_hidden_size": 512}
+    losses = [train_on(tiny.trainer_of(tiny.run_of(tiny.config(**settings, fp8_emulation=emulated), torch.device("cuda"))), 4)[0]
+              for emulated in (False, True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

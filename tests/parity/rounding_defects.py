@@ -1,0 +1,77 @@
+"""Mistakes around matrices of 8 bits, for the table of `defects.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed import rounded
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.distributed.rounded import RoundedBucket
+from megatron.core.kernels.fp8 import Quantised, largest_of
+from megatron.core.kernels.recipes import OPERANDS, Operand
+from megatron.core.parallel.mesh import Axis
+from megatron.core.tensor_parallel import low_precision
+from megatron.core.tensor_parallel.low_precision import Scaling, Way
+from tests.parity.defect import Defect, collectives_with, nothing
+
+_largest, _whole, _later, _prepare = Scaling.largest, low_precision._gathered, low_precision._later, RoundedBucket.prepare
+
+
+def _of_own_piece(tensor: Tensor, *_: Any) -> Tensor:
+    return tensor
+
+
+def _weights_by_their_piece(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
+    return largest_of(x) if operand == "weight" and self.recipe.needs_largest else _largest(self, operand, x)
+
+
+def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
+    found = _largest(self, operand, x)
+    place = OPERANDS.index(operand)
+    if found is not None and self.knows_steps:
+        self.history[place, 0] = torch.maximum(self.history[place, 0], self.seen[place])
+    return found
+
+
+def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
+    for scaling in scalings:
+        scaling.remember(scaling.seen)
+
+
+def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
+    whole = _whole(x, axis)
+    return whole if x.blocks is None else Quantised(whole.values, whole.scale, x.blocks.repeat(axis.size, 1), whole.block)
+
+
+def _own_tokens_later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
+    return _later(compute, kept if not way.gathers else torch.zeros_like(kept), way)
+
+
+def _rounded_by_own_range(self: RoundedBucket) -> None:
+    with patch.object(rounded, "collectives", collectives_with(all_reduce=_of_own_piece)):
+        _prepare(self)
+
+
+ROUNDING: tuple[Defect, ...] = (
+    Defect("owners round their ranges of a weight by scales of their own",
+           (("dp4 fp8-gather overlap-reduce overlap-gather bucket900 average", "fp8-tensorwise"), ("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise")),
+           ((RoundedBucket, "prepare", _rounded_by_own_range),)),
+    Defect("weights of 8 bits are not rounded anew after a step", (("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),),
+           ((DataParallel, "start_gather", nothing),)),
+    Defect("every rank scales by the largest value of its own piece",
+           (("tp2 sp", "fp8-tensorwise"), ("tp4", "fp8-tensorwise"), ("cp2 tp2 sp", "fp8-tensorwise")),
+           ((low_precision, "collectives", collectives_with(all_reduce=_of_own_piece)),)),
+    Defect("pieces of a weight are scaled apart", (("tp4", "fp8-tensorwise"),), ((Scaling, "largest", _weights_by_their_piece),)),
+    Defect("delayed scales know the largest values of this rank only", (("tp2 sp dp2 zero", "fp8-delayed"), ("dp2 fsdp", "fp8-delayed")),
+           ((Scaling, "after_step", staticmethod(_of_own_data)),)),
+    Defect("delayed scales move within a step, so that what is recomputed is rounded anew", (("recompute-uniform cp2", "fp8-delayed"),),
+           ((Scaling, "largest", _by_the_step_under_way),)),
+    Defect("gathered blocks take this rank's scales", (("tp2 sp", "fp8-mx"),), ((low_precision, "_gathered", _scales_of_own_rows),)),
+    Defect("gradients of weights that wait see no tokens", (("pp2 zb tp2 sp", "fp8-tensorwise"),),
+           ((low_precision, "_later", _own_tokens_later),)),
+)

@@ -1,0 +1,51 @@
+"""Weights that are kept in 8 bits: what a rank holds of them, and that they are its masters, rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.distributed.rounded import RoundedBucket
+from megatron.core.parallel.spec import spec_of
+from megatron.training.stages import Trainer
+from megatron.training.step import train_step
+from tests.helpers import tiny
+
+
+def trainer_of(**changes: Any) -> Trainer:
+    return tiny.trainer_of(tiny.run_of(tiny.config(
+        bf16=True, fp8_format="hybrid", fp8_recipe="delayed", fp8_param_gather=True, use_distributed_optimizer=True, **changes)))
+
+
+def test_a_rank_holds_masters_and_bytes_and_no_other_weights() -> None:
+    trainer = trainer_of(first_last_layers_bf16=True)
+    (bucket,) = (bucket for bucket in trainer.parallels[0].buckets if isinstance(bucket, RoundedBucket))
+    names = {spec_of(param).name for param in bucket.params}
+    assert names == {f"decoder.layers.{layer}.{part}.weight" for layer in (1, 2) for part in (
+        "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")}
+    assert bucket.data.dtype == torch.uint8 and bucket.master.dtype == torch.float32
+    assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), "a place, not values"
+    assert {spec_of(param).name for param in trainer.parallels[0].whole}.isdisjoint(names)
+    assert {segment.name for segment in trainer.parallels[0].cut} == names
+    assert all(slot.data_ptr() == segment.data.data_ptr() for name, segment, slot in trainer.optimizer.slots()
+               if name == "master" and segment.name in names), "masters are what is stepped and saved"
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_layers_weight_is_its_master_rounded_once(steps: int) -> None:
+    trainer = trainer_of(num_layers=1)
+    for step in range(steps):
+        train_step(trainer, tiny.batches(trainer.run, step))
+    masters = {segment.name: segment.data for segment in trainer.parallels[0].cut}
+    layer = trainer.stages[0].decoder.layers["0"]
+    for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc2):
+        master = masters[spec_of(linear.weight).name].view(linear.weight.shape).numpy()
+        scale = np.float32(448.0) / np.abs(master).max()
+        values = (master * scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        held = linear.scaling.held
+        assert held is not None and np.array_equal(held.values.float().numpy(), values)
+        assert float(held.scale) == pytest.approx(1.0 / float(scale), rel=1e-6)

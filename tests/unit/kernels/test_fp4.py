@@ -1,0 +1,80 @@
+"""Matrices in 4 bits against ml_dtypes' roundings, loops, and statistics."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.kernels import fp4, fp8
+
+
+def to_e4m3(x: float) -> float:
+    return float(np.float64(min(x, 448.0)).astype(ml_dtypes.float8_e4m3fn))
+
+
+def by_hand(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """x with two levels of scales, a block at a time, in fp64."""
+    found = np.zeros_like(x)
+    enlarge = 6.0 * 448.0 / np.abs(x).max()
+    for row in range(0, x.shape[0], block[0]):
+        for column in range(0, x.shape[1], block[1]):
+            place = np.s_[row:row + block[0], column:column + block[1]]
+            scale = to_e4m3(np.abs(x[place]).max() * enlarge / 6.0)
+            if scale:
+                values = np.clip(x[place] * enlarge / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+                found[place] = values * scale / enlarge
+    return found
+
+
+def test_values_are_rounded_to_the_nearest_of_e2m1_and_ties_to_even() -> None:
+    x = torch.cat([torch.linspace(-7, 7, 4001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, -5.0, 0.0, -0.0])])
+    expected = np.clip(x.numpy(), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    found = fp4.to_e2m1(x).numpy()
+    assert np.array_equal(found, expected) and np.array_equal(np.signbit(found), np.signbit(expected))
+    assert bool(fp4.to_e2m1(torch.tensor(float("nan"))).isnan())
+
+
+def test_rounding_by_chance_takes_a_neighbour_and_keeps_the_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.tensor([0.1, 0.3, 0.5, 1.9, 2.2, 3.9, 4.5, 5.9, -1.1, -5.0, 6.0, 0.0], dtype=torch.float64)
+    draws = 20_000
+    found = fp4.to_e2m1(x.expand(draws, -1), torch.rand(draws, len(x), generator=generator, dtype=torch.float64))
+    for value, column in zip(x.tolist(), found.t(), strict=True):
+        seen = set(column.abs().tolist())
+        grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        assert seen <= {grid[grid <= abs(value)].max(), grid[grid >= abs(value)].min()}, value
+    error = found.std(0, correction=1) / draws**0.5
+    assert bool(((found.mean(0) - x).abs() <= 4 * error + 1e-12).all())
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_every_block_has_a_scale_in_e4m3_and_the_tensor_one_more(block: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 40, dtype=torch.float64, generator=generator) * torch.exp2(torch.randint(-6, 6, (20, 1), generator=generator).double())
+    x[16:, 16:32] = 1e-9  # too small for a scale beside the others
+    found = fp4.by_small_blocks(x, fp8.largest_of(x), block)
+    assert found.blocks.dtype == torch.float8_e4m3fn
+    assert np.allclose(found.whole(torch.float64).numpy(), by_hand(x.numpy(), block), rtol=1e-12, atol=0)
+
+
+def test_a_tensor_of_zeros_stays_so_and_what_is_not_finite_is_seen() -> None:
+    zeros = torch.zeros(3, 16)
+    assert torch.equal(fp4.by_small_blocks(zeros, fp8.largest_of(zeros), (1, 16)).whole(torch.float32), zeros)
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(1, 16)
+        x[0, 3] = bad
+        assert not fp4.by_small_blocks(x, fp8.largest_of(x), (1, 16)).whole(torch.float32)[0, 3].isfinite()
+
+
+def test_the_rotation_is_orthogonal_and_cancels_in_a_product() -> None:
+    whole = (fp4.rotation(torch.float64, torch.device("cpu")) * 4).to(torch.int64)
+    assert set(whole.abs().flatten().tolist()) == {1}
+    assert torch.equal(whole @ whole.t(), 16 * torch.eye(16, dtype=torch.int64))
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randint(-8, 8, (rows, 21), generator=generator).double() for rows in (3, 5))
+    assert fp4.rotated(a).shape == (3, 32)
+    assert torch.equal(fp4.rotated(a) @ fp4.rotated(b).t(), a @ b.t())  # quarters of whole numbers: nothing is rounded
+    # All of an outlier's weight in one place is spread over sixteen.
+    assert torch.equal(fp4.rotated(16.0 * torch.eye(1, 16)).abs(), torch.full((1, 16), 4.0))

@@ -1,0 +1,196 @@
+"""Linear layers of rounded operands: their three products, delayed scales, and which layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.low_precision import LowPrecisionConfig
+from megatron.core.kernels import fp4, fp8
+from megatron.core.kernels.recipes import Recipe, recipe_of
+from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, histories_of, low_grouped_linear, low_linear
+from tests.helpers import tiny
+
+CPU = torch.device("cpu")
+Rounds = Callable[[str, Tensor], Tensor]
+RECIPES: dict[str, dict[str, Any]] = {
+    "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "blockwise": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, "nvfp4": {"fp4_format": "e2m1"},
+}
+
+
+def made(**settings: Any) -> tuple[Recipe, Scaling]:
+    """A recipe, with blocks of 16 instead of 128, and the scales of a layer of this process alone."""
+    recipe = recipe_of(LowPrecisionConfig(**settings), CPU)
+    assert recipe is not None
+    recipe = replace(recipe, block=min(recipe.block, 16))
+    mesh = Mesh.single(CPU)
+    low = LowPrecision(recipe, mesh, RandomStreams.build(mesh, 3))
+    return recipe, Scaling(low, shared=mesh.tp_cp, cut=mesh.tp)
+
+
+def rounding(name: str) -> Rounds:
+    """What a recipe makes of a matrix [m, k] for a sum over k, of kernels that have tests of their own."""
+    def by_tensor(operand: str, x: Tensor) -> Tensor:
+        number = fp8.E5M2 if operand == "gradient" else fp8.E4M3
+        return fp8.by_tensor(x, number, fp8.tensor_scale(x.abs().max(), number)).whole(x.dtype)
+
+    def by_blocks(operand: str, x: Tensor) -> Tensor:
+        number = fp8.E5M2 if operand == "gradient" and name == "blockwise" else fp8.E4M3
+        return fp8.by_blocks(x, number, (16 if operand == "weight" and name == "blockwise" else 1, 16)).whole(x.dtype)
+
+    def in_four_bits(operand: str, x: Tensor) -> Tensor:
+        return fp4.by_small_blocks(x, x.abs().max(), (16 if operand == "weight" else 1, 16)).whole(x.dtype)
+
+    return {"tensorwise": by_tensor, "nvfp4": in_four_bits}.get(name, by_blocks)
+
+
+def operands(seed: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An input [6, 3, 32], a weight [48, 32], a bias and a gradient, of uneven sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((6, 3, 32), (48, 32), (48,), (6, 3, 48))
+    x, weight, bias, gradient = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    x[..., 3] *= 30.0
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), gradient
+
+
+def nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to the nearest what would be rounded by chance."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("wgrad", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(name: str, wgrad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    nearest(monkeypatch)
+    _, scaling = made(**RECIPES[name], fp8_wgrad=wgrad)
+    x, weight, bias, gradient = operands()
+    output = low_linear(x, weight, bias, Way(scaling))
+    output.backward(gradient)
+    rounds, tokens, g = rounding(name), x.detach().flatten(0, 1), gradient.flatten(0, 1)
+    turned = fp4.rotated if name == "nvfp4" else lambda matrix: matrix
+    expected = rounds("input", tokens) @ rounds("weight", weight.detach()).t()
+    assert torch.allclose(output, expected.view(6, 3, 48) + bias, rtol=1e-12)
+    assert torch.allclose(x.grad.flatten(0, 1), rounds("gradient", g) @ rounds("weight", weight.detach().t()).t(), rtol=1e-11, atol=1e-11)
+    left, right = rounds("gradient", turned(g.t())), rounds("input", turned(tokens.t()))
+    assert torch.allclose(weight.grad, left @ right.t() if wgrad else g.t() @ tokens, rtol=1e-11, atol=1e-11)
+    assert torch.allclose(bias.grad, g.sum(0))
+    assert not torch.allclose(expected, tokens @ weight.detach().t(), rtol=1e-4), "something was rounded"
+
+
+def test_gradients_of_one_scale_are_autograds_through_the_rounded_operands() -> None:
+    _, scaling = made(**RECIPES["tensorwise"])
+    x, weight, bias, gradient = operands()
+    low_linear(x, weight, bias, Way(scaling)).backward(gradient)
+    rounds = rounding("tensorwise")
+    near = [rounds("input", x.detach().flatten(0, 1)).view(x.shape).requires_grad_(), rounds("weight", weight.detach()).requires_grad_()]
+    expected = torch.autograd.grad(F.linear(*near), near, rounds("gradient", gradient.flatten(0, 1)).view(gradient.shape))
+    for found, wanted in zip((x.grad, weight.grad), expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nearest(monkeypatch)
+    _, scaling = made(**RECIPES[name])
+    deferred, found = Deferred(), []
+    for way in (Way(scaling), Way(scaling, deferred=deferred)):
+        x, weight, bias, gradient = operands()
+        output = low_linear(x, weight, bias, way)
+        if way.deferred is None:
+            output.backward(gradient)
+        else:
+            with deferred.collecting((0, 0)):
+                output.backward(gradient)
+            assert weight.grad is None
+            deferred.catch_up((0, 0))
+        found.append((x.grad, weight.grad, bias.grad))
+    assert all(torch.equal(now, then) for now, then in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_are_multiplied_each_by_itself_and_some_have_no_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nearest(monkeypatch)
+    _, scaling = made(**RECIPES[name])
+    generator = torch.Generator().manual_seed(6)
+    x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((9, 16), (3, 32, 16)))
+    counts, gradient = torch.tensor([5, 0, 4]), torch.randn(9, 32, generator=generator)
+    low_grouped_linear(x, weight, counts, None, scaling).backward(gradient)
+    for expert, rows in ((0, slice(0, 5)), (2, slice(5, 9))):
+        own, matrix = x.detach()[rows].requires_grad_(), weight.detach()[expert].requires_grad_()
+        low_linear(own, matrix, None, Way(scaling)).backward(gradient[rows])
+        assert torch.equal(x.grad[rows], own.grad) and torch.equal(weight.grad[expert], matrix.grad)
+    assert not weight.grad[1].any()
+
+
+def test_gradients_of_four_bits_are_rounded_by_chance_and_right_on_average() -> None:
+    _, scaling = made(**RECIPES["nvfp4"], fp8_wgrad=False)
+    x, weight, bias, gradient = operands()
+    draws, state = [], torch.get_rng_state()
+    for _ in range(400):
+        x.grad = None
+        low_linear(x, weight, bias, Way(scaling)).backward(gradient)
+        draws.append(x.grad.flatten())
+    assert torch.equal(torch.get_rng_state(), state), "chance has a random stream that tensor ranks need not have in common"
+    found = torch.stack(draws)
+    expected = (gradient.flatten(0, 1) @ rounding("nvfp4")("weight", weight.detach())).flatten()
+    error = found.std(0) / len(draws) ** 0.5
+    assert bool((found.std(0) > 0).any())
+    # A block's largest value may saturate a little, where its scale was rounded down.
+    assert float(((found.mean(0) - expected).abs() / error.clamp(min=1e-9)).mean()) < 1.5
+
+
+def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
+    recipe, scaling = made(fp8_format="e4m3", fp8_recipe="delayed", fp8_amax_history_len=2)
+    seen: list[float] = []
+    for size in (2.0, 8.0, 1.0, 0.0):
+        x = torch.full((4, 16), size)
+        known = scaling.largest("input", x)
+        assert float(known) == (seen[-1] if seen else size), "the first step scales by itself"
+        scaling.largest("input", x / 2)  # another microbatch
+        Scaling.after_step([scaling], stepped=True)
+        seen.append(size or seen[-1])  # a step that says nothing is as the one before
+        assert scaling.history[0].tolist() == [*reversed(seen[-2:]), 0.0][:2]
+    scaling.recipe = replace(recipe, by_largest=True)
+    scaling.load(torch.tensor([[1.0, 5.0, 9.0]] * 3))
+    assert float(scaling.largest("input", torch.ones(1, 16))) == 5.0, "of the two steps that are kept"
+    scaling.largest("gradient", torch.full((1, 16), float("inf")))
+    Scaling.after_step([scaling], stepped=True)
+    assert scaling.history[2].tolist() == [1.0, 1.0], "what is not finite is no largest value"
+    before = scaling.history.clone()
+    scaling.largest("gradient", torch.full((1, 16), 1e30))
+    Scaling.after_step([scaling], stepped=False)
+    assert torch.equal(scaling.history, before) and not scaling.seen.any(), "a step that is not used leaves no trace"
+    too_large = recipe.quantise("input", torch.full((1, 16), 100.0), torch.tensor(5.0))
+    assert too_large.whole(torch.float32).unique().tolist() == pytest.approx([5.0]), "what outgrows a delayed scale saturates"
+
+
+def test_evaluation_leaves_no_trace_in_delayed_scales() -> None:
+    _, scaling = made(fp8_format="e4m3", fp8_recipe="delayed")
+    scaling.eval()
+    scaling.largest("input", torch.ones(1, 16))
+    assert not scaling.seen.any()
+
+
+def trainer_of(**changes: Any) -> Any:
+    return tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
+
+
+def test_the_first_and_last_layers_can_stay_wide_and_what_is_no_layer_does() -> None:
+    trainer = trainer_of(fp8_format="hybrid", fp8_recipe="delayed", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2,
+                         num_experts=2, moe_layer_freq="2", moe_ffn_hidden_size=16, mtp_num_layers=1)
+    names = {name for stage in trainer.stages for name, module in stage.named_modules() if isinstance(module, Scaling)}
+    layer = "decoder.layers.1"
+    ahead = "mtp.layers.0.mtp_model_layer"
+    parts = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert names == {f"{owner}.{part}.scaling" for owner in (layer, ahead) for part in parts}
+    assert {f"{name}.scaling" for name in histories_of(trainer.stages)} == names
