@@ -11,8 +11,9 @@ matrix has a bucket of its own, so that the two stages that hold it cut it alike
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,25 @@ class Segment:
         return self.spec.name
 
 
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which flat elements [low, high) of a parameter's local tensor each rank of its data axis owns, in the order of the axis.
+
+    Where ranks hold copies, each owns all of it.
+    """
+
+    spec: ParamSpec
+    local_shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Bucket:
-    """Some parameters in one piece of memory, reduced and gathered together over `axis`."""
+    """Some parameters in one piece of memory, reduced and gathered together over `axis`.
+
+    holds_values: whether the parameters' values are in it as they are.
+    """
+
+    holds_values = True
 
     def __init__(self, params: list[nn.Parameter], axis: Axis, *, grad_dtype: torch.dtype, sharded: bool) -> None:
         self.params, self.axis, self.sharded = params, axis, sharded
@@ -73,12 +91,22 @@ class Bucket:
         return [self.grad[start:start + param.numel()].view_as(param)
                 for param, start in zip(self.params, self.starts, strict=False)]
 
-    def owned(self) -> tuple[int, int]:
-        """The range of the buffer that this rank steps."""
+    def owned(self, rank: int | None = None) -> tuple[int, int]:
+        """The range of the buffer that this rank steps, or another of the axis."""
         if not self.sharded:
             return 0, self.data.numel()
-        piece = self.data.numel() // self.axis.size
-        return piece * self.axis.rank, piece * (self.axis.rank + 1)
+        piece, rank = self.data.numel() // self.axis.size, self.axis.rank if rank is None else rank
+        return piece * rank, piece * (rank + 1)
+
+    def prepare(self) -> None:
+        """Bring what is owned into the form in which it is gathered: it has it."""
+
+    def ownership(self) -> Iterator[Ownership]:
+        """Who owns what of each parameter."""
+        bounds = [self.owned(rank) for rank in range(self.axis.size)]
+        for param, start in zip(self.params, self.starts, strict=False):
+            ranges = (tuple(min(max(edge - start, 0), param.numel()) for edge in bound) for bound in bounds)
+            yield Ownership(spec_of(param), tuple(param.shape), tuple((low, high) for low, high in ranges))
 
     def segments(self) -> Iterator[Segment]:
         """What this rank owns of each parameter."""
@@ -90,21 +118,25 @@ class Bucket:
                               self.data[begin:end], self.grad[begin:end])
 
 
-def make_buckets(module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool,
-                 bucket_size: int | None) -> list[Bucket]:
-    """Move a stage's parameters into buckets. bucket_size: elements, or None for one bucket per format and axis."""
-    found: list[Bucket] = []
-    waiting: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
+def make_buckets(module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool, bucket_size: int | None,
+                 others: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None) -> list[Bucket]:
+    """Move a stage's parameters into buckets. bucket_size: elements, or None for one bucket per format and axis.
 
-    def close(key: tuple[torch.dtype, str]) -> None:
+    others: parameters that go into buckets of another kind, and what makes those.
+    """
+    found: list[Bucket] = []
+    usual = partial(Bucket, sharded=sharded)
+    waiting: dict[tuple[torch.dtype, str, Callable[..., Bucket]], list[nn.Parameter]] = {}
+
+    def close(key: tuple[torch.dtype, str, Callable[..., Bucket]]) -> None:
         params = waiting.pop(key, [])
         if params:
-            found.append(Bucket(params, mesh.axis(key[1]), grad_dtype=grad_dtype, sharded=sharded))
+            found.append(key[2](params, mesh.axis(key[1]), grad_dtype=grad_dtype))
 
     for param in reversed(list(module.parameters())):
         if not param.requires_grad:
             continue
-        key = (param.dtype, spec_of(param).reduce_over)
+        key = (param.dtype, spec_of(param).reduce_over, (others or {}).get(param, usual))
         if spec_of(param).tied:
             close(key)
         waiting.setdefault(key, []).append(param)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.buffers import Bucket, Segment, make_buckets
+from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
+from megatron.core.distributed.rounded import RoundedBucket, holders_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Mesh
@@ -31,7 +32,9 @@ class DataParallel:
         """
         self.module, self.overlap_reduce, self.overlap_gather = module, overlap_reduce, overlap_gather
         self.divisor = mesh.dp_cp.size if average else None
-        self.buckets = make_buckets(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size)
+        holders = holders_of(module) if sharded else {}
+        self.buckets = make_buckets(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size,
+                                    others=dict.fromkeys(holders, partial(RoundedBucket, holders=holders)))
         self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
         self._reducing: list[collectives.Work] = []
         self._missing: list[int] | None = None
@@ -45,20 +48,31 @@ class DataParallel:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
                     child.register_forward_pre_hook(self._before_forward)
+        self.refresh()
 
     @property
     def whole(self) -> list[nn.Parameter]:
-        """The parameters that this rank holds whole: all."""
-        return list(self.module.parameters())
+        """The parameters that this rank holds whole: all but those that it knows as others rounded them."""
+        return [param for param in self.module.parameters() if param not in self._place or self.buckets[self._place[param]].holds_values]
 
     @property
     def cut(self) -> list[Segment]:
-        """What this rank holds of the others: there are none."""
-        return []
+        """What this rank holds of the others."""
+        return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.segments()]
+
+    def refresh(self) -> None:
+        """What is owned was written from outside."""
+        if not all(bucket.holds_values for bucket in self.buckets):
+            self.start_gather()
+            self.finish_gather()
 
     def segments(self) -> list[Segment]:
         """What this rank owns, over all buckets."""
         return [segment for bucket in self.buckets for segment in bucket.segments()]
+
+    def ownership(self) -> list[Ownership]:
+        """Who owns what of every parameter, in the same order on all ranks."""
+        return [one for bucket in self.buckets for one in bucket.ownership()]
 
     def zero_gradients(self) -> None:
         """Begin a step."""
@@ -89,6 +103,7 @@ class DataParallel:
         for index in reversed(range(len(self.buckets))):
             bucket = self.buckets[index]
             if bucket.sharded:
+                bucket.prepare()
                 low, high = bucket.owned()
                 self._gathering[index] = collectives.start_all_gather(bucket.data, bucket.data[low:high], bucket.axis)
         if not self.overlap_gather:

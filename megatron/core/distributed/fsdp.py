@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as placements
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import Ownership, Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, spec_of
@@ -51,7 +51,7 @@ class FullySharded:
         average: divide by the data-parallel size after a sum. keep_layers: whole from the forward to the backward pass.
         fill: gives a part its initial values; what was filled is cut before the next part is.
         """
-        self.module, self.cut = module, list[Segment]()
+        self.module, self.cut, self._owned = module, list[Segment](), list[Ownership]()
         # Nobody writes into what a stage returns.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         ours = DeviceMesh.from_group(mesh.dp_cp.group, mesh.device.type)
@@ -69,7 +69,9 @@ class FullySharded:
             part.set_gradient_divide_factor(float(mesh.dp_cp.size) if average else 1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
             for path, spec in specs.items():
-                self.cut += _share(part.get_parameter(path), spec, mesh.axis(spec.reduce_over), narrow)
+                param, axis = part.get_parameter(path), mesh.axis(spec.reduce_over)
+                self.cut += _share(param, spec, axis, narrow)
+                self._owned.append(Ownership(spec, tuple(param.shape), tuple(_rows(param, axis.size, rank) for rank in range(axis.size))))
         if experts:  # where those of a rank see no token, others still wait for it to sum their gradients
             module.set_reduce_scatter_unused_params(True)
         module.register_forward_hook(_let_go)
@@ -80,6 +82,10 @@ class FullySharded:
     def segments(self) -> list[Segment]:
         """What this rank owns."""
         return [*self.cut, *self._rest.segments()]
+
+    def ownership(self) -> list[Ownership]:
+        """Who owns what of every parameter, in the same order on all ranks."""
+        return [*self._owned, *self._rest.ownership()]
 
     def zero_gradients(self) -> None:
         """Begin a step."""
@@ -100,6 +106,9 @@ class FullySharded:
 
     def start_gather(self) -> None:
         """Layers are gathered when they are needed."""
+
+    def refresh(self) -> None:
+        """Shares were written from outside: layers are gathered anew when they are needed."""
 
     def finish_gather(self) -> None:
         """Shares are all there is between steps."""
@@ -130,8 +139,15 @@ def _share(param: nn.Parameter, spec: ParamSpec, axis: Axis, narrow: torch.dtype
     param.spec = spec  # type: ignore[attr-defined]
     param.grad = torch.zeros_like(param)
     data, grad = param.detach().to_local().view(-1), param.grad.to_local().view(-1)
-    low = min(math.ceil(param.shape[0] / axis.size) * axis.rank, param.shape[0]) * math.prod(param.shape[1:])
-    return [Segment(spec, tuple(param.shape), low, low + data.numel(), data, grad, narrow)] if data.numel() else []
+    low, high = _rows(param, axis.size, axis.rank)
+    assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
+    return [Segment(spec, tuple(param.shape), low, high, data, grad, narrow)] if data.numel() else []
+
+
+def _rows(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
+    """The flat elements of the rows that a rank holds."""
+    rows, size = math.ceil(param.shape[0] / ranks), math.prod(param.shape[1:])
+    return min(rows * rank, param.shape[0]) * size, min(rows * (rank + 1), param.shape[0]) * size
 
 
 def _let_go(module: nn.Module, *_: Any) -> None:

@@ -42,8 +42,14 @@ def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[t
     yield start, segment.high - segment.low
 
 
+def first_homes(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments without a second home of the same matrix: a pipeline that goes there and back has both ends on one rank."""
+    homes: dict[str, Segment] = {}
+    return [segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment]
+
+
 def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
-    return [getattr(segment, of)[low:high] for segment in segments
+    return [getattr(segment, of)[low:high] for segment in first_homes(segments)
             for low, high in counted_ranges(segment, mesh, sharded=sharded) if low < high]
 
 
@@ -62,7 +68,7 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: s
 def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Tensor:
     """Number of zero elements in the whole network's gradient, as a scalar tensor."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for segment in segments:
+    for segment in first_homes(segments):
         held = [piece.local for piece in pieces(segment.spec, mesh)]
         for low, high in counted_ranges(segment, mesh, sharded=sharded):
             for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):

@@ -18,5 +18,10 @@ class Group:
 
 def group_of(spec: ParamSpec, config: OptimizerConfig) -> Group:
     """Matrices decay; biases and norms do not. Embeddings and the output layer may have a rate of their own."""
-    decays = spec.kind in ("matrix", "embedding") or (spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm)
+    decays = spec.kind in ("matrix", "table", "embedding") or (spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm)
     return Group(decays, spec.kind == "embedding" and config.decoupled_lr is not None)
+
+
+def is_by_muon(spec: ParamSpec, config: OptimizerConfig) -> bool:
+    """Whether Muon updates this parameter: matrices of the layers, also those of experts; nothing that is looked up."""
+    return config.is_muon and spec.kind == "matrix"

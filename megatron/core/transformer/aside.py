@@ -1,0 +1,53 @@
+"""Which parts of a stage send their activations to the CPU: whole layers, or modules by Megatron's names.
+
+    attn_norm    input of the norm before attention            core_attn    what attention itself saves: q, k, v and scores
+    qkv_linear   input of queries, keys and values             attn_proj    input of the output projection
+    mlp_norm     input of the norm before the MLP              expert_fc1   input of the experts' first matrix
+    moe_act      input of the experts' activation
+
+Layers and modules learn nothing of it: what is set is what happens around them. A context around attention stands for all that
+it saves, and others inside it for its matrices, since the innermost counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.core.config.run import OffloadConfig
+from megatron.core.parallel.offload import Offload, around, kept
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.moe import MoELayer
+from megatron.core.transformer.stack import Stack
+
+
+def put_aside(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+    """Let a stage send away what the config says."""
+    if not config.offloads:
+        return
+    offload = Offload(device, config.min_offloaded_tensor_size)
+    around(stage, lambda: nullcontext(offload.begin()))
+    layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
+    chosen = layers[:config.cpu_offloading_num_layers]
+    for layer in chosen:
+        around(layer, partial(offload.aside, layer))
+    for stack in (part for part in stage.modules() if isinstance(part, Stack)):
+        stack.aside = lambda group: offload.aside(*group) if any(layer in chosen for layer in group) else nullcontext()
+    for layer in layers if config.fine_grained_activation_offloading else ():
+        for name, part in _parts(layer):
+            around(part, partial(offload.aside, part) if name in config.offload_modules else kept)
+
+
+def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a layer that have names, and those inside them whose activations are not theirs."""
+    mixer, experts = layer.self_attention, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
+    found: list[tuple[str, nn.Module | None]] = [
+        ("attn_norm", layer.input_layernorm), ("core_attn", mixer), ("mlp_norm", layer.pre_mlp_layernorm), ("attn_proj", mixer.linear_proj)]
+    found += [("qkv_linear", part) for name, part in mixer.named_children() if name.startswith("linear_") and name != "linear_proj"]
+    if experts is not None:
+        found += [("moe_act", experts), ("expert_fc1", experts.linear_fc1), ("", experts.linear_fc2)]
+    yield from ((name, part) for name, part in found if part is not None)

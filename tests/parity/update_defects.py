@@ -1,0 +1,56 @@
+"""Mistakes of update rules that look at whole matrices, and of activations that wait elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer import muon
+from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_together
+from megatron.core.optimizer.owners import Slab
+from megatron.core.parallel import offload
+from megatron.core.parallel.offload import Parcel
+from megatron.core.parallel.spec import ParamSpec
+from tests.parity.defect import Defect
+
+_returned, _direction, _arrived = muon._returned, Muon._direction, Parcel.arrived
+
+
+def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
+    return self._scaled(orthogonalize(x, self.how), x.shape[1:])
+
+
+def _every_copy_counts(x: Tensor, how: Any, axis: Any, counted: Tensor | None = None) -> Tensor:
+    return orthogonalize_together(x, how, axis, None)
+
+
+def _back_to_the_rank_beside(updates: Sequence[Tensor], slabs: Sequence[Slab], ranks: int, nothing: Tensor) -> Tensor:
+    return _returned(updates, slabs, ranks, nothing).roll(1)
+
+
+def _direction_in_the_owners_part_only(self: Muon, held: Any) -> Tensor:
+    found = _direction(self, held)
+    return found if self.mesh.dp_cp.is_first else torch.zeros_like(found)
+
+
+def _as_it_was_last(self: Parcel) -> Tensor:
+    self._back = torch.zeros_like(self.host) if self._back is None else self._back
+    self._mark = self.lane.mark()
+    return _arrived(self)
+
+
+UPDATES: tuple[Defect, ...] = (
+    Defect("a piece of a matrix is taken for the matrix", (("tp4 mb4", "muon"),), ((Muon, "_matrices", _each_piece_for_a_matrix),)),
+    Defect("copies of key heads count twice where tensor ranks share Muon's work", (("tp4 sp muon-distributed mb4", "muon"),),
+           ((muon, "orthogonalize_together", _every_copy_counts),)),
+    Defect("owners send updates back one element off", (("dp4 zero bucket600 mb2", "muon"),), ((muon, "_returned", _back_to_the_rank_beside),)),
+    Defect("an owner hears of the first data rank's momentum only", (("tp2 dp2 fsdp mb2", "muon-joined"),),
+           ((Muon, "_direction", _direction_in_the_owners_part_only),)),
+    Defect("activations are used before they have come back", (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"),
+                                                               ("offload-parts ep2 dp2 alltoall mb2", "moe")),
+           ((offload.Parcel, "arrived", _as_it_was_last),)),
+)
