@@ -89,7 +89,7 @@ def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
     chunks = len(stages_of(config)) // parallel.pp
-    return choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule,
+    return choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule, together=parallel.overlap_moe_expert_parallel_comm,
                   group=parallel.microbatch_group_size_per_virtual_pipeline_stage), count
 
 

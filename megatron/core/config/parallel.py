@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags import flag
+from megatron.core.config.plan import Placement
 
 CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
 
@@ -23,8 +24,9 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: chunks on each pipeline rank")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None, "interleave: microbatches a chunk runs in a row; left out: the pipeline size", also=("--microbatch-group-size-per-vp-stage",))
-    pipeline_schedule: Literal["1f1b", "gpipe", "zb-h1"] = flag(
-        "1f1b", "order of forward and backward passes; zb-h1: gradients of weights wait until a rank would idle")
+    pipeline_schedule: Literal["1f1b", "gpipe", "zb-h1", "zb-v"] = flag(
+        "1f1b", "order of forward and backward passes; zb-h1: gradients of weights wait until a rank would idle; zb-v: the same over two "
+        "chunks a rank, there and back")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first pipeline rank")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last pipeline rank")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as one layer of the split")
@@ -45,6 +47,14 @@ class ParallelConfig:
     ddp_num_buckets: int | None = flag(None, "number of buckets, instead of their size")
     ddp_average_in_collective: bool = flag(False, "let the collective average gradients instead of scaling them before")
     overlap_p2p_communication: bool = flag(True, "overlap messages between pipeline stages with compute")
+    tp_comm_overlap: bool = flag(False, "--sequence-parallel: pieces of the sequence travel round the tensor ranks while others are multiplied")
+    tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap: where a product's input is gathered")
+    tp_comm_overlap_rs: bool = flag(True, "--tp-comm-overlap: where a product is summed over the ranks")
+    tp_comm_overlap_rs_dgrad: bool = flag(
+        False, "--tp-comm-overlap: where the gradient of an input is summed too, in place of summing it behind that of the weight")
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False, "do a forward pass and the backward pass of another microbatch in turns: one computes while the other's tokens travel to "
+        "experts and back")
     use_cpu_initialization: bool = flag(False, "draw initial weights on the CPU, the same on every kind of device")
     context_parallel_size: int = flag(1, "ranks that share each sequence")
     cp_comm_type: tuple[CPComm, ...] = flag(
@@ -65,7 +75,12 @@ class ParallelConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are a part of their own in the schedule."""
-        return self.pipeline_schedule == "zb-h1"
+        return self.pipeline_schedule in ("zb-h1", "zb-v")
+
+    @property
+    def placement(self) -> Placement:
+        """How pipeline stages lie on the ranks."""
+        return "v" if self.pipeline_schedule == "zb-v" and self.pp > 1 else "wrap"
 
     @property
     def pp(self) -> int:

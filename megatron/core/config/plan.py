@@ -1,10 +1,13 @@
 """One row per layer, and which layers each pipeline stage builds.
 
-A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s: stage s lives on pipeline rank s % pp,
-as that rank's chunk s // pp, so layers run through the ranks vpp times:
+A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `home`
+says where a stage lives: as chunk s // pp of a rank, each time from the first rank on (wrap), or there and back (v):
 
     12 layers, pp=2, vpp=3      rank 0    stage 0: 0 1      stage 2: 4 5      stage 4: 8 9
                                 rank 1    stage 1: 2 3      stage 3: 6 7      stage 5: 10 11
+
+    8 layers, pp=2, v           rank 0    stage 0: 0 1      stage 3: 6 7
+                                rank 1    stage 1: 2 3      stage 2: 4 5
 
 A cut is a list of layer counts, one a stage. It comes from an even division (with the embedding and the loss counted as
 layers, if asked), from an even division between an uneven first and last rank, or from a layout string. No layer is
@@ -16,10 +19,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.pattern import read_pattern
+
+Placement = Literal["wrap", "v"]
+
+
+def home(stage: int, pp: int, placement: Placement = "wrap") -> tuple[int, int]:
+    """(pipeline rank, chunk): where a stage lives. wrap: every chunk begins on the first rank; v: where the one before ended."""
+    chunk, place = divmod(stage, pp)
+    return (pp - 1 - place if placement == "v" and chunk % 2 else place), chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,7 @@ class StageSpec:
     """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head.
 
     ahead: whether it has what is behind the last layer but the head: the final norm and the layers of multi-token prediction.
+    placement: of all stages.
     """
 
     index: int
@@ -54,6 +67,7 @@ class StageSpec:
     embeds: bool
     heads: bool
     ahead: bool = False
+    placement: Placement = "wrap"
 
 
 def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
@@ -102,20 +116,20 @@ def partition(
     *,
     pp: int,
     vpp: int = 1,
-    first_layers: int | None = None,
-    last_layers: int | None = None,
+    ends: tuple[int | None, int | None] = (None, None),
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
     layout: str | None = None,
+    placement: Placement = "wrap",
 ) -> tuple[StageSpec, ...]:
     """Cut the layers into pp * vpp stages, in order; `ConfigError` with every reason if that is impossible.
 
-    first_layers, last_layers: layers on the first and last rank, over all its chunks; the other ranks share the rest
+    ends: layers on the first and on the last rank, over all its chunks; the other ranks share the rest
     evenly. account_for_...: count the embedding or the loss as one layer of the even division.
-    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`.
+    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see `home`.
     """
     counted = account_for_embedding + account_for_loss
-    uneven = first_layers is not None or last_layers is not None
+    uneven = ends != (None, None)
     problems = _size_problems(len(layers), pp, vpp)
     if uneven + bool(counted) + (layout is not None) > 1:
         problems.append("the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
@@ -124,16 +138,16 @@ def partition(
     if layout is not None:
         stages = read_layout(layout)
         problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
-        problems += _ahead_problems(stages, pp)
+        problems += _ahead_problems(stages, pp, placement)
     elif uneven:
-        problems, counts = _uneven(len(layers), pp, vpp, first_layers, last_layers)
+        problems, counts = _uneven(len(layers), pp, vpp, ends, placement)
     else:
         problems, counts = _even(len(layers), pp, vpp, counted)
         counts[0] -= account_for_embedding
         counts[-1] -= account_for_loss
     refuse(problems)
     apart = layout is not None and "m" in layout and "m" not in stages[-1]
-    return _stages(layers, counts, pp, ahead=len(counts) - 1 - apart)
+    return _stages(layers, counts, pp, ahead=len(counts) - 1 - apart, placement=placement)
 
 
 def virtual_size(
@@ -145,8 +159,9 @@ def virtual_size(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
     layout: str | None = None,
+    unsaid: int = 1,
 ) -> int:
-    """Chunks on each rank, from whichever of the flags says so; 1 if none does.
+    """Chunks on each rank, from whichever of the flags says so; `unsaid` if none does.
 
     chunks_per_rank: --num-virtual-stages-per-pipeline-rank; layers_per_chunk: --num-layers-per-virtual-pipeline-stage.
     """
@@ -169,7 +184,7 @@ def virtual_size(
                     f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
                     f"{pp}; choose {_near(num_layers, pp * layers_per_chunk, -counted)} layers"])
         return (num_layers + counted) // (pp * layers_per_chunk)
-    return chunks_per_rank or 1
+    return chunks_per_rank or unsaid
 
 
 def read_layout(layout: str) -> tuple[str, ...]:
@@ -207,8 +222,10 @@ def _even(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], 
     return problems, [(num_layers + counted) // (pp * vpp)] * (pp * vpp)
 
 
-def _uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[list[str], list[int]]:
+def _uneven(num_layers: int, pp: int, vpp: int, given: tuple[int | None, int | None],
+            placement: Placement) -> tuple[list[str], list[int]]:
     """The counts given for the first and the last rank, each over its chunks; the others share the rest."""
+    first, last = given
     ends = {flag: value for flag, value in (("--decoder-first-pipeline-num-layers", first),
                                             ("--decoder-last-pipeline-num-layers", last)) if value is not None}
     problems = [f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose "
@@ -227,7 +244,7 @@ def _uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | N
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
-    return problems, [per_rank[stage % pp] // vpp for stage in range(pp * vpp)]
+    return problems, [per_rank[home(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
 
 
 def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:
@@ -246,7 +263,7 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
     return problems
 
 
-def _ahead_problems(stages: tuple[str, ...], pp: int) -> list[str]:
+def _ahead_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> list[str]:
     """Why the layers of multi-token prediction cannot be where the layout has them."""
     letters, homes = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
     layout = f"--pipeline-model-parallel-layout {'|'.join(stages)}"
@@ -255,7 +272,7 @@ def _ahead_problems(stages: tuple[str, ...], pp: int) -> list[str]:
     if len(homes) > 1 or "m" in letters[:letters.rfind("t")] or homes[0] < len(stages) - 2:
         return [f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
                 "make goes to L only"]
-    if len(stages) - 1 > homes[0] > 0 and homes[0] % pp == 0:
+    if len(stages) - 1 > homes[0] > 0 and home(homes[0], pp, placement)[0] == 0:
         return [f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
                 "--pipeline-model-parallel-size 3 or more, or put m beside L"]
     return []
@@ -273,14 +290,15 @@ def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
     return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
 
 
-def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int) -> tuple[StageSpec, ...]:
+def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int, placement: Placement) -> tuple[StageSpec, ...]:
     """The stages with these many layers each, in order. ahead: the stage behind the last layer."""
     assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
     specs, start = [], 0
     for index, count in enumerate(counts):
         own = tuple(layers[start:start + count])
-        specs.append(StageSpec(index=index, count=len(counts), rank=index % pp, chunk=index // pp, layers=own,
-                               embeds=index == 0, heads=index == len(counts) - 1, ahead=index == ahead))
+        rank, chunk = home(index, pp, placement)
+        specs.append(StageSpec(index=index, count=len(counts), rank=rank, chunk=chunk, layers=own, embeds=index == 0,
+                               heads=index == len(counts) - 1, ahead=index == ahead, placement=placement))
         start += count
     return tuple(specs)
 

@@ -46,9 +46,22 @@ def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
 
 
 def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """A matrix that embeds on the first stage and predicts on the last, or embeds again for multi-token prediction."""
+    """A matrix that embeds on the first stage and predicts on the last, or embeds again for multi-token prediction.
+
+    Where a pipeline goes there and back, two of its homes are on one rank.
+    """
     for axis in ("embed", "mtp_embed"):
-        _all_reduce_together([s.grad for s in segments if s.spec.tied and s.spec.tied_over == axis], mesh.axis(axis))
+        homes: dict[str, list[Tensor]] = {}
+        for segment in segments:
+            if segment.spec.tied and segment.spec.tied_over == axis:
+                homes.setdefault(segment.name, []).append(segment.grad)
+        for first, *others in homes.values():
+            for other in others:
+                first += other
+        _all_reduce_together([own[0] for own in homes.values()], mesh.axis(axis))
+        for first, *others in homes.values():
+            for other in others:
+                other.copy_(first)
 
 
 def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:

@@ -32,7 +32,8 @@ def wait(work: Work) -> None:
 
 
 def _wait(work: Work, axis: Axis) -> None:
-    """The same, where the time that it takes is known to be a wait for the axis."""
+    """The same, where the time that it takes is known to be a wait for the axis, and other work may be done meanwhile."""
+    axis.trail.idle()
     axis.trail.pause()
     wait(work)
     axis.trail.resume()

@@ -11,7 +11,7 @@ from itertools import product
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.parallel import ParallelConfig
-from megatron.core.config.plan import read_layout
+from megatron.core.config.plan import home, read_layout
 
 RankLists = tuple[tuple[int, ...], ...]
 
@@ -85,8 +85,9 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         "tp": ("tp",), "cp": context, "cp_inner": ("cp_inner",), "cp_outer": ("cp_outer",), "dp": ("dp",),
         "dp_cp": (*context, "dp"), "tp_cp": ("tp", *context), "model": ("tp", "pp"), "world": dense_order}.items()}
     found["pp"] = pipelines
-    again = _place_of_m(parallel)
-    found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[-1]))) for line in pipelines)
+    end = home(2 * pp - 1, pp, parallel.placement)[0]
+    again = _place_of_m(parallel, end)
+    found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[end]))) for line in pipelines)
     found["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
     stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
     found |= {name: tuple(sorted(tuple(stage[place] for place in places) for stage in stages
@@ -94,7 +95,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     return found
 
 
-def _place_of_m(parallel: ParallelConfig) -> int:
-    """The pipeline rank with the layers of multi-token prediction: the last one, if the layout does not say otherwise."""
+def _place_of_m(parallel: ParallelConfig, end: int) -> int:
+    """The pipeline rank with the layers of multi-token prediction: that of the last stage, if the layout does not say otherwise."""
     stages = read_layout(parallel.pipeline_model_parallel_layout or "")
-    return next((index % parallel.pp for index, stage in enumerate(stages) if "m" in stage), parallel.pp - 1)
+    return next((home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage), end)

@@ -12,12 +12,13 @@ wait for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from megatron.core.parallel.device import Stopwatch
 
 _KEPT = 16  # the last collectives
-_OPERATIONS = {"F": "forward", "B": "backward", "R": "reduce"}
+_OPERATIONS = {"F": "forward", "B": "backward", "W": "weights", "R": "reduce"}
 # What began, its axis, ranks and bytes; file and line; activity, iteration and action.
 Note = tuple[str, str, tuple[int, ...], int, str, int, str, int, object]
 _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"), (1, "bytes"))
@@ -27,7 +28,8 @@ class Trail:
     """One rank's notes. Written by the thread that trains; any other may read, and at worst reads a note too few.
 
     iteration: the one that is being done, 1 for the first. moves: grows with everything that is noted. stopwatch: times the
-    work of `start` .. `stop` without the waits between `pause` and `resume`, if somebody wants to know.
+    work of `start` .. `stop` without the waits between `pause` and `resume`, if somebody wants to know. idle: called when others
+    are about to be waited for in the midst of work; what else there is to do meanwhile is done there.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class Trail:
         self.action: object = ""
         self.moves = 0
         self.stopwatch: Stopwatch | None = None
+        self.idle: Callable[[], None] = _nothing
         self.counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._ring: list[Note | None] = [None] * _KEPT
         self._noted = 0
@@ -97,6 +100,10 @@ class Trail:
         """The last collectives in words, the newest first."""
         notes = [self._ring[(self._noted - 1 - back) % _KEPT] for back in range(min(count, _KEPT, self._noted))]
         return [_words(note) for note in notes if note is not None]
+
+
+def _nothing() -> None:
+    """There is nothing else to do."""
 
 
 def _caller(frame: FrameType | None) -> tuple[str, int]:

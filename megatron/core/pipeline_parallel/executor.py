@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.trail import Trail
+from megatron.core.parallel.turns import Turns
 from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 
@@ -68,13 +69,16 @@ def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, deferred
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
     splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
     assert deferred is not None or not splits, "a plan whose weights wait needs a place where they do"
-    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, deferred if splits else None)
+    own = frozenset(step for step in script.steps if isinstance(step, Action))
+    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, deferred if splits else None)
     with torch.set_grad_enabled(bool(final)):
-        for step in script.steps:
-            if isinstance(step, Transfer):
-                walk.begin(step)
+        for part in script.parts():
+            if isinstance(part[0], Transfer):
+                walk.begin(part[0])
+            elif len(part) == 1:
+                walk.perform(part[0])
             else:
-                walk.perform(step)
+                walk.perform_together(*part)
         walk.finish()
 
 
@@ -112,6 +116,7 @@ class _Walk:
     work: Work
     axes: dict[str, Axis]
     final: dict[int, Action]
+    own: frozenset[Action]
     deferred: Deferred | None
     arrived: dict[Action, _Payload] = field(default_factory=dict)  # by the action that takes it
     made: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)  # by the action that made it
@@ -151,6 +156,22 @@ class _Walk:
         for payload in earlier:
             payload.wait(trail)
 
+    def perform_together(self, forward: Action, backward: Action) -> None:
+        """Do two passes in turns: each goes on while the other waits for ranks that share its layers."""
+        earlier, self.sending = self.sending, []
+        trail, turns = self.axes["F"].trail, Turns()
+        trail.enter(f"{forward} and {backward}")
+        trail.start()
+        trail.idle, idle = turns.pass_on, trail.idle
+        try:
+            turns.run(lambda: self._pass_on(forward, self._forward(forward)), lambda: self._pass_on(backward, self._backward(backward)),
+                      self.work.device)
+        finally:
+            trail.idle = idle
+        trail.stop()
+        for payload in earlier:
+            payload.wait(trail)
+
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for payload in self.sending:
@@ -186,12 +207,12 @@ class _Walk:
                 for leaf in kept.received if leaf.requires_grad]
 
     def _pass_on(self, action: Action, tensors: Iterable[Tensor]) -> None:
-        """Leave an action's result for the message that takes it, or for the action itself on a pipeline of one."""
+        """Leave an action's result for the message that takes it, or for the action itself where that is on this rank."""
         taker = Action(action.op, action.stage + TOWARDS[action.op], action.microbatch)
         if not 0 <= taker.stage < self.script.stages:
             return
         detached = tuple(tensor.detach().contiguous() for tensor in tensors)
-        if self.script.size == 1:
+        if taker in self.own:
             self.arrived[taker] = _Payload(detached)
         else:
             self.made[action] = detached

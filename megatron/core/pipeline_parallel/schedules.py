@@ -1,10 +1,10 @@
 """Pipeline schedules as data: for every rank, the list of what it does, in order.
 
-Stage s lives on rank s % pp, as that rank's chunk s // pp. An `Action` is one stage's forward pass "F" or backward pass
-"B" of one microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the
-same shape: a rank runs some forwards to warm up, then one forward and one backward in turn, then the backwards that
-are left. Schedules differ in the order of the forwards and in how many of them warm up. Where a plan has a "W" for each
-"B", the backward pass computes what the stage before waits for, and the gradients of weights are left to the "W":
+Where a stage lives, `home` of config/plan.py says. An `Action` is one stage's forward pass "F" or backward pass "B" of one
+microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the same shape: a
+rank runs some forwards to warm up, then one forward and one backward in turn, then the backwards that are left. Schedules
+differ in the order of the forwards and in how many of them warm up. Where a plan has a "W" for each "B", the backward pass
+computes what the stage before waits for, and the gradients of weights are left to the "W":
 
     one_f_one_b(2, 3)     rank 0   F0.0 F0.1 B0.0 F0.2 B0.1 B0.2          (F0.2 is stage 0, microbatch 2)
                           rank 1   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
@@ -14,10 +14,12 @@ No schedule says when anything happens or what is sent: timeline.py and transfer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,14 +44,19 @@ class ScheduleError(Exception):
     """A plan that cannot be carried out. The message names the actions at fault."""
 
 
-def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b") -> Plan:
-    """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size."""
+def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b", together: bool = False) -> Plan:
+    """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size; together: see `are_together`."""
+    if together:
+        assert (name, vpp) == ("1f1b", 1), "rules let no other schedule do two passes together"
+        return one_f_one_b(pp, m, ahead=1)
     if name == "gpipe":
         return gpipe(pp, m, vpp=vpp)
-    if name == "zb-h1":
+    if name == "zb-h1" or (name == "zb-v" and pp == 1):
         return zero_bubble(pp, m)
+    if name == "zb-v":
+        return zero_bubble_v(pp, m)
     if name != "1f1b":
-        raise ConfigError(f"--pipeline-schedule {name} is not known; choose 1f1b, gpipe or zb-h1")
+        raise ConfigError(f"--pipeline-schedule {name} is not known; choose 1f1b, gpipe, zb-h1 or zb-v")
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
@@ -62,9 +69,9 @@ def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
     return _plan(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
-def one_f_one_b(pp: int, m: int) -> Plan:
-    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations."""
-    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
+def one_f_one_b(pp: int, m: int, *, ahead: int = 0) -> Plan:
+    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations; or so many more `ahead`."""
+    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1 + ahead)
 
 
 def zero_bubble(pp: int, m: int) -> Plan:
@@ -88,6 +95,24 @@ def zero_bubble(pp: int, m: int) -> Plan:
     return tuple(rows)
 
 
+def zero_bubble_v(pp: int, m: int) -> Plan:
+    """Two chunks a rank, there and back, whose weight gradients wait: ZB-V (Qi et al., 2024, "Controllable Memory").
+
+    Rank r starts 2(pp - r) - 1 microbatches on their way there before the first comes back to it. The last stage is on the
+    first rank, so gradients set out where forwards do, and reach rank r just when it has 2 pp chunks' activations, which no
+    rank exceeds. Where forward, backward and weights take equal times and m >= 2 pp - 1, a rank idles only until its first
+    microbatch comes and after its last gradient has gone: (pp - 1) F of a chunk, half of what is left in ZB-H1.
+    """
+    rows = []
+    for rank in range(pp):
+        after, there, back = pp - rank, ("F0", "B0", "W0"), ("F1", "B1", "W1")
+        order = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + [*back] * after + [*there, *back] * (m - pp)
+        # The weights of the last gradients wait once more, on as many as the ranks before still have to hear of.
+        order += ["B0", "B1"] * rank + ["B0", "W0"] * after + ["W0", "W1"] * m
+        rows.append(_numbered(order, (rank, 2 * pp - 1 - rank), m))
+    return tuple(rows)
+
+
 def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
     """1F1B over vpp chunks a rank, which cuts the bubble by vpp; a chunk runs `group` microbatches in a row.
 
@@ -96,8 +121,11 @@ def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
     return _plan(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
 
 
-def forward_only(pp: int, vpp: int, m: int) -> Plan:
+def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
     """Forwards alone, for evaluation and decoding."""
+    if placement == "v":
+        assert vpp == 2, f"there and back are two chunks a rank, not {vpp}"
+        return tuple(_numbered(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m) for rank in range(pp))
     return tuple(tuple(Action("F", chunk * pp + rank, i) for chunk, i in _turns(vpp, m, group=pp))
                  for rank in range(pp))
 
@@ -114,6 +142,23 @@ def with_reduction(plan: Plan) -> Plan:
                 steps.append(Action("R", action.stage))
         rows.append(tuple(steps))
     return tuple(rows)
+
+
+def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
+    """Whether a forward pass and the backward pass of another microbatch stand there that can be done as one: what either sends
+    inside a layer travels while the other computes. stages: how many there are.
+
+    A gradient is as many passes behind as there are stages from here to the end and back, two by two: 1F1B with one more
+    microbatch `ahead` keeps that distance.
+    """
+    pair = row[place:place + 2]
+    return ([action.op for action in pair] == ["F", "B"]
+            and pair[0].microbatch - pair[1].microbatch >= stages - pair[0].stage)
+
+
+def placement_of(plan: Plan) -> Placement:
+    """How a plan lays stages on ranks, which shows in where it runs the first stage of the second chunks."""
+    return "v" if any(action.stage == len(plan) for action in plan[-1]) and len(plan) > 1 else "wrap"
 
 
 def num_stages(plan: Plan) -> int:
@@ -139,6 +184,17 @@ def _plan(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]
         rows.append((*forwards[:ahead], *(action for pair in pairs for action in pair),
                      *backwards[len(turns) - ahead:]))
     return tuple(rows)
+
+
+def _numbered(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
+    """A row from operations and chunks, such as "F0": each runs through the microbatches, and is left out when there are no more."""
+    count: Counter[str] = Counter()
+    steps = []
+    for word in order:
+        if count[word] < m:
+            steps.append(Action(word[0], stages[int(word[1])], count[word]))
+            count[word] += 1
+    return tuple(steps)
 
 
 def _turns(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.schedules import Action, Plan, ScheduleError, awaited, num_stages
+from megatron.core.config.plan import home
+from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    Plan,
+    ScheduleError,
+    are_together,
+    awaited,
+    num_stages,
+    placement_of,
+)
 
 MOST_PROBLEMS_SHOWN = 8
 
@@ -43,11 +52,12 @@ def play(
     weight: float | Sequence[float] = 1,
     reduce: float | Sequence[float] = 0,
     message: float = 0,
+    together: bool = False,
 ) -> Timeline:
     """Play the plan; `ScheduleError` if it is wrong or cannot end.
 
     forward, backward, reduce: time of an action, one for all stages or one a stage; message: time between ranks. weight: the
-    part of a backward pass that a "W" does, where the plan has them.
+    part of a backward pass that a "W" does, where the plan has them. together: passes that are (`are_together`) begin and end as one.
     """
     check(plan)
     stages, time = num_stages(plan), {"F": forward, "B": backward, "R": reduce, "W": weight}
@@ -60,27 +70,30 @@ def play(
         before = len(done)
         for rank in waiting:
             while len(end[rank]) < len(plan[rank]):
-                action = plan[rank][len(end[rank])]
-                source = awaited(action, stages)
-                if source is not None and source not in done:
+                place = len(end[rank])
+                actions = plan[rank][place:place + 1 + (together and are_together(plan[rank], place, stages))]
+                sources = [source for action in actions if (source := awaited(action, stages)) is not None]
+                if any(source not in done for source in sources):
                     break
-                sender, arrival = done[source] if source is not None else (rank, 0.0)
-                free = end[rank][-1] if end[rank] else 0.0
-                start[rank].append(max(free, arrival + message * (sender != rank)))
-                taken = _of_stage(time[action.op], action.stage)
-                if splits and action.op == "B":
-                    taken -= _of_stage(weight, action.stage)
-                end[rank].append(start[rank][-1] + taken)
-                done[action] = rank, end[rank][-1]
+                arrivals = [done[source][1] + message * (done[source][0] != rank) for source in sources]
+                begin = finish = max([end[rank][-1] if end[rank] else 0.0, *arrivals])
+                for action in actions:
+                    finish += _of_stage(time[action.op], action.stage)
+                    if splits and action.op == "B":
+                        finish -= _of_stage(weight, action.stage)
+                for action in actions:
+                    start[rank].append(begin)
+                    end[rank].append(finish)
+                    done[action] = rank, finish
         waiting = [rank for rank in waiting if len(end[rank]) < len(plan[rank])]
         if waiting and len(done) == before:
-            raise ScheduleError(_circle({rank: plan[rank][len(end[rank])] for rank in waiting}, stages, len(plan)))
+            raise ScheduleError(_circle({rank: plan[rank][len(end[rank])] for rank in waiting}, plan))
     return Timeline(_rows(start), _rows(end), _bubble(start, end), tuple(_peak(row) for row in plan))
 
 
 def check(plan: Plan) -> None:
     """Refuse a plan unless each stage sees each microbatch once in each direction, on its rank, F before B before W before R."""
-    stages = num_stages(plan)
+    stages, placement = num_stages(plan), placement_of(plan)
     microbatches = {action.microbatch for row in plan for action in row if action.op != "R"}
     seen = Counter(action for row in plan for action in row)
     ops = {op for op in "FBWR" if any(action.op == op for action in seen)} | {"F"}
@@ -89,8 +102,8 @@ def check(plan: Plan) -> None:
     problems = [f"{action} is missing" for action in sorted(wanted - set(seen))]
     problems += [f"{action} has no place in this plan" for action in sorted(set(seen) - wanted)]
     problems += [f"{action} stands there {count} times" for action, count in seen.items() if count > 1]
-    problems += [f"rank {rank} has {action}, which belongs to rank {action.stage % len(plan)}"
-                 for rank, row in enumerate(plan) for action in row if action.stage % len(plan) != rank]
+    problems += [f"rank {rank} has {action}, which belongs to rank {owner}" for rank, row in enumerate(plan) for action in row
+                 if (owner := home(action.stage, len(plan), placement)[0]) != rank]
     if stages % len(plan):
         problems.append(f"{stages} stages cannot be divided over {len(plan)} ranks")
     problems += [problem for row in plan for problem in _misplaced(row)]
@@ -141,15 +154,16 @@ def _misplaced(row: Sequence[Action]) -> Iterator[str]:
         done.add(action)
 
 
-def _circle(stuck: dict[int, Action], stages: int, pp: int) -> str:
+def _circle(stuck: dict[int, Action], plan: Plan) -> str:
     """Follow who waits for whom from the first stuck rank until a rank comes up again."""
     links: dict[int, str] = {}
+    stages, placement = num_stages(plan), placement_of(plan)
     rank = min(stuck)
     while rank not in links:
         source = awaited(stuck[rank], stages)
         assert source is not None, f"{stuck[rank]} awaits nothing, so it cannot be stuck"
         links[rank] = f"rank {rank} waits at {stuck[rank]} for {source}"
-        rank = source.stage % pp
+        rank = home(source.stage, len(plan), placement)[0]
     ring = list(links)[list(links).index(rank):]
     return "this plan never ends: " + ", ".join(links[member] for member in ring)
 
@@ -157,7 +171,7 @@ def _circle(stuck: dict[int, Action], stages: int, pp: int) -> str:
 def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
     span = max((row[-1] for row in end if row), default=0.0)
     busy = sum(finish - begin for starts, ends in zip(start, end, strict=True)
-               for begin, finish in zip(starts, ends, strict=True))
+               for begin, finish in dict.fromkeys(zip(starts, ends, strict=True)))
     return 1 - busy / (span * len(end)) if span else 0.0
 
 

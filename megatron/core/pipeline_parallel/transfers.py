@@ -8,9 +8,11 @@ every send blocks until it is received.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.schedules import TOWARDS, Action, Plan, awaited, num_stages
+from megatron.core.config.plan import home
+from megatron.core.pipeline_parallel.schedules import TOWARDS, Action, Plan, are_together, awaited, num_stages, placement_of
 from megatron.core.pipeline_parallel.timeline import play
 
 
@@ -44,6 +46,7 @@ class Script:
 
     A transfer among the steps is where this rank begins its end of it. If the script does not overlap, the rank also
     waits there until the message is through; otherwise a receive stands one action early, to travel during that action.
+    together: passes that are (`are_together`) stand side by side, what they take before and what they make behind both.
     """
 
     rank: int
@@ -51,47 +54,59 @@ class Script:
     stages: int
     steps: tuple[Action | Transfer, ...]
     overlap: bool
+    together: bool = False
+
+    def parts(self) -> Iterator[tuple[Action | Transfer, ...]]:
+        """The steps one by one, and those that are together two by two."""
+        place = 0
+        while place < len(self.steps):
+            pair = self.steps[place:place + 2]
+            both = self.together and not any(isinstance(step, Transfer) for step in pair) and are_together(pair, 0, self.stages)
+            yield pair[:1 + both]
+            place += 1 + both
 
 
-def transfers(plan: Plan) -> tuple[Transfer, ...]:
+def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
     """Every message between ranks, in the order all ranks keep; chunks of one rank hand over without a message."""
-    timeline, stages = play(plan), num_stages(plan)
+    timeline, stages, placement = play(plan, together=together), num_stages(plan), placement_of(plan)
     ready = {action: end for row, ends in zip(plan, timeline.end, strict=True)
              for action, end in zip(row, ends, strict=True)}
     found = []
     for dst, row in enumerate(plan):
         for action in row:
             source = awaited(action, stages)
-            if source is not None and source.stage % len(plan) != dst:
-                found.append(Transfer(source.stage % len(plan), dst, source.op, source.stage, source.microbatch))
+            src = dst if source is None else home(source.stage, len(plan), placement)[0]
+            if src != dst:
+                found.append(Transfer(src, dst, source.op, source.stage, source.microbatch))
     # Of messages ready together those from upstream come first, so that a rank receives before it sends.
     return tuple(sorted(found, key=lambda t: (ready[t.made_by], t.kind, TOWARDS[t.kind] * t.stage, t.microbatch)))
 
 
-def script(plan: Plan, rank: int, *, overlap: bool = True) -> Script:
+def script(plan: Plan, rank: int, *, overlap: bool = True, together: bool = False) -> Script:
     """One rank's row with its messages put in: receives before the action that takes them, sends after their maker.
 
     Messages keep the order of `transfers`; each stands as late as its action and that order allow, but for the one
     action that receives are early if they overlap.
     """
-    own = [transfer for transfer in transfers(plan) if rank in (transfer.src, transfer.dst)]
+    own = [transfer for transfer in transfers(plan, together=together) if rank in (transfer.src, transfer.dst)]
     before = {transfer.taken_by: place + 1 for place, transfer in enumerate(own) if transfer.dst == rank}
     after = {transfer.made_by: place + 1 for place, transfer in enumerate(own) if transfer.src == rank}
-    steps: list[Action | Transfer] = []
-    begun = 0
-    for action in plan[rank]:
-        arriving = own[begun:before.get(action, 0)]
+    parts: list[list[Action | Transfer]] = []  # messages one by one, and actions, those that are together as one
+    begun, place, stages = 0, 0, num_stages(plan)
+    while place < len(plan[rank]):
+        actions = plan[rank][place:place + 1 + (together and are_together(plan[rank], place, stages))]
+        arriving = own[begun:max(before.get(action, 0) for action in actions)]
         begun += len(arriving)
-        steps += arriving
-        steps.append(action)
-        leaving = own[begun:after.get(action, 0)]
+        leaving = own[begun:max(after.get(action, 0) for action in actions)]
         begun += len(leaving)
-        steps += leaving
+        parts += [*([message] for message in arriving), list(actions), *([message] for message in leaving)]
+        place += len(actions)
     if overlap:
-        for place in range(1, len(steps)):
-            if isinstance(steps[place - 1], Action) and _receives(steps[place], rank):
-                steps[place - 1], steps[place] = steps[place], steps[place - 1]
-    return Script(rank, len(plan), num_stages(plan), tuple(steps), overlap)
+        for place in range(1, len(parts)):
+            if isinstance(parts[place - 1][0], Action) and _receives(parts[place][0], rank):
+                parts[place - 1], parts[place] = parts[place], parts[place - 1]
+    steps = tuple(step for part in parts for step in part)
+    return Script(rank, len(plan), stages, steps, overlap, together)
 
 
 def _receives(step: Action | Transfer, rank: int) -> bool:

@@ -19,7 +19,9 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
+from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.rings import gathered_product, summed_product
 
 
 def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool) -> tuple[Tensor, ...]:
@@ -36,6 +38,8 @@ class _EnterLinear(Function):
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.bias = region, bias
+        if region.rings.gathers:
+            return gathered_product(x, weight.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
         return F.linear(whole, weight, bias)
 
@@ -47,13 +51,17 @@ class _EnterLinear(Function):
         gathering, whole = None, x
         if region.sequence_parallel and not later:  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_gather(x, region)
-        input_gradient = gradient.matmul(weight)
-        collectives.wait(gathering)
-        if region.sequence_parallel:
+        if region.rings.gradients:
+            own, sending = summed_product(gradient, weight, axis), None
+            collectives.wait(gathering)
+        elif region.sequence_parallel:
+            input_gradient = gradient.matmul(weight)
+            collectives.wait(gathering)
             own = torch.empty_like(x)
             sending = collectives.start_reduce_scatter(own, input_gradient, axis)
         else:
-            own, sending = input_gradient, collectives.start_all_reduce(input_gradient, axis)
+            own = gradient.matmul(weight)
+            sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
             region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None))
@@ -75,6 +83,32 @@ def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool) -> tuple[Ten
         x, gathering = _start_gather(x, region)
         collectives.wait(gathering)
     return _weight_gradients(x, gradient, bias=bias)
+
+
+class _ExitLinear(Function):
+    """Multiply, and leave the region where a sequence is cut: the sum travels beside the products, and so do gradients."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.region = region
+        if region.rings.sums:
+            return summed_product(x, weight.t(), region.axis)
+        return collectives.reduce_scatter(x.matmul(weight.t()), region.axis)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = context.saved_tensors
+        region = context.region
+        if region.rings.gathers:
+            own, whole = gathered_product(gradient, weight, None, region.axis)
+        else:
+            whole = collectives.all_gather(gradient, region.axis)
+            own = whole.matmul(weight)
+        if region.deferred is not None and region.deferred.collects and context.needs_input_grad[1]:
+            region.deferred.leave([weight], partial(_weight_gradients, x, whole, bias=False))
+            return own, None, None
+        return own, _weight_gradients(x, whole, bias=False)[0], None
 
 
 class _Multiply(Function):
@@ -121,9 +155,13 @@ class ColumnLinear(nn.Module):
         cuts = (Cut(0, "tp", parts),)
         self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", cuts), mesh, dtype)
         self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", cuts), mesh, dtype) if bias else None
+        self.scaling = scaling_of(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]."""
+        if self.scaling is not None:
+            way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.deferred)
+            return low_linear(x, self.weight, self.bias, way)
         return enter_linear(x, self.weight, self.bias, self.region)
 
 
@@ -153,10 +191,18 @@ class RowLinear(nn.Module):
         self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", cuts), mesh, dtype)
         spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=region.outside_sums)
         self.bias = parameter(spec, mesh, dtype) if bias else None
+        self.scaling = scaling_of(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
         if self.region.axis.size == 1:
-            return multiply(x, self.weight, self.bias, self.region)
-        total = self.region.exit(multiply(x, self.weight, None, self.region))
+            return self._multiply(x, self.bias)
+        rings = self.region.rings
+        total = (_ExitLinear.apply(x, self.weight, self.region) if rings.gathers or rings.sums
+                 else self.region.exit(self._multiply(x, None)))
         return total if self.bias is None else total + self.bias
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.scaling is not None:
+            return low_linear(x, self.weight, bias, Way(self.scaling, deferred=self.region.deferred))
+        return multiply(x, self.weight, bias, self.region)

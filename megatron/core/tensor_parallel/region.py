@@ -15,15 +15,22 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.deferred import Deferred
+from megatron.core.tensor_parallel.low_precision import LowPrecision
+from megatron.core.tensor_parallel.rings import Rings
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The choice, made once. axis: the tensor axis. deferred: where weight gradients may wait, if the schedule lets them."""
+    """The choice, made once. axis: the tensor axis. deferred: where weight gradients may wait, if the schedule lets them.
+
+    low: how linear layers round what they multiply; None: not at all. rings: what of a cut sequence travels in pieces.
+    """
 
     axis: Axis
     sequence_parallel: bool = False
     deferred: Deferred | None = None
+    low: LowPrecision | None = None
+    rings: Rings = Rings()
 
     def enter(self, x: Tensor) -> Tensor:
         """All positions [s, b, h] of a tensor between regions, of which ranks make different things; gradients are summed."""

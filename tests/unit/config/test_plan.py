@@ -31,7 +31,7 @@ def test_every_accepted_cut_has_each_layer_once_and_in_order() -> None:
     ends = (None, 1, 2, 4)
     for num_layers, pp, vpp, first, last in product(range(1, 17), (1, 2, 3, 4), (1, 2, 3), ends, ends):
         try:
-            stages = partition(layer_plans(num_layers), pp=pp, vpp=vpp, first_layers=first, last_layers=last)
+            stages = partition(layer_plans(num_layers), pp=pp, vpp=vpp, ends=(first, last))
         except ConfigError:
             continue
         accepted += 1
@@ -68,9 +68,9 @@ def test_layers_keep_what_their_rows_say() -> None:
 
 
 def test_uneven_ends_are_counted_over_all_chunks_of_their_rank() -> None:
-    assert counts(partition(layer_plans(16), pp=4, vpp=2, first_layers=2, last_layers=6)) == [1, 2, 2, 3] * 2
-    assert counts(partition(layer_plans(7), pp=3, first_layers=1)) == [1, 3, 3]
-    assert counts(partition(layer_plans(7), pp=2, last_layers=2)) == [5, 2]
+    assert counts(partition(layer_plans(16), pp=4, vpp=2, ends=(2, 6))) == [1, 2, 2, 3] * 2
+    assert counts(partition(layer_plans(7), pp=3, ends=(1, None))) == [1, 3, 3]
+    assert counts(partition(layer_plans(7), pp=2, ends=(None, 2))) == [5, 2]
 
 
 def test_embedding_and_loss_take_a_layers_place_if_asked() -> None:
@@ -143,20 +143,20 @@ def test_a_refusal_names_flags_numbers_and_the_nearest_that_work() -> None:
     assert "--num-layers 30 cannot be divided over 4 pipeline ranks; choose 28 or 32 layers" in message
     message = refused(layer_plans(30), pp=4, vpp=2, account_for_loss=True)
     assert "4 pipeline ranks with 2 chunks each; choose 23 or 31 layers" in message
-    message = refused(layer_plans(12), pp=4, first_layers=2, last_layers=3)
+    message = refused(layer_plans(12), pp=4, ends=(2, 3))
     assert "leave 7 of --num-layers 12" in message and "choose --num-layers 11 or 13" in message
-    message = refused(layer_plans(12), pp=4, vpp=2, first_layers=3, last_layers=0)
+    message = refused(layer_plans(12), pp=4, vpp=2, ends=(3, 0))
     assert "--decoder-first-pipeline-num-layers 3 cannot be divided over 2 chunks" in message
     assert "of at least one layer; choose 2 or 4" in message
     assert "--decoder-last-pipeline-num-layers 0" in message and "leave 9 of" in message
-    message = refused(layer_plans(8), pp=4, first_layers=8, last_layers=8)
+    message = refused(layer_plans(8), pp=4, ends=(8, 8))
     assert "leave -8 of --num-layers 8" in message and "choose --num-layers 18 or 20" in message
     assert "--num-layers 0 is not a positive number" in refused((), pp=2)
 
 
 @pytest.mark.parametrize(("pp", "first", "last"), [(1, 2, None), (1, None, 2), (1, 2, 2), (2, 2, 3)])
 def test_counts_that_cover_all_ranks_must_cover_all_layers(pp: int, first: int | None, last: int | None) -> None:
-    assert "--decoder-" in refused(layer_plans(4), pp=pp, first_layers=first, last_layers=last)
+    assert "--decoder-" in refused(layer_plans(4), pp=pp, ends=(first, last))
 
 
 def test_what_the_message_suggests_is_accepted() -> None:
@@ -172,8 +172,8 @@ def test_what_the_message_suggests_is_accepted() -> None:
 
 
 def test_a_split_is_given_one_way_only() -> None:
-    assert "more than once" in refused(layer_plans(4), pp=2, first_layers=2, account_for_loss=True)
-    assert "more than once" in refused(layer_plans(4), pp=2, first_layers=2, layout="Ett|ttL")
+    assert "more than once" in refused(layer_plans(4), pp=2, ends=(2, None), account_for_loss=True)
+    assert "more than once" in refused(layer_plans(4), pp=2, ends=(2, None), layout="Ett|ttL")
     assert "more than once" in refused(layer_plans(4), pp=2, account_for_embedding=True, layout="Ett|ttL")
 
 

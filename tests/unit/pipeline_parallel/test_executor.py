@@ -12,6 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.core.config.plan import Placement
 from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -23,6 +24,7 @@ from megatron.core.pipeline_parallel.schedules import (
     one_f_one_b,
     with_reduction,
     zero_bubble,
+    zero_bubble_v,
 )
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
@@ -114,14 +116,14 @@ def work_for(plan: Plan, options: dict) -> TinyWork:
     return TinyWork(1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions), **options)
 
 
-def walk(plan: Plan, overlap: bool, options: dict) -> TinyWork:
+def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> TinyWork:
     """Run on one rank; its work afterwards, with the gradients as arrays."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     work = work_for(plan, options)
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
     axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
-    run(script(plan, rank, overlap=overlap), work=work, axis=axis, backward_axis=backward_axis, deferred=work.deferred)
+    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis, deferred=work.deferred)
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -144,7 +146,8 @@ def serial(work: TinyWork) -> dict[int, float]:
 def compare(plan: Plan, works: list[TinyWork], options: dict) -> None:
     """Losses of the last stage and gradients of all stages, rank by rank, with those of the network in one piece."""
     reference = work_for(plan, options)
-    assert works[-1].losses == pytest.approx(serial(reference), abs=1e-12)
+    losses = {microbatch: loss for work in works for microbatch, loss in work.losses.items()}
+    assert losses == pytest.approx(serial(reference), abs=1e-12)
     for rank, row in enumerate(plan):
         for stage in {action.stage for action in row}:
             mine, theirs = works[rank].gradients[stage], reference.weights[stage].grad
@@ -163,6 +166,9 @@ PLANS = {
     "zero bubble on 2": zero_bubble(2, 5),
     "zero bubble on 4": zero_bubble(4, 6),
     "zero bubble on 3, fewer microbatches than ranks": zero_bubble(3, 2),
+    "there and back on 2": zero_bubble_v(2, 5),
+    "there and back on 4": zero_bubble_v(4, 9),
+    "there and back on 3, fewer microbatches than ranks": zero_bubble_v(3, 2),
     "interleaved 2x2": interleaved(2, 2, 4, 2),
     "interleaved 2x2, group of 3": interleaved(2, 2, 5, 3),
     "interleaved 3x3": interleaved(3, 3, 6, 3),
@@ -185,6 +191,13 @@ def test_ranks_of_uneven_speed_give_the_same(world, overlap: bool) -> None:
     compare(plan, world(4).run(walk, plan, overlap, {"slow": True}), {})
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_passes_that_are_done_together_give_the_same(world, pp: int, overlap: bool) -> None:
+    plan, options = with_reduction(one_f_one_b(pp, 7, ahead=1)), {"slow": True}
+    compare(plan, world(pp).run(walk, plan, overlap, options, True), options)
+
+
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (3,)])
 def test_gradients_pass_through_frozen_stages_and_end_there(world, frozen: tuple[int, ...]) -> None:
     plan, options = one_f_one_b(4, 3), {"frozen": frozen}
@@ -198,10 +211,11 @@ def test_one_rank_needs_no_process_group(plan: Plan, memory: bool) -> None:
     compare(plan, [walk(plan, True, options)], options)
 
 
-def test_evaluation_runs_every_stage_without_gradients(world) -> None:
-    plan, options = forward_only(2, 2, 5), {"memory": True}
+@pytest.mark.parametrize("placement", ["wrap", "v"])
+def test_evaluation_runs_every_stage_without_gradients(world, placement: Placement) -> None:
+    plan, options = forward_only(2, 2, 5, placement), {"memory": True}
     works = world(2).run(walk, plan, True, options)
-    assert works[1].losses == pytest.approx(serial(work_for(plan, options)), abs=1e-12)
+    assert works[1 if placement == "wrap" else 0].losses == pytest.approx(serial(work_for(plan, options)), abs=1e-12)
     for rank, work in enumerate(works):
         assert work.events == [("F", action.stage, False) for action in plan[rank]]
 

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
+    are_together,
     choose,
     forward_only,
     gpipe,
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
     one_f_one_b,
     with_reduction,
     zero_bubble,
+    zero_bubble_v,
 )
 from megatron.core.pipeline_parallel.timeline import play
 
@@ -54,6 +56,7 @@ def test_forward_only_idles_just_while_the_pipeline_fills_and_drains(pp: int) ->
     for m in MICROBATCHES:
         assert play(forward_only(pp, 1, m)).bubble == pytest.approx(float(Fraction(pp - 1, m + pp - 1)), abs=1e-12)
         assert max(play(forward_only(pp, 2, m)).peak) == 0, "evaluation keeps nothing for a backward pass"
+        assert play(forward_only(pp, 2, m, "v")).bubble == pytest.approx(float(Fraction(pp - 1, m + pp - 1)), abs=1e-12)
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
@@ -73,6 +76,44 @@ def test_weights_that_wait_fill_the_bubble_as_the_paper_says_and_no_rank_holds_m
         lost = max(row[-1] for row in played.end) - m * (forward + backward)
         assert lost == (pp - 1) * (forward + (backward - weight) - weight), f"m={m}"
         assert max(played.peak) <= max(play(one_f_one_b(pp, m)).peak)
+
+
+@pytest.mark.parametrize("pp", PIPELINES[1:])
+@pytest.mark.parametrize("time", [1, 3])
+def test_there_and_back_a_rank_idles_only_before_its_first_microbatch_and_after_its_last_gradient(pp: int, time: int) -> None:
+    for m in range(2 * pp - 1, 4 * pp):
+        played = play(with_reduction(zero_bubble_v(pp, m)), forward=time, backward=2 * time, weight=time)
+        assert [row[0] for row in played.start] == [rank * time for rank in range(pp)]
+        assert [row[-1] - first[0] for row, first in zip(played.end, played.start)] == [6 * m * time] * pp, f"m={m}"
+        assert played.peak == (2 * pp,) * pp, f"m={m}"
+        one_way = play(with_reduction(zero_bubble(pp, m)), forward=2 * time, backward=4 * time, weight=2 * time)  # of twice the layers
+        lost = [max(row[-1] for row in found.end) - 6 * m * time for found in (played, one_way)]
+        assert lost == [(pp - 1) * time, (pp - 1) * 2 * time], f"m={m}"
+
+
+@pytest.mark.parametrize("pp", PIPELINES[1:])
+@pytest.mark.parametrize("times", [(1, 2, 1), (3, 5, 2), (3, 7, 2), (2, 9, 4)], ids=str)
+def test_there_and_back_ends_for_any_number_of_microbatches_and_holds_no_more_than_two_chunks_a_rank(
+        pp: int, times: tuple[int, int, int]) -> None:
+    forward, backward, weight = times
+    for m in MICROBATCHES:
+        played = play(zero_bubble_v(pp, m), forward=forward, backward=backward, weight=weight)
+        assert max(played.peak) <= 2 * min(pp, m), f"m={m}"
+        assert max(row[-1] for row in played.end) <= max(row[-1] for row in play(
+            gpipe(pp, m), forward=2 * forward, backward=2 * backward).end), f"m={m}"
+
+
+@pytest.mark.parametrize("pp", PIPELINES)
+def test_with_one_more_microbatch_ahead_every_forward_after_the_warm_up_stands_beside_another_microbatchs_backward(pp: int) -> None:
+    for m in MICROBATCHES:
+        plan = with_reduction(choose(pp, 1, m, together=True))
+        played = play(plan, together=True)
+        for rank, row in enumerate(plan):
+            beside = [place for place in range(len(row)) if are_together(row, place, pp)]
+            assert len(beside) == max(0, m - (pp - rank)), f"m={m}"
+            assert all((played.start[rank][place], played.end[rank][place]) == (played.start[rank][place + 1], played.end[rank][place + 1])
+                       for place in beside)
+        assert played.peak == tuple(min(m, pp - rank + 1) for rank in range(pp))
 
 
 def test_a_plan_whose_weights_come_before_their_backward_pass_or_after_the_reduction_is_refused() -> None:
@@ -122,6 +163,8 @@ def test_flags_choose_the_schedule() -> None:
     assert choose(4, 1, 6) == one_f_one_b(4, 6)
     assert choose(4, 1, 6, name="gpipe") == gpipe(4, 6)
     assert choose(4, 1, 6, name="zb-h1") == zero_bubble(4, 6)
+    assert choose(4, 2, 6, name="zb-v") == zero_bubble_v(4, 6)
+    assert choose(1, 1, 6, name="zb-v") == zero_bubble(1, 6)
     assert choose(2, 3, 4) == interleaved(2, 3, 4, 2)
     assert choose(2, 3, 4, group=4) == interleaved(2, 3, 4, 4)
     assert choose(1, 1, 2) == ((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),)

@@ -9,11 +9,13 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
+    are_together,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
     with_reduction,
+    zero_bubble_v,
 )
 from megatron.core.pipeline_parallel.transfers import Script, Transfer, script, transfers
 
@@ -22,6 +24,8 @@ PLANS = {
     **{f"gpipe {pp} {m}": gpipe(pp, m) for pp in (2, 4) for m in (1, 5)},
     **{f"interleaved {pp} {vpp} {m} {group}": with_reduction(interleaved(pp, vpp, m, group))
        for pp, vpp, m, group in [(2, 2, 4, 2), (2, 3, 8, 4), (3, 3, 7, 4), (4, 2, 8, 4), (4, 3, 13, 5), (8, 2, 16, 8)]},
+    **{f"there and back {pp} {m}": with_reduction(zero_bubble_v(pp, m)) for pp in (2, 3, 4, 8) for m in (1, 2, 5, 16)},
+    **{f"forward there and back {pp} {m}": forward_only(pp, 2, m, "v") for pp in (2, 3, 4) for m in (1, 5)},
     **{f"forward {pp} {vpp} {m}": forward_only(pp, vpp, m) for pp, vpp, m in [(2, 1, 3), (4, 2, 5), (3, 3, 4)]},
 }
 
@@ -51,9 +55,9 @@ def last_blocked(scripts: Sequence[Script]) -> list[Action | Transfer]:
 def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: str) -> None:
     plan = PLANS[name]
     actions = {action for row in plan for action in row}
-    pp, stages = len(plan), 1 + max(action.stage for action in actions)
-    wanted = {Transfer(a.stage % pp, (a.stage + way) % pp, a.op, a.stage, a.microbatch)
-              for a in actions for op, way in (("F", 1), ("B", -1)) if a.op == op and 0 <= a.stage + way < stages}
+    rank_of = {action.stage: rank for rank, row in enumerate(plan) for action in row}
+    wanted = {Transfer(rank_of[a.stage], rank_of[a.stage + way], a.op, a.stage, a.microbatch)
+              for a in actions for op, way in (("F", 1), ("B", -1)) if a.op == op and 0 <= a.stage + way < len(rank_of)}
     found = transfers(plan)
     assert len(found) == len(set(found))
     assert set(found) == {t for t in wanted if t.src != t.dst}
@@ -64,6 +68,19 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
 def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, overlap: bool) -> None:
     plan = PLANS[name]
     scripts = [script(plan, rank, overlap=overlap) for rank in range(len(plan))]
+    assert last_blocked(scripts) == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pp, m", [(2, 1), (2, 5), (3, 7), (4, 16), (8, 9)])
+def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(pp: int, m: int, overlap: bool) -> None:
+    plan = with_reduction(one_f_one_b(pp, m, ahead=1))
+    scripts = [script(plan, rank, overlap=overlap, together=True) for rank in range(pp)]
+    for own, row in zip(scripts, plan, strict=True):
+        assert tuple(step for step in own.steps if isinstance(step, Action)) == row
+        pairs = [part for part in own.parts() if len(part) == 2]
+        assert len(pairs) == sum(are_together(row, place, pp) for place in range(len(row)))
+    # A pair that waits for two messages at once is two actions one after the other, each of which may wait for a message before it.
     assert last_blocked(scripts) == []
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.parallel import ParallelConfig
+from megatron.core.kernels import linear_loss
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -18,9 +19,10 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import Part, name_all, normal, pieces, spec_of
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.rings import Rings
 
 S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
 
@@ -82,13 +84,13 @@ MODULES = {
 }
 
 
-def run_module(name: str, tp: int, sequence_parallel: bool) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+def run_module(name: str, tp: int, sequence_parallel: bool, rings: Rings = Rings()) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Forward and backward of a module cut over tp ranks: whole output, whole input gradient, parameter gradients.
 
     A gradient has its whole shape, with nan where this rank holds nothing.
     """
     mesh = here(tp)
-    region = Region(mesh.tp, sequence_parallel)
+    region = Region(mesh.tp, sequence_parallel, rings=rings)
     module = MODULES[name](mesh, region)
     name_all(module)
     materialize(module, mesh, seed=1)
@@ -123,3 +125,22 @@ def run_loss(tp: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     losses = cross_entropy(logits * 1.0, targets, mesh.tp, V)
     (losses * data("weights", S, B)).sum().backward()
     return losses.detach(), logits.grad
+
+
+def run_linear_loss(tp: int, padded: int, sequence_parallel: bool, ignored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [S, B] of fixed states, and the gradients: of all states, whole; of this rank's words and biases. Tokens weigh alike
+    first, and each its own the second time; the gradients are the sum of both.
+    """
+    mesh = here(tp)
+    region = Region(mesh.tp, sequence_parallel)
+    states = region.own(data("states", S, B, H)).clone().requires_grad_()
+    weight, bias = (data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
+                    for name, shape in (("words", (H,)), ("biases", ())))
+    targets = (data("targets", S, B) * 10).long().remainder(V)
+    if ignored:
+        targets[::2] = -1
+    for weights in (1.5, data("weights", S, B)):
+        losses = linear_cross_entropy(linear_loss.linear_cross_entropy, states, weight, bias, targets, region=region, true_vocab_size=V)
+        (losses * weights).sum().backward()
+    whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
+    return losses.detach(), whole, weight.grad, bias.grad

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.rings import Rings
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import H, S, V, data
@@ -21,9 +22,21 @@ def close(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("tp, sequence_parallel", [(2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("name", ranks.MODULES)
 def test_a_cut_module_equals_the_module_on_one_rank(world: Worlds, name: str, tp: int, sequence_parallel: bool) -> None:
+    compare_with_one_rank(world, name, tp, sequence_parallel)
+
+
+@pytest.mark.parametrize("tp, rings", [(2, Rings(gathers=True)), (2, Rings(sums=True)), (4, Rings(gathers=True, sums=True)),
+                                       (4, Rings(gathers=True, sums=True, gradients=True))], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_pieces_that_travel_while_others_are_multiplied_give_the_same(world: Worlds, name: str, tp: int, rings: Rings) -> None:
+    compare_with_one_rank(world, name, tp, True, rings)
+
+
+def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | Rings) -> None:
+    """A module that is cut over tp ranks, and the same on one."""
     output, input_gradient, whole = ranks.run_module(name, 1, False)
     covered = {path: torch.zeros(gradient.shape, dtype=torch.bool) for path, gradient in whole.items()}
-    for found, found_input, gradients in world(tp).run(ranks.run_module, name, tp, sequence_parallel):
+    for found, found_input, gradients in world(tp).run(ranks.run_module, name, tp, *settings):
         close(found, output)
         if input_gradient is not None:
             close(found_input, input_gradient)

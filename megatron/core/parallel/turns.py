@@ -1,0 +1,65 @@
+"""Two pieces of work in turns: one runs until it waits for other ranks, and then the other does.
+
+    main      F F F (waits: tokens travel)          F F F (waits)        F F
+    beside                                B B B (waits)          B B B        B B
+
+Only one of them runs at any moment, and they change places at the same calls on every rank, so that collectives keep one
+order on all ranks. What is sent by the one travels while the other computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from megatron.core.parallel.device import claim
+
+
+class Turns:
+    """Whose turn it is: 0 is the thread that made this, 1 whatever runs beside it, on a GPU also autograd's own thread."""
+
+    def __init__(self) -> None:
+        self._main = threading.get_ident()
+        self._turn, self._over = 0, [False, False]
+        self._changed = threading.Condition()
+
+    def pass_on(self) -> None:
+        """Let the other go on until it passes on in turn or is over."""
+        own = int(threading.get_ident() != self._main)
+        with self._changed:
+            if self._over[1 - own]:
+                return
+            self._give(1 - own)
+            self._changed.wait_for(lambda: self._turn == own)
+
+    def run(self, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
+        """Do both; the first error of either is raised when both are over."""
+        errors: list[BaseException] = []
+
+        def other() -> None:
+            claim(device)
+            with self._changed:
+                self._changed.wait_for(lambda: self._turn == 1)
+            self._do(beside, 1, errors)
+
+        thread = threading.Thread(target=other, name="beside")
+        thread.start()
+        self._do(main, 0, errors)
+        thread.join()
+        if errors:
+            raise errors[0]
+
+    def _do(self, work: Callable[[], None], own: int, errors: list[BaseException]) -> None:
+        try:
+            work()
+        except BaseException as error:  # raised again by `run`, in the thread that trains
+            errors.append(error)
+        with self._changed:
+            self._over[own] = True
+            self._give(1 - own)
+
+    def _give(self, turn: int) -> None:
+        self._turn = turn
+        self._changed.notify_all()
