@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
         super().__init__()
-        model = build.model
+        build, model = build.of_layer(plan), build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
         self.norms_updates, behind = model.sandwich_norm, after_sum or model.sandwich_norm
@@ -48,17 +48,25 @@ class Layer(nn.Module):
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
-        mixed, normed = self.self_attention(x, self.input_layernorm, one, bias)
-        x = self._sum(x, normed, mixed, self.post_attention_layernorm)
+        x = self.mix(x, one, bias)
         if self.cross_attention is not None:
             assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"
             found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask, one.cache)
             x = self._sum(x, normed, found, None)
-        if self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp"):
-            return recompute(partial(self._mlp, one=one), self.build.streams, x)
-        return self._mlp(x, one=one)
+        return recompute(partial(self.think, one=one), self.build.streams, x) if self.recomputes_thinking else self.think(x, one=one)
 
-    def _mlp(self, x: Tensor, *, one: Pass) -> Tensor:
+    @property
+    def recomputes_thinking(self) -> bool:
+        """Whether the second half is recomputed."""
+        return self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp")
+
+    def mix(self, x: Tensor, one: Pass, bias: Tensor | None) -> Tensor:
+        """The first half: x and what attention adds to it."""
+        mixed, normed = self.self_attention(x, self.input_layernorm, one, bias)
+        return self._sum(x, normed, mixed, self.post_attention_layernorm)
+
+    def think(self, x: Tensor, *, one: Pass) -> Tensor:
+        """The second half: x and what the MLP, or experts, add to it."""
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, one)
         return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
