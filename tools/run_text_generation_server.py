@@ -31,11 +31,12 @@ from megatron.inference.service import Service
 from megatron.training.entry import entry
 from megatron.training.loaded import FORMATS, GPT, load_network
 from megatron.training.place import has_desktop, launcher_place
+from megatron.training.watchdog import RankLost
 
 try:
     from megatron.inference.server.app import LOCAL, build_app
     from megatron.inference.server.chat import Chat
-    from megatron.inference.server.run import bound, follow, serve
+    from megatron.inference.server.run import ServerFailed, bound, follow, serve
     from megatron.inference.server.serving import Limits, Serving
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
@@ -144,7 +145,12 @@ def lead(engine: Engine, roll: Roll, sock: socket.socket, given: argparse.Namesp
     service = Service(engine, roll)
     service.start()
     app = build_app(Serving(service, name, limits), chat=chat, token=token, hosts=hosts_of(given))
-    serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
+    try:
+        serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
+    except ServerFailed as failed:
+        if roll.lost:  # which says it all
+            raise RankLost(str(failed)) from None
+        raise
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """Texts with equally many new tokens, which stand end to end. slots: [b, keys], ends aligned; padding: [b, keys], or None
     where all are as long.
     """
@@ -129,29 +129,13 @@ def ordered(spans: Sequence[Span]) -> list[list[int]]:
 
 
 class StepCache:
-    """The `Cache` of one forward pass. groups: spans as `ordered` says; wanted: places among the tokens, or None for all; total:
-    tokens of the pass, of which those behind the last span only fill the shape. depth: of multi-token prediction, 0 for none.
+    """The `Cache` of one forward pass. new: where its tokens are stored, [t]; wanted: places among them, or None for all; filling:
+    how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
-    def __init__(self, pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int,
+    def __init__(self, pool: Pool, groups: Sequence[Group | _View], *, new: Tensor, wanted: Tensor | None = None, filling: int = 0,
                  depth: int = 0) -> None:
-        self._pool, self._wanted, self._depth = pool, wanted, depth
-        self._groups: list[_Group | _View] = []
-        new, first = [], 0
-        for spans in groups:
-            slots, padding = _slots(spans, block_size)
-            count = spans[0].count
-            new.append(slots[:, slots.shape[1] - count:].reshape(-1))
-            views = _views(slots, padding, first, count)
-            copied = slots.size * pool.width if pool.device.type == "cpu" else 0
-            if views and (len(views) == 1 or len(views) * _CALL < copied):
-                self._groups += views
-            else:
-                self._groups.append(_Group(first, count, torch.from_numpy(slots).to(pool.device),
-                                           None if padding.all() else torch.from_numpy(padding).to(pool.device)))
-            first += len(spans) * count
-        new.append(np.zeros(total - first, np.int64))
-        self._new, self._filling = torch.from_numpy(np.concatenate(new)).to(pool.device), total - first
+        self._pool, self._groups, self._new, self._wanted, self._filling, self._depth = pool, groups, new, wanted, filling, depth
 
     def states(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
@@ -184,7 +168,27 @@ class StepCache:
         return attend
 
 
-def _slots(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def step_cache(pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int, depth: int = 0) -> StepCache:
+    """The cache of a pass over `total` tokens, those of the spans, as `ordered` says, and what fills the shape behind them."""
+    found: list[Group | _View] = []
+    new, first = [], 0
+    for spans in groups:
+        slots, padding = slots_of(spans, block_size)
+        count = spans[0].count
+        new.append(slots[:, slots.shape[1] - count:].reshape(-1))
+        views = _views(slots, padding, first, count)
+        copied = slots.size * pool.width if pool.device.type == "cpu" else 0
+        if views and (len(views) == 1 or len(views) * _CALL < copied):
+            found += views
+        else:
+            found.append(Group(first, count, torch.from_numpy(slots).to(pool.device),
+                               None if padding.all() else torch.from_numpy(padding).to(pool.device)))
+        first += len(spans) * count
+    new.append(np.zeros(total - first, np.int64))
+    return StepCache(pool, found, new=torch.from_numpy(np.concatenate(new)).to(pool.device), wanted=wanted, filling=total - first, depth=depth)
+
+
+def slots_of(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Where the keys of a group's texts are, and which of them there are: [b, keys] each, ends aligned."""
     lengths = np.array([span.keys for span in spans])
     tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int64)
@@ -213,7 +217,7 @@ def _views(slots: np.ndarray, there: np.ndarray, first: int, count: int) -> list
     return views
 
 
-def _attend(group: _Group | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
+def _attend(group: Group | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
             scores: Scores) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
     windowed = mask.window is not None and mask.window[0] >= 0

@@ -21,7 +21,8 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.core.transformer.build import Build
-from megatron.inference.cache import Pool, Span, StepCache, bytes_per_token, ordered
+from megatron.inference.cache import Pool, Span, bytes_per_token, ordered, step_cache
+from megatron.inference.graphs import Recordings
 from megatron.inference.sampling import Sampling, penalized, pick, uniform
 
 
@@ -93,9 +94,10 @@ class Network:
     """This rank's stages of one network, and what they have stored.
 
     stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each. depths: of multi-token prediction that guess.
+    recordings: shapes of a step that are kept recorded, if it can be.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0) -> None:
+    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, recordings: int = 0) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
@@ -103,16 +105,20 @@ class Network:
         self.pool = Pool(build.model, self.plans, tensor_size=self.mesh.tp.size, slots=blocks * block_size, dtype=build.dtype,
                          device=self.mesh.device, states=states)
         self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
+        self.recordings = Recordings(stages[0], self.pool, block_size=block_size, count=recordings) if recordings else None
         self._scripts: dict[int, Script] = {}
 
     def run(self, rows_of_all: Sequence[Sequence[Row]]) -> list[Found]:
         """Pass the rows of this rank's copy through the stages; what was found, on the first tensor rank of the last stage."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
+        if self.recordings is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
+            with torch.no_grad():
+                return judged(rows, self.recordings.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
         parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
         shared = [[copy[part::parts] for copy in rows_of_all] for part in range(parts)]
         work = _Work(self, [_Step(self, copies[self.mesh.dp.rank], self._length(copies)) for copies in shared])
         if parts not in self._scripts:
-            self._scripts[parts] = script(forward_only(axis.size, len(self.stages), parts), axis.rank)
+            self._scripts[parts] = script(forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank)
         run(self._scripts[parts], work=work, axis=axis, backward_axis=self.mesh.pp_backward)
         found: list[Found] = [Found()] * len(rows)
         for part, step in enumerate(work.steps):
@@ -161,8 +167,8 @@ class _Step:
         self._cut = network.build.region.sequence_parallel  # ranks hold pieces of the tokens: what is wanted is chosen at the end
         self.ids = torch.tensor([ids + filling], device=device)
         self.positions = torch.tensor([places + filling], device=device)
-        self.cache = StepCache(network.pool, [[spans[number] for number in group] for group in groups], block_size=network.block_size,
-                               wanted=None if self._cut else self.wanted, total=length, depth=depth)
+        self.cache = step_cache(network.pool, [[spans[number] for number in group] for group in groups], block_size=network.block_size,
+                                wanted=None if self._cut else self.wanted, total=length, depth=depth)
         self.found: list[Found] = [Found()] * len(rows)
 
     def judge(self, network: Network, logits: Tensor) -> None:

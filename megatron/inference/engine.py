@@ -28,12 +28,14 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.blocks import Blocks
 from megatron.inference.cache import bytes_per_token
 from megatron.inference.crew import Crew, Found, Network, Order, Row, stored
+from megatron.inference import graphs
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.running import Running
 from megatron.inference.speculative import Draft, Heads
 
 _MOST_BYTES = 4 * 10**9  # of the cache, unless another size is asked for
 _SCORED = 256  # places of prompts that a step asks for log-probabilities, so that logits stay small
+_RECORDINGS = 16  # shapes of a step
 _RATE_SECONDS = 10.0
 
 
@@ -55,7 +57,7 @@ class Engine:
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
         count = _block_count(parts, config, self.max_length)
-        networks = [Network(part, blocks=count, block_size=size, depths=depths) for part, depths in parts]
+        networks = [Network(part, blocks=count, block_size=size, depths=depths, recordings=_recordings(part, config)) for part, depths in parts]
         self.crew = Crew(networks)
         self.copies = [Blocks(count, size, sharing=config.inference_dynamic_batching_prefix_caching) for _ in range(self.mesh.dp.size)]
         self._bytes = networks[0].bytes_per_token
@@ -333,11 +335,20 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
     if draft and draft[0].build.model.true_vocab_size != build.model.true_vocab_size:
         found.append(f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
                      "with the same tokenizer")
+    asked = config.inference_dynamic_batching_num_cuda_graphs
+    if asked and (reason := graphs.unfit(stages)):
+        found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
     longest = config.inference_max_seq_length or build.model.max_position_embeddings
     if draft and draft[0].build.model.max_position_embeddings < longest:
         found.append(f"the draft has {draft[0].build.model.max_position_embeddings} positions, fewer than the {longest} of a text; give "
                      f"--inference-max-seq-length {draft[0].build.model.max_position_embeddings} or another draft")
     return found
+
+
+def _recordings(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
+    """Shapes of a step that are kept recorded: those asked for, or a few where that is possible."""
+    asked = config.inference_dynamic_batching_num_cuda_graphs
+    return asked if asked is not None else 0 if graphs.unfit(stages) else _RECORDINGS
 
 
 def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.config.flags import refuse
 from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel import collectives
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.build import Build
@@ -128,4 +128,4 @@ def _run(build: Build, kind: Kind, inputs: list[Tensor], documents: Tensor | Non
         mask = MaskSpec(causal=kind.causal, documents=mask.documents, query_places=build.places(len(pieces[0])), length=length)
     layer = build.over_context(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
-    return attend(layer, *pieces, mask.within(kind.window), None, training=False, sink=sink)
+    return attend(layer, *pieces, mask.within(kind.window), Scores(sink=sink), training=False)

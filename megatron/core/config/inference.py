@@ -25,15 +25,17 @@ class InferenceConfig:
     inference_dynamic_batching_max_tokens: int = flag(2048, "new tokens in one forward pass, of all requests together")
     inference_dynamic_batching_prefix_caching: bool = flag(True, "texts that begin alike share the keys and values of their beginning")
     enable_chunked_prefill: bool = flag(True, "a prompt may be read in several forward passes; off: it waits until it fits into one")
+    inference_dynamic_batching_num_cuda_graphs: int | None = flag(
+        None, "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none")
     num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")
 
     def problems(self) -> Iterator[str]:
         """What cannot be."""
         least = {"inference_max_requests": 1, "inference_max_waiting_requests": 0, "inference_dynamic_batching_block_size": 1,
-                 "inference_dynamic_batching_max_tokens": 1, "num_speculative_tokens": 0}
+                 "inference_dynamic_batching_max_tokens": 1, "num_speculative_tokens": 0, "inference_dynamic_batching_num_cuda_graphs": 0}
         for name, number in least.items():
-            if getattr(self, name) < number:
-                yield f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give {number} or more"
+            if (given := getattr(self, name)) is not None and given < number:
+                yield f"--{name.replace('_', '-')} {given} is too small; give {number} or more"
         if self.inference_max_seq_length is not None and self.inference_max_seq_length < 2:
             yield f"--inference-max-seq-length {self.inference_max_seq_length} has no room for a prompt and a token; give 2 or more"
         size = self.inference_dynamic_batching_buffer_size_gb

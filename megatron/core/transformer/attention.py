@@ -10,6 +10,8 @@ On top, as asked: norms or unit length of query and key heads, windows, sinks, c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +68,8 @@ class SelfAttention(nn.Module):
         mask = one.mask.within(self.plan.window)
         if self.peaks is not None and self.training:
             self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
-        mixed = attend(one.cached(self.build, self.plan.index), q, k, v, mask, bias, training=self.training, sink=self._sink(q))
+        mixed = attend(self.build, q, k, v, mask, Scores(bias=bias, sink=self._sink(q)), training=self.training,
+                       kernel=one.attention(self.build, self.plan.index))
         if self.linear_gate is not None:
             gate = self.linear_gate(normed)
             mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
@@ -109,24 +112,25 @@ def sinks(build: Build) -> nn.Parameter:
     return parameter(spec, build.mesh, build.dtype)
 
 
-def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, bias: Tensor | None, *, training: bool,
-           sink: Tensor | None = None) -> Tensor:
-    """The attention kernel as the run wants it: with its scale, cap and dropout, recomputed if asked.
+def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: Scores = Scores(), *, training: bool,
+           kernel: Callable[..., Tensor] | None = None) -> Tensor:
+    """Attention as the run wants it: with its scale, cap and dropout, recomputed if asked.
 
-    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; bias: [1, n/tp, queries, keys]; sink: [n/tp]. Returns [queries, b,
-    n/tp * d].
+    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; scores: with a bias [1, n/tp, queries, keys] or a sink [n/tp] if there is
+    one. kernel: another than the run's. Returns [queries, b, n/tp * d].
     """
     model = build.model
     dropout = model.attention_dropout if training else 0.0
+    kernel = kernel or build.kernels.attention
 
     def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
         with build.streams.use("cut" if dropout else "default"):
-            scores = Scores(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
-            return build.kernels.attention(q, k, v, mask, dropout, scores)
+            own = Scores(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
+            return kernel(q, k, v, mask, dropout, own)
 
-    return (recompute(core, build.streams, q, k, v, bias, sink) if build.recomputes("core_attn")
-            else core(q, k, v, bias, sink))
+    tensors = q, k, v, scores.bias, scores.sink
+    return recompute(core, build.streams, *tensors) if build.recomputes("core_attn") else core(*tensors)
 
 
 def positions_of(ids: Tensor) -> Tensor:

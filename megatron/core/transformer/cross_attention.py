@@ -43,4 +43,4 @@ class CrossAttention(nn.Module):
 
         k, v = (pairs() if cache is None else cache.memory(self, pairs)).chunk(2, dim=-1)
         heads = [part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v)]
-        return self.linear_proj(attend(self.build, *heads, mask, None, training=self.training)), normed
+        return self.linear_proj(attend(self.build, *heads, mask, training=self.training)), normed

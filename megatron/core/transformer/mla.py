@@ -15,6 +15,7 @@ matrix instead, into the space of the latents, and what it finds there through t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan
 from megatron.core.context_parallel.attention import all_keys
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel.recompute import dropping_outputs
 from megatron.core.parallel.spec import Part
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
@@ -70,7 +71,7 @@ class MultiLatentAttention(nn.Module):
         mask = one.mask.within(self.plan.window)
         if one.cache is not None:
             kept = torch.cat((self.build.region.enter(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
-            found = self.absorbed(self._query(query, table), kept, mask, one.cached(self.build, self.plan.index))
+            found = self.absorbed(self._query(query, table), kept, mask, one.attention(self.build, self.plan.index))
             return self.linear_proj(found), normed
 
         def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
@@ -79,25 +80,25 @@ class MultiLatentAttention(nn.Module):
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
                 self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
-            return attend(self.build, q, k, v, mask, bias, training=self.training)
+            return attend(self.build, q, k, v, mask, Scores(bias=bias), training=self.training)
 
         if self.build.recomputes("mla_up_proj"):
             return self.linear_proj(dropping_outputs(up, core, query, latent, shared)), normed
         return self.linear_proj(core(*up(query, latent, shared))), normed
 
-    def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, build: Build | None = None) -> Tensor:
+    def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None) -> Tensor:
         """The same attention without any head's keys and values: what decoding needs of a token is r + d numbers.
 
         q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the normed latent and the rotated shared key of every
-        token. build: this layer's, with another attention kernel. Returns [queries, b, n/tp * dv].
+        token. kernel: another than the run's. Returns [queries, b, n/tp * dv].
         """
-        mla, build = self.mla, self.build if build is None else build
+        mla = self.mla
         of_key, of_value = self.linear_kv_up_proj.weight.unflatten(0, (self.heads, -1)).split(
             [mla.qk_head_dim, mla.v_head_dim], dim=1)
         still, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((torch.einsum("sbnk,nkr->sbnr", still, of_key), turned), dim=-1)
         key = kept[:, :, None]
-        found = attend(build, query, key, key[..., :mla.kv_lora_rank], mask, None, training=self.training)
+        found = attend(self.build, query, key, key[..., :mla.kv_lora_rank], mask, training=self.training, kernel=kernel)
         return torch.einsum("sbnr,nvr->sbnv", found.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
     def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,8 +78,7 @@ class Pass:
     side: Side | None = None
     cache: Cache | None = None
 
-    def cached(self, build: Build, layer: int) -> Build:
-        """build, whose attention also sees what the cache holds, if there is one."""
-        if self.cache is None:
-            return build
-        return replace(build, kernels=replace(build.kernels, attention=self.cache.attention(layer, build.kernels.attention)))
+    def attention(self, build: Build, layer: int) -> Callable[..., Tensor]:
+        """The kernel of build, which also sees what the cache holds, if there is one."""
+        kernel = build.kernels.attention
+        return kernel if self.cache is None else self.cache.attention(layer, kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -74,7 +75,9 @@ def test_a_prompt_is_continued_and_tokens_tell_their_chances(page: Page) -> None
     assert page.ask("document.getElementById('prompt').value") == "abc" + reply.text
 
 
-def test_text_streams_and_stops_when_it_is_told(page: Page, server: Running) -> None:
+def test_text_streams_and_stops_when_it_is_told(page: Page, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = server.service.engine.step
+    monkeypatch.setattr(server.service.engine, "step", lambda: (time.sleep(0.03), step())[1])  # so that a busy browser is not outrun
     before = server.service.engine.metrics().finished["cancelled"]
     for stop in ("key", "button"):
         ask(page, "a", max_tokens=255, temperature=2)
