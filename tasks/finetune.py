@@ -30,14 +30,18 @@ from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.training.batch import Batch, Loss, LossFunction
 from megatron.training.checkpointing import Checkpoint
+from megatron.training.compiling import Compiler
 from megatron.training.data import all_once
 from megatron.training.dialects import open_checkpoint
 from megatron.training.evaluate import evaluate
+from megatron.training.guard import Guard
 from megatron.training.metrics import Meter, report_line
 from megatron.training.reading import FILL, needs_text, read
+from megatron.training.recording import record_steps
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
+from megatron.training.watch import Watch
 from tasks.flags import TaskConfig
 from tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
 from tasks.race import CHOICES, read_race
@@ -144,19 +148,26 @@ def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     sets = read_sets(task, run)
     train = run.config.train
     epochs = Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last) if sets.train is not None else None
+    if run.config.faults.on_bad_step == "rollback":
+        raise ConfigError("--on-bad-step rollback goes back within the data of pretraining; finetuning can only stop or skip")
     if epochs is not None:
         length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))
         epochs.run = run
     trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), judging)
+    if run.config.compilation.compile:
+        Compiler(trainer)
     checkpoint = Checkpoint(trainer)
     load_pretrained(checkpoint, task)
+    guard = Guard(run.config)
+    if run.config.faults.guards_steps:
+        guard.attach(trainer)
     best, results = -1.0, {}
     if epochs is None:
         results, rows = measure(trainer, task, sets)
         write_predictions(task, sets, rows, run)
     for epoch in range(task.epochs):
-        train_epoch(trainer, epochs, epoch)
+        train_epoch(trainer, epochs, epoch, guard)
         results, rows = measure(trainer, task, sets)
         score = next(iter(results.values()), 0.0)
         if score > best:
@@ -200,16 +211,21 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     return source
 
 
-def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int) -> None:
-    """Go through the training data once, with Megatron's log lines."""
-    run, progress = trainer.run, trainer.progress
+def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: Guard) -> None:
+    """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
+    run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
     meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
+    watch = Watch(run.config.train, tolerates_overflow=precision.fp16 and precision.loss_scale is None)
     batches, since, steps = epochs.batches(epoch), time.perf_counter(), 0
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
         steps += 1
+        if guard.verdict:
+            run.say(f"WARNING: {guard.decide(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
-            meter.resolve()
+            resolved = meter.resolve()  # the same on all ranks
+            record_steps(run.ledger, resolved)
+            watch.demand_finite(resolved)
             report = meter.report(train_iters=run.config.train.train_iters, seconds=time.perf_counter() - since)
             run.say(report_line(report, datetime.now()))
             since, steps = time.perf_counter(), 0

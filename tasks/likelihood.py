@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.core.config.rules import stages_of
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
@@ -150,7 +151,7 @@ def _continued(loaded: Loaded, prompts: Sequence[Prompt]) -> list[list[int]]:
                 tokens[place] = draw(last[place:place + 1], prompts[row].sampling, draws[row])[0]
 
         _forward(loaded, [texts], keep)
-        collectives.broadcast(tokens, loaded.mesh.pp, loaded.mesh.pp.size - 1)
+        collectives.broadcast(tokens, loaded.mesh.pp, stages_of(loaded.config)[-1].rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
     return new
@@ -209,7 +210,7 @@ def _forward(loaded: Loaded, batches: Sequence[Batch], keep: Callable[[int, Tens
     """Run all batches through all stages."""
     axis = loaded.mesh.pp
     if batches:
-        plan = script(forward_only(axis.size, len(loaded.stages), len(batches)), axis.rank)
+        plan = script(forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.placement), axis.rank)
         run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 
 

@@ -27,7 +27,10 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.training.entry import entry
+from megatron.training.failures import locating
 from megatron.training.initialize import initialize_megatron
+from megatron.training.recording import recorded
+from megatron.training.watchdog import Watchdog
 from tasks.finetune import finetune
 from tasks.zeroshot import run_zero_shot
 
@@ -39,10 +42,9 @@ def main() -> None:
     if ARGS.context_parallel_size > 1 or ARGS.hybrid_context_parallel:
         raise ConfigError("tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel")
     run = initialize_megatron(ARGS)
-    if task.task in ZERO_SHOT:
-        run_zero_shot(run, task)
-    else:
-        finetune(run, task)
+    with recorded(run), Watchdog(run), locating(run):
+        (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
+        run.ledger.add("end", reason="complete", iteration=run.progress.iteration)
 
 
 if __name__ == "__main__":

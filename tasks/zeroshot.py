@@ -26,6 +26,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
 from megatron.training.checkpointing import Checkpoint
+from megatron.training.compiling import Compiler
 from megatron.training.data import all_once
 from megatron.training.evaluate import evaluate
 from megatron.training.reading import needs_text
@@ -200,6 +201,8 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
     wiki = task.task == "WIKITEXT103"
     length = run.config.train.seq_length
     trainer = build_trainer(run, language_model, perplexity_step if wiki else last_word_step)
+    if run.config.compilation.compile:
+        Compiler(trainer)
     if not Checkpoint(trainer).resume():
         raise ConfigError("a zero-shot task scores a trained model: give its checkpoint by --load")
     results: dict[str, float] = {}

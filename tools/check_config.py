@@ -87,6 +87,7 @@ def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
 def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
     from megatron.trust.built import check_build  # needs torch, which no other answer waits for
+    setting = setting.as_started()
     config, _ = examine(setting.config, setting.world_size)
     return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size or config.tokenizer.known_size))
 

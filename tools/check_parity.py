@@ -54,8 +54,9 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
     if broken or command.setting is None:
         lines = ["these flags would not start; tools/check_config.py says what to change", *(f"  {said}" for said in broken)]
         raise ConfigError("\n".join(lines))
-    config, _ = examine(command.setting.config, command.setting.world_size)
-    return shrink(config, command.setting.world_size, most_ranks=options.most_ranks)
+    setting = command.setting.as_started()
+    config, _ = examine(setting.config, setting.world_size)
+    return shrink(config, setting.world_size, most_ranks=options.most_ranks)
 
 
 def compared(small: Shrunk, limit: float) -> dict[str, Any]:

@@ -78,9 +78,12 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
         note("\n".join(["the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
                         *(f"  {one.rule}: {one.says}" for one in broken)]))
         raise SystemExit(1)
-    config, _ = examine(command.setting.config, command.setting.world_size)
+    setting = command.setting if broken else command.setting.as_started()
+    if setting.world_size < command.setting.world_size:
+        note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
+    config, _ = examine(setting.config, setting.world_size)
     options.true_vocab_size = options.true_vocab_size or config.tokenizer.known_size
-    return command.setting, config if broken else with_vocabulary(config, options.true_vocab_size)
+    return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
 
 
 def dry_runner() -> DryRunner:

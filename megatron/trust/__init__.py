@@ -7,6 +7,7 @@ edits.py      the fewest changes of flags that make a configuration keep every r
 rule_page.py  the page of all rules, made from their rows
 built.py      what a layout builds, against what the arithmetic says
 dry_run.py    the real training step without data, for every distinct kind of rank; trace.py has its records
+blank.py      its microbatches: shaped as the run's, and nothing in them
 recorder.py  fake.py  memory.py     operations as events; tensors without data; what lives when, and why a rank is worst
 ledger.py     two runs laid beside each other: where they part, and what they were given that differs
 doctor.py  kernel_check.py     whether machines are fit for a run, and whether its kernels compute what they should

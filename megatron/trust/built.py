@@ -81,8 +81,7 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
 def network_on(config: RunConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """One pipeline stage as a rank at this place builds it, on the meta device."""
     # Nothing runs, so another device's kernel need not be here.
-    wishes = {**config.model.kernel_wishes, "attention": "local", "moe_flex_dispatcher": ""}
-    kernels = select(Need(device="cpu", dtype=torch.float32), wishes)
+    kernels = select(Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})
     build = Build(model=config.model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 0),
                   sequence_parallel=config.parallel.sequence_parallel, recompute=config.recompute,
                   cp_comm_type=config.parallel.cp_comm_type)
@@ -90,14 +89,14 @@ def network_on(config: RunConfig, mesh: Mesh, stage: StageSpec) -> Network:
 
 
 def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
-    """A rank's place on every axis, without process groups. lists: those of `axis_ranks`."""
-    axes = {}
-    for field in fields(Mesh):
-        if field.name not in ("device", "blocks"):
-            groups = lists["pp" if field.name == "pp_backward" else field.name]
-            ranks = next((group for group in groups if rank in group), (rank,))
-            axes[field.name] = Axis(field.name, len(ranks), ranks.index(rank), ranks)
-    return Mesh(device=torch.device("cpu"), **axes)
+    """A rank's place on every axis, without process groups. lists: those of `axis_ranks`, and of `block_ranks` if there are some."""
+    def axis(name: str) -> Axis:
+        groups = lists["pp" if name == "pp_backward" else name]
+        ranks = next((group for group in groups if rank in group), (rank,))
+        return Axis(name, len(ranks), ranks.index(rank), ranks)
+
+    axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+    return Mesh(device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes)
 
 
 def _places(config: RunConfig, world_size: int) -> list[tuple[int, Mesh]]:

@@ -35,8 +35,8 @@ FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fre
 PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
-BLOCKS = "megatron/core/tensor_parallel/loss.py:"
-ACTION = re.compile(r"([FBR]\d+)(?:\.\d+)?$")
+BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
+ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Cost:
 @dataclass(slots=True)
 class Spent:
     """All events of one kind of action or of one phase on a rank. begun: each action -> the seconds before it. launches: sums of
-    gradients begun in its last one: (seconds after its beginning, seconds that it takes).
+    gradients begun in its last one: (seconds after its beginning, seconds that it takes). beside: seconds of FSDP2's gathers and sums,
+    which run beside the layers.
     """
 
     begun: dict[str, float] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Spent:
     parts: Counter[str] = field(default_factory=Counter)
     traffic: Counter[str] = field(default_factory=Counter)
     launches: list[tuple[float, float]] = field(default_factory=list)
+    beside: float = 0.0
 
     @property
     def each(self) -> float:
@@ -86,7 +88,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """A rank's time. spent: by kind of action (F0, B0, R0) and by phase. message: seconds of its slowest message to a neighbour.
+    """A rank's time. spent: by kind of action (F0, B0, W0, R0) and by phase. message: seconds of its slowest message to a neighbour.
     gathers: seconds of each gather of new weights that the next step's forward pass may hide.
     """
 
@@ -99,16 +101,19 @@ class RankTime:
 def cost(run: DryRun, hardware: Hardware) -> Cost:
     """Seconds, bytes and shares of the step that was run dry."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
+    if run.config.parallel.hybrid_context_parallel:  # a rank with fewer microbatches than the schedule is idle in the others
+        for key, spent in ((key, spent) for rank in ranks for key, spent in rank.spent.items() if key[0] in "FB" and ACTION.match(key)):
+            spent.begun |= {f"{key}.{number}": spent.seconds for number in range(len(spent.begun), run.num_microbatches)}
     stages, pp = num_stages(run.whole_plan), len(run.whole_plan)
     times = {op: [max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
-                  for stage in range(stages)] for op in "FB"}
+                  for stage in range(stages)] for op in "FBW"}
     message = max(rank.message for rank in ranks)
     if not run.config.parallel.overlap_p2p_communication:
         # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
-        times = {op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(row)]
-                 for op, row in times.items()}
+        times |= {op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])] for op in "FB"}
         message = -message
-    timeline = play(run.whole_plan, forward=times["F"], backward=times["B"], message=message)
+    whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
+    timeline = play(run.whole_plan, forward=times["F"], backward=whole, weight=times["W"], message=message)
     ends = [_reduced(rank, run, timeline) for rank in ranks]
     tails = [sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key))
              + _exposed_gather(rank) for rank in ranks]
@@ -152,6 +157,9 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
             continue
         if event.kind == "collective":
             place.traffic[event.axis] += bytes_of(event)
+            if event.axis in DATA_AXES and config.parallel.use_torch_fsdp2 and ACTION.match(key):
+                place.beside += seconds
+                continue
             if event.axis in DATA_AXES and ACTION.match(key):
                 place.launches.append((place.seconds - before, seconds))
                 continue
@@ -160,6 +168,10 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
                 continue
         place.seconds += seconds
         place.parts[part_of(event)] += seconds
+    for place in spent.values():
+        shows = max(0.0, place.beside - place.seconds)
+        place.seconds += shows
+        place.parts["gathers and sums of FSDP2"] += shows
     return RankTime(trace.place.get("pp", 0), spent, message, tuple(gathers))
 
 
@@ -224,7 +236,7 @@ def part_of(event: Event) -> str:
 
 def _alike(event: Event) -> Event:
     """The event without what does not change its time, so that equal ones are priced once."""
-    where = event.where if event.where.startswith((BLOCKS, FUSED)) else ""
+    where = event.where if event.where.startswith((*BLOCKS, FUSED)) else ""
     return replace(event, where=where, action=event.action[:1], module="", received=(), live=0)
 
 
@@ -261,7 +273,7 @@ def _exposed_gather(rank: RankTime) -> float:
 
 def _times(key: str, spent: Spent, microbatches: int) -> float:
     """How often what was recorded happens in the whole step, for each time that it was."""
-    return microbatches / len(spent.begun) if key[0] in "FB" and ACTION.match(key) else 1.0
+    return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 
 
 def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:

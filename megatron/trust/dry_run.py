@@ -17,10 +17,10 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pretrain_bert
@@ -28,30 +28,28 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules import stages_of
-from megatron.core.config.run import RunConfig
-from megatron.core.kernels.table import select
-from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.config.run import OffloadConfig, RunConfig
+from megatron.core.kernels.table import available, select
+from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.trail import Trail
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.batch import Batch
 from megatron.training.initialize import kernel_need
 from megatron.training.microbatches import BatchSchedule
-from megatron.training.reading import needs_text
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
+from megatron.trust.blank import blank_batches, shares_of
 from megatron.trust.built import mesh_of
 from megatron.trust.fake import FakeRecorder, FakeWorld
 from megatron.trust.recorder import Recorder
 from megatron.trust.trace import DryRun, Trace
 
-_MOST_KINDS = 32
+_MOST_KINDS = 8
 _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
-_TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 
@@ -101,10 +99,15 @@ class _Told(Trail):
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """A trainer that is built as every run's, on a mesh whose trail tells the recorder where its steps are."""
-    axes = {field.name: getattr(mesh, field.name) for field in fields(Mesh)}
     trail = _Told(recorder)
-    mesh = replace(mesh, **{name: replace(axis, trail=trail) for name, axis in axes.items() if isinstance(axis, Axis)})
-    kernels = select(kernel_need(config, mesh.device), config.model.kernel_wishes)
+    mesh = replace(mesh, **{name: replace(mesh.axis(name), trail=trail) for name in axes_of(mesh)},
+                   blocks=tuple(replace(axis, trail=trail) for axis in mesh.blocks))
+    if config.parallel.use_torch_fsdp2:
+        recorder.shared = {axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None}
+    need, wishes = kernel_need(config, mesh.device), config.model.kernel_wishes
+    if wishes["cross_entropy"] == "auto":
+        wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
+    kernels = select(need, available(need, wishes))
     run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels,
               tokenizer=NullTokenizer(max(1, (config.model.true_vocab_size or 2) - 1)), streams=_NoStreams(),
               timers=Timers(level=0), log=logging.getLogger("megatron.dry_run"))
@@ -117,10 +120,14 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
 def record_step(trainer: Trainer, recorder: Recorder) -> Trace:
     """One step of the trainer, with what it holds before named."""
     heap, mesh = recorder.heap, trainer.run.mesh
+    if recorder.shared:
+        gc.collect()  # rings of references that cutting weights leaves behind
     heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
     heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
-    heap.name((param for stage in trainer.stages for param in (*stage.parameters(), *stage.buffers())), "weights")
-    heap.name((tensor for _, _, tensor in trainer.optimizer.slots()), "optimizer")
+    heap.name((bucket.data for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())), "weights")
+    held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
+    heap.name((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
+    heap.name(trainer.optimizer.memory(), "optimizer")
     recorder.events.clear()
     heap.begin_step()
     began = heap.clock
@@ -128,46 +135,14 @@ def record_step(trainer: Trainer, recorder: Recorder) -> Trace:
         train_step(trainer, blank_batches(trainer))
     recorder.enter("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-    parameters = sum(param.numel() for stage in trainer.stages for param in stage.parameters())
+    parameters = sum(param.numel() for param in held)
     return Trace(mesh.world.rank, place, parameters, tuple(recorder.events), heap.peak, heap.peak_event, heap.at(heap.peak_clock),
                  heap.at(heap.clock), heap.timeline(began), heap.left_behind(recorder.begins["reduction"]))
 
 
-def blank_batches(trainer: Trainer) -> Iterator[Batch]:
-    """Microbatches as a rank of this run reads them, all of whose numbers are one."""
-    run, train = trainer.run, trainer.run.config.train
-    reads = needs_text(run.config, trainer.specs)
-    while True:
-        if not reads:
-            yield Batch()
-            continue
-        arrays = _sample(run.config, train.micro_batch_size)
-        batch = Batch.from_arrays(arrays, run.mesh.device, positions=run.config.data.restarts_positions)
-        batch = replace(batch, **{name: _own(getattr(batch, name)) for name in _TEXT},
-                        extras={name: _own(value) for name, value in batch.extras.items()})
-        yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
-
-
-def _own(tensor: Tensor | None) -> Tensor | None:
-    """A tensor like this one, that is made here and now."""
-    return None if tensor is None else torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _sample(config: RunConfig, count: int) -> dict[str, np.ndarray]:
-    """What a dataset of this kind gives for so many samples."""
-    length, short = config.train.seq_length, config.train.decoder_seq_length
-    rows = {name: np.ones((count, length), np.int64) for name in ("tokens", "labels", "position_ids")}
-    if config.model.architecture == "gpt":
-        rows["loss_mask"] = np.ones((count, length), np.float32)
-        if config.data.separates_documents:
-            rows["document_ids"] = np.ones((count, length), np.int64)
-        return rows
-    if config.model.architecture == "bert":
-        return {**{name: rows["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
-                **{name: np.ones(count, np.int64) for name in ("is_random", "truncated")}}
-    decoder = np.ones((count, short), np.int64)
-    return {"text_enc": rows["tokens"], "enc_mask": rows["tokens"], "truncated": np.ones(count, np.int64),
-            **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")}}
+def _here(param: Tensor) -> Tensor:
+    """What a rank holds of a parameter between steps."""
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = None, *, whole: bool = False) -> DryRun:
@@ -177,44 +152,57 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = No
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a world of its own, and this process already belongs to one; start it in another process")
-    if config.parallel.hybrid_context_parallel:
-        raise ConfigError("a dry run has no text, and --hybrid-context-parallel cuts sequences by their true lengths; plan without it")
-    if config.parallel.use_torch_fsdp2:
-        raise ConfigError("a dry run does not follow --use-torch-fsdp2, whose parameters torch cuts and gathers by itself; plan "
-                          "with --use-distributed-optimizer, which holds whole weights and so needs more memory")
-    lists, count = axis_ranks(config.parallel, world_size), _microbatches(config, world_size)
+    if config.parallel.overlap_moe_expert_parallel_comm:
+        raise ConfigError("a dry run does one pass at a time, and --overlap-moe-expert-parallel-comm two in turns; plan without it: it hides "
+                          "what goes to experts and back, and keeps one more microbatch's activations on every rank")
+    lists = axis_ranks(config.parallel, world_size) | block_ranks(config.parallel, world_size)
+    count = _microbatches(config, world_size)
     enough = count if whole else _enough(config, count)
-    kinds = kinds_of(config, lists) if ranks is None else [(rank,) for rank in ranks]
+    kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
     world = FakeWorld()
     try:
         traces = tuple(_of_more(fake_trace(short, lists, kind[0], world), enough, count) for kind in kinds)
     finally:
         gc.unfreeze()
+    if config.parallel.hybrid_context_parallel:  # whose ranks have microbatches of their own, all of which were run
+        enough = count = max(sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces)
     return DryRun(config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count)
 
 
 def _of_more(trace: Trace, found: int, count: int) -> Trace:
     """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
-    more = trace.left_behind // found * (count - found)
+    more = trace.left_behind * (count - found)
     return replace(trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more))
 
 
-def kinds_of(config: RunConfig, lists: dict[str, RankLists]) -> list[tuple[int, ...]]:
+def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
     """The ranks of a world, those of a kind together.
 
-    Stages of the pipeline differ. On the other axes the first rank, the last and those between may, by a few small tensors:
-    where that makes more than a few kinds, ranks of one stage are of one kind, and the first of them stands for all.
+    Stages of the pipeline differ, and ranks with other shares of the documents. On the other axes the first rank, the last and
+    those between may, by a few small tensors: where that makes more than a few kinds, ranks of one stage are of one kind, and the
+    first of them stands for all.
     """
-    for axes in (("tp", "cp", "dp", "ep", "etp"), ()):
-        found: dict[tuple[int, ...], list[int]] = {}
-        places = {axis: {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes}
+    shares = _shares(config, lists, num_microbatches)
+    axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
+    edges = [{rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes]
+    for marks in (edges, []):
+        found: dict[tuple[Any, ...], list[int]] = {}
         for ranks in lists["pp"]:
             for stage, rank in enumerate(ranks):
-                found.setdefault((stage, *(places[axis][rank] for axis in axes)), []).append(rank)
+                found.setdefault((stage, shares.get(rank, ()), *(mark[rank] for mark in marks)), []).append(rank)
         if len(found) <= _MOST_KINDS:
             break
     return [tuple(found[key]) for key in sorted(found)]
+
+
+def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> dict[int, tuple[Any, ...]]:
+    """What each rank has to do of a global batch whose documents are divided by their lengths."""
+    if not config.parallel.hybrid_context_parallel:
+        return {}
+    found = shares_of(config, num_microbatches, len(lists["dp"][0]))
+    return {rank: tuple((size, _edge(at, size), length) for size, at, length in found[place])
+            for group in lists["dp"] for place, rank in enumerate(group)}
 
 
 def _edge(place: int, size: int) -> int:
@@ -231,10 +219,10 @@ def _microbatches(config: RunConfig, world_size: int) -> int:
 def _enough(config: RunConfig, count: int) -> int:
     """Microbatches after which 1F1B has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
-    if parallel.pipeline_schedule != "1f1b":
+    if parallel.pipeline_schedule != "1f1b" or parallel.hybrid_context_parallel:
         return count
     if chunks == 1:
-        return min(count, parallel.pp + 2)
+        return min(count, parallel.pp + 2 if parallel.pp > 1 else 2)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
     rounds = -(-(warm + 1) // (group * chunks)) + 1
@@ -258,17 +246,22 @@ def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world:
     """One rank's step, in a world of tensors without data."""
     with _fake_groups(len(lists["world"][0]), rank):
         mesh, ranks = _mesh_of_own_groups(lists, rank)
-        recorder = FakeRecorder(ranks, choices_of(config), world)
-        with world.mode, recorder:
+        recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel)
+        with world.mode, recorder, recorder.following():
             return record_step(make_trainer(config, mesh, recorder), recorder)
 
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
-    axes = [axis for field in fields(Mesh) if isinstance(axis := getattr(mesh, field.name), Axis)]
+    axes = (*map(mesh.axis, axes_of(mesh)), *mesh.blocks)
     recorder = Recorder({axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config))
-    with _without_collector(), recorder:
+    with _without_collector(), recorder, recorder.following():
         return record_step(make_trainer(config, mesh, recorder), recorder)
+
+
+def axes_of(mesh: Mesh) -> list[str]:
+    """The names of a mesh's axes, in the order in which their groups are made."""
+    return [field.name for field in fields(Mesh) if isinstance(getattr(mesh, field.name), Axis)]
 
 
 def choices_of(config: RunConfig) -> tuple[int, int] | None:
@@ -305,12 +298,18 @@ def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, d
     """A rank's mesh with fake groups for its own axes only; and the ranks of each group, by its name."""
     mesh, ranks, axes = mesh_of(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}
-    for field in fields(Mesh):
-        axis = getattr(mesh, field.name)
-        made = {} if field.name == "pp_backward" else made  # as in Mesh.build
-        if isinstance(axis, Axis) and axis.size > 1:
-            if axis.ranks not in made:
-                made[axis.ranks] = dist.new_group(list(axis.ranks), backend="fake")
-            axes[field.name] = replace(axis, group=made[axis.ranks])
-            ranks[made[axis.ranks].group_name] = axis.ranks
-    return replace(mesh, **axes), ranks
+
+    def grouped(axis: Axis) -> Axis:
+        if axis.size == 1:
+            return axis
+        if axis.ranks not in made:
+            made[axis.ranks] = dist.new_group(list(axis.ranks), backend="fake")
+        ranks[made[axis.ranks].group_name] = axis.ranks
+        return replace(axis, group=made[axis.ranks])
+
+    for name in axes_of(mesh):
+        if name == "pp_backward":  # as in Mesh.build
+            made.clear()
+        axes[name] = grouped(mesh.axis(name))
+    made.clear()
+    return replace(mesh, **axes, blocks=tuple(map(grouped, mesh.blocks))), ranks

@@ -30,7 +30,7 @@ from megatron.core.config.model import MLAConfig, ModelConfig, MTPConfig, RopeCo
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.run import RunConfig, TrainConfig
-from megatron.training.arguments import examine
+from megatron.training.arguments import examine, fitted
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -138,6 +138,11 @@ class Given:
         for name, value in values.items():
             config = config if name == WORLD else _put(config, _declared()[name].path, value)
         return Given(config, values.get(WORLD, self.world_size))
+
+    def as_started(self) -> Given:
+        """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
+        config, ranks = fitted(self.config, self.world_size)
+        return Given(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False)), ranks)
 
     def broken(self) -> tuple[Broken, ...]:
         """Every rule that is broken, a line each."""

@@ -4,8 +4,9 @@ Torch's FakeTensorMode works out what an operation gives from shapes alone. A st
 shapes thousands of times; so what it found is kept, and the next time a tensor is made from it directly.
 
 Numbers are asked for in few places. Which expert has how many tokens follows from the choice of experts, which is made in
-turn (see recorder.py): the true values of that choice, and of all that is made of whole numbers from it, are kept beside
-the tensors. Of anything else a step may ask only whether a number is finite, or small enough: it is.
+turn (see recorder.py), and which ranks share a document from its length: the true values of that choice and of texts, and of
+all that is made of whole numbers from them, are kept beside the tensors. Of anything else a step may ask only whether a number
+is finite, or small enough: it is.
 """
 
 from __future__ import annotations
@@ -60,21 +61,24 @@ class FakeWorld:
 
 
 class FakeRecorder(Recorder):
-    """A recorder over tensors without data. world: its FakeTensorMode must be active below."""
+    """A recorder over tensors without data. world: its FakeTensorMode must be active below. knows: whole numbers matter, even without
+    routers.
+    """
 
-    def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld) -> None:
+    def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld, *, knows: bool = False) -> None:
         super().__init__(ranks, choices)
-        self.world, self._asked = world, 0
+        self.world, self.knows, self._asked = world, knows or choices is not None, 0
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
         """As `Recorder` says."""
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0], where), facts_of(func, args, kwargs, None)
-        if self.choices is None:
+        if not self.knows:
             return self._shaped(func, args, kwargs)
         known = self._evaluated(func, args, kwargs)
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
-            result = torch.empty(known.shape, dtype=known.dtype)
+            made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
+            result = made[0] if isinstance(known, Tensor) else tuple(made)
             facts = facts_of(func, args, kwargs, result)
         else:
             result, facts = self._shaped(func, args, kwargs)
@@ -95,7 +99,7 @@ class FakeRecorder(Recorder):
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `Recorder` says. All ranks choose alike, so what they gather is this rank's, again and again."""
         result = func(*args, **kwargs)
-        if self.choices is not None:
+        if self.knows:
             for tensor in tensors_of((args[0],)):
                 tensor.known = None
             if func is torch.ops.c10d._allgather_base_.default and (own := getattr(args[1], "known", None)) is not None:
@@ -177,19 +181,21 @@ def _planned(result: Any, inputs: list[Tensor], facts: Facts) -> _Plan | None:
     """How to make such a result again; None if that is not known."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
-    places = {tensor.untyped_storage()._cdata: place for place, tensor in reversed(list(enumerate(inputs)))}
+    behind = list(reversed(list(enumerate(inputs))))
+    alike = {id(tensor): place for place, tensor in behind}
+    places = {tensor.untyped_storage()._cdata: place for place, tensor in behind}
     for value in values:
         if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
             return None
-        outputs.append(None if value is None else _output(value, inputs, places))
+        outputs.append(None if value is None else _output(value, inputs, alike, places))
     return _Plan(type(result) if several else None, tuple(outputs), facts)
 
 
-def _output(value: FakeTensor, inputs: list[Tensor], places: dict[int, int]) -> _Output:
+def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
+    """alike: an input -> its place; places: its storage -> its place."""
     shape = tuple(value.shape), value.stride(), value.dtype
-    place = next((place for place, tensor in enumerate(inputs) if tensor is value), -1)
-    if place >= 0:
-        return _Output(*shape, place, same=True)
+    if id(value) in alike:
+        return _Output(*shape, alike[id(value)], same=True)
     place = places.get(value.untyped_storage()._cdata, -1)
     return _Output(*shape, place, 0 if place < 0 else value.storage_offset() - inputs[place].storage_offset())
 

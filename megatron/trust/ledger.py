@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.compilation import CompileConfig
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.flags import spelling
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.parallel import ParallelConfig
-from megatron.core.config.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig, TrainConfig
+from megatron.core.config.run import CheckpointConfig, LogConfig, OffloadConfig, RecomputeConfig, RunConfig, TrainConfig
 from megatron.training.ledger import read_events
 
 BEYOND = ("resumed state", "data", "tokenizer", "network", "order of samples", "optimizer", "number format", "code", "layout", "machines")
@@ -37,10 +38,12 @@ _SOON = 3  # steps in which rounding does not grow far
 REPORTS = "reports"  # cannot change a number
 KINDS: Mapping[type, str] = {ModelConfig: "network", ParallelConfig: "layout", PrecisionConfig: "number format", RecomputeConfig: "layout",
                              OptimizerConfig: "optimizer", ScheduleConfig: "optimizer", DataConfig: "data", TokenizerConfig: "tokenizer",
-                             TrainConfig: "order of samples", LogConfig: REPORTS, CheckpointConfig: REPORTS}
+                             TrainConfig: "order of samples", LogConfig: REPORTS, CheckpointConfig: REPORTS, OffloadConfig: "layout",
+                             CompileConfig: "layout"}
 KIND_OF: Mapping[str, str] = {
     **dict.fromkeys(("train_iters", "train_samples", "calculate_per_token_loss"), "optimizer"),
-    **dict.fromkeys(("micro_batch_size", "deterministic_mode"), "layout"),
+    **dict.fromkeys(("micro_batch_size", "deterministic_mode", "optimizer_cpu_offload", "optimizer_offload_fraction",
+                     "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), "layout"),
     **dict.fromkeys(("on_bad_step", "max_bad_steps"), "order of samples"),
     **dict.fromkeys(("finetune", "ckpt_step", "load_optim", "load_rng", "pretrained_checkpoint", "load"), "resumed state"),
     **dict.fromkeys(("eval_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal",

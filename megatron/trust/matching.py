@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.trust.trace import DryRun, Event
 
 MOST_PLAYED = 64  # ranks that are played together
@@ -94,7 +94,7 @@ class Line:
 
 def match(run: DryRun) -> Matching:
     """Hold the traces of a dry run against each other."""
-    lists = axis_ranks(run.config.parallel, run.world_size)
+    lists = axis_ranks(run.config.parallel, run.world_size) | block_ranks(run.config.parallel, run.world_size)
     lists["pp_backward"] = lists["pp"]
     kind_of = {rank: place for place, ranks in enumerate(run.stands_for) for rank in ranks}
     traced = {trace.rank: trace.events for trace in run.traces}

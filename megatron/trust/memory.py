@@ -3,7 +3,7 @@
 A storage is counted once, by its own size, however many tensors look into it; so the counts are those of an allocator
 that never rounds. What allocators add (rounding, splitting) and what kernels take inside an operation is not seen.
 
-    weights, gradients, optimizer   known by name, once the trainer is built
+    weights, gradients, optimizer   known by name, once the trainer is built; weights also as FSDP2 gathers them, while they are whole
     activations     made or received by a forward pass, and still there when it ended
     communication   of the rest, what a collective or message read or wrote
     temporaries     of the rest, everything: what an operation made and a later one of the same action let go
@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from megatron.trust.trace import KINDS, DryRun, Held, Trace
 
@@ -49,6 +49,7 @@ class Heap:
         self.ticks = array("q")  # event at every tick of the clock
         self._open: dict[int, tuple[Life, weakref.ref]] = {}
         self._forward, self._forward_ends = -1, []
+        self._microbatches: list[str] = []  # of each forward pass
 
     def see(self, tensor: Tensor) -> int:
         """Count the tensor's storage, if it is new. Returns its size if so, else 0."""
@@ -56,14 +57,18 @@ class Heap:
         key = storage._cdata
         if key in self._open:
             return 0
-        life = Life(storage.nbytes(), self.clock, self._forward)
-        self._tick()
-        self.lives.append(life)
-        self._open[key] = life, weakref.ref(storage, lambda _: self._end(key))
-        self.live += life.size
-        if self.live > self.peak:
-            self.peak, self.peak_clock, self.peak_event = self.live, life.born, self.event
-        return life.size
+        self._open[key] = self._begin(storage.nbytes()), weakref.ref(storage, lambda _: self._end(self._open.pop(key)[0]))
+        return storage.nbytes()
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """FSDP2 let go of what it had gathered, or takes the room for it again: weights that end, and weights that begin."""
+        life, reference = self._open.get(storage._cdata, (None, None))
+        if life is not None and life.size != storage.nbytes():
+            life.kind = "weights"
+            self._end(life)
+            life = self._begin(storage.nbytes())
+            life.kind = "weights"
+            self._open[storage._cdata] = life, reference
 
     def of(self, tensor: Tensor) -> Life:
         """The life of a tensor's storage."""
@@ -80,14 +85,15 @@ class Heap:
         """From here on the peak counts."""
         self.peak, self.peak_clock, self.peak_event = self.live, self.clock, self.event
 
-    def enter(self, forward: bool) -> None:
-        """Another action begins; forward: it is a forward pass, and what is born belongs to it."""
+    def enter(self, action: str) -> None:
+        """Another action begins; what is born in a forward pass (F0.3) belongs to it."""
         if self._forward >= 0:
             self._forward_ends[self._forward] = self.clock
         self._forward = -1
-        if forward:
+        if action.startswith("F"):
             self._forward = len(self._forward_ends)
             self._forward_ends.append(_FOREVER)
+            self._microbatches.append(action.partition(".")[2])
 
     def kind_of(self, life: Life) -> str:
         """What a storage turned out to be."""
@@ -106,8 +112,14 @@ class Heap:
         return Held(**held)
 
     def left_behind(self, clock: int) -> int:
-        """Bytes that forward passes made and that are still there at this tick."""
-        return sum(life.size for life in self.lives if life.forward >= 0 and life.born < clock <= life.died)
+        """Bytes that the forward passes of a microbatch made and that are still there at this tick: of the one that leaves least, as
+        the first may leave what serves all, and the last what nobody has thrown away yet.
+        """
+        found = dict.fromkeys(self._microbatches, 0)
+        for life in self.lives:
+            if life.forward >= 0 and life.born < clock <= life.died:
+                found[self._microbatches[life.forward]] += life.size
+        return min(found.values(), default=0)
 
     def timeline(self, begin: int) -> tuple[tuple[int, Held], ...]:
         """(event, what was alive) from a tick on, the highest moment of every stretch."""
@@ -138,8 +150,16 @@ class Heap:
         self.clock += 1
         self.ticks.append(self.event)
 
-    def _end(self, key: int) -> None:
-        life, _ = self._open.pop(key)
+    def _begin(self, size: int) -> Life:
+        life = Life(size, self.clock, self._forward)
+        self._tick()
+        self.lives.append(life)
+        self.live += size
+        if self.live > self.peak:
+            self.peak, self.peak_clock, self.peak_event = self.live, life.born, self.event
+        return life
+
+    def _end(self, life: Life) -> None:
         life.died = self.clock
         self._tick()
         self.live -= life.size

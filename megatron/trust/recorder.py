@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from megatron.trust.memory import Heap
@@ -28,6 +31,7 @@ from megatron.trust.trace import Event
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
 _LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/trail.py")
+_FSDP = "/torch/distributed/fsdp/"
 # Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
 _STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
 
@@ -77,6 +81,7 @@ class Recorder(TorchDispatchMode):
         self.ranks, self.choices, self.axis = ranks, choices, ""
         self.heap, self.events = Heap(), []
         self.action, self.module = "setup", ""
+        self.shared: Mapping[str, str] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
         self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
         self._seen: dict[CodeType, str] = {}
         self._lines: dict[tuple[CodeType, int], str] = {}
@@ -91,11 +96,13 @@ class Recorder(TorchDispatchMode):
         if action != self.action:
             self.action = action
             self.begins[action] = self.heap.clock
-            self.heap.enter(action[0] == "F")
+            self.heap.enter(action)
             self.heap.event = len(self.events)
             self.events.append(Event("action", action, action=action, live=self.heap.live))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if DTensor in types:  # its local tensor comes by itself
+            return NotImplemented
         if func is torch.ops.prim.device.default:  # a question, which only a tensor without data asks here
             return args[0].fake_device
         heap, kwargs = self.heap, kwargs or {}
@@ -145,6 +152,8 @@ class Recorder(TorchDispatchMode):
         name, group_at, input_at, output_at = _TALK[func._overloadpacket.__name__]
         group = dist.ProcessGroup.unbox(args[group_at])
         axis, ranks = self.axis, self.ranks.get(group.group_name) or tuple(range(group.size()))
+        if group.group_name in self.shared and _asked_by_fsdp(sys._getframe(2)):  # of which no trail is told
+            axis = self.shared[group.group_name]
         given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
         for tensor in (*given, *got):
             life = self.heap.of(tensor)
@@ -193,6 +202,27 @@ class Recorder(TorchDispatchMode):
         return self._seen[code]
 
     @contextmanager
+    def following(self) -> Iterator[None]:
+        """Know what FSDP2 does beside operations: it takes room for whole layers, and lets go of it.
+
+        It also asks for numbers: for its ranks, which are true ones; and whether a share still lies where it did, as it does.
+        """
+        resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if self.shared:
+                self.heap.resized(storage)
+
+        def unseen(*args: Any, **options: Any) -> DeviceMesh:
+            with _disable_current_modes():
+                return from_group(*args, **options)
+
+        with (_replaced(torch.UntypedStorage, "resize_", resized), _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
+              _replaced(FSDPParam, "reset_sharded_param", lambda param: None)):
+            yield
+
+    @contextmanager
     def naming(self, stages: Sequence[nn.Module]) -> Iterator[None]:
         """Know inside which module of these stages an operation runs."""
         with ExitStack() as stack:
@@ -217,6 +247,29 @@ class Recorder(TorchDispatchMode):
             self.module = outside.pop()
 
         return leave
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    """A method of a class of torch's, replaced for a while."""
+    plain, own = owner.__dict__.get(name), name in owner.__dict__
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, plain)
+        else:
+            delattr(owner, name)
+
+
+def _asked_by_fsdp(frame: FrameType | None) -> bool:
+    """Whether FSDP2 stands between this frame and the first of ours."""
+    while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_ROOT / "megatron"):
+        if _FSDP in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _copied(value: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.kernels import KernelConfig
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.run import RunConfig
 from megatron.core.context_parallel.sequence import Zigzag
@@ -159,7 +160,7 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     dropout = model.hidden_dropout or model.attention_dropout
     if dropout and (parallel.tp > 1 or parallel.pp > 1 or parallel.context_parallel_size > 1):
         notes.append("dropout is drawn otherwise than in the run, whose ranks each drew for a part of the network")
-    model = replace(model, attention_backend="auto")
+    model = replace(model, attention_backend="auto", kernels=KernelConfig())  # this machine may have others
     return replace(config, parallel=ParallelConfig(), model=model).resolve(1), notes
 
 

@@ -62,10 +62,11 @@ def headline(run: DryRun) -> str:
     sizes = [("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.context_parallel_size), ("ep", parallel.expert_model_parallel_size),
              ("dp", parallel.data_parallel_size(run.world_size))]
     layout = ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one"
-    model = run.config.model
+    model, batches = run.config.model, _many(run.whole_microbatches, "microbatch")
+    batches = (f"up to {batches} of at most {parallel.max_seqlen_per_dp_cp_rank:,} tokens on a rank" if parallel.hybrid_context_parallel else
+               f"{batches} of {train.micro_batch_size} x {train.seq_length:,} tokens")
     return (f"{_many(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
-            f"{model.padded_vocab_size:,}; {_many(run.whole_microbatches, 'microbatch')} of {train.micro_batch_size} x {train.seq_length:,} "
-            f"tokens; {run.config.precision.dtype}")
+            f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.dtype}")
 
 
 def plain(planned: Planned) -> dict[str, Any]:
@@ -203,10 +204,14 @@ def _sizes(held: Held) -> list[int]:
 
 def notes(run: DryRun) -> list[str]:
     """What of the dry run is not as on the machine that is planned for."""
+    found = []
+    if run.config.parallel.hybrid_context_parallel:
+        found.append("note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
+                     "the real lengths divide less evenly takes longer")
     if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst.events):
-        return ["note: attention ran unfused here, as a CPU has no fused kernel with dropout or masks; where the machine has one, less "
-                "memory is needed"]
-    return []
+        found.append("note: attention ran unfused here, as a CPU has no fused kernel with dropout or masks; where the machine has one, less "
+                     "memory is needed")
+    return found
 
 
 def _advice(planned: Planned) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.flags import ConfigError, spelling, to_values
+from megatron.core.config.kernels import NAMED
 from megatron.core.config.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import layer_rows, read_layout
@@ -409,13 +410,16 @@ def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
                  "moe_token_drop_policy": ("probs", why)}
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
-    if model.attention_backend == "flash":
+    if model.attention_backend not in ("auto", "fused", "unfused", "local"):
         lost["attention_backend"] = ("auto", "this kernel needs a GPU")
+    if any(word in _ON_GPUS for word in model.kernels.kernel):
+        lost["kernel"] = (tuple(word for word in model.kernels.kernel if word not in _ON_GPUS), "this kernel needs a GPU")
     if moe.library == "deepep":
         lost |= {"moe_enable_deepep": (False, "DeepEP needs GPUs"), "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs")}
     return lost
 
 
+_ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))
 _FORMATS = ("fp16", "bf16", "fp64", "moe_router_dtype")
 _WHY: Mapping[str, str] = {
     "adam_eps": "above the rounding of gradients that are zero", "init_method_std": "narrow layers need larger weights",

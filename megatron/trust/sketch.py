@@ -70,7 +70,8 @@ def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Seque
     ends = _head(config, hardware)
     passes = [_passes(config, [stage for stage in stages if stage.rank == place], forward, again, ends) for place in range(config.parallel.pp)]
     slowest, chunks = max(passes), len(stages) // config.parallel.pp
-    fill = (config.parallel.pp - 1) / chunks
+    # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
+    fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
     late, update = _sums(config, world_size, hardware, max(one.parameters for one in held), slowest)
     seconds = (count + fill) * slowest + late + update
     layers = sum(len(stage.layers) for stage in stages if stage.rank == passes.index(slowest))

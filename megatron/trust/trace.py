@@ -62,7 +62,7 @@ class Event:
 class Held:
     """Bytes alive at one moment.
 
-    weights: in the format of the forward pass, with buffers of modules. gradients: the buffers that autograd adds to.
+    weights: in the format of the forward pass, with buffers of modules, and layers that FSDP2 has gathered. gradients: the buffers that autograd adds to.
     optimizer: moments and fp32 copies of weights. activations: what forward passes made and a later action still needs.
     communication: what collectives and messages read or wrote and that is neither of the above. temporaries: the rest.
     """
@@ -86,8 +86,8 @@ class Trace:
 
     place: axis -> this rank's place on it (tp, cp, dp, pp, ep). parameters: numbers that it holds. peak: most bytes alive
     at once; peak_event: index of the event at which they were; at_peak: of what kinds. steady: what is alive between
-    steps. timeline: (index of an event, what was alive after it), thinned. left_behind: bytes of the microbatches that were
-    run which stay until the end of the step. Of a dry run that was cut short, peak and at_peak are those of the whole step.
+    steps. timeline: (index of an event, what was alive after it), thinned. left_behind: bytes of a microbatch that stay
+    until the end of the step. Of a dry run that was cut short, peak and at_peak are those of the whole step.
     """
 
     rank: int
@@ -113,7 +113,8 @@ class DryRun:
 
     stands_for: for each trace, the ranks that do the same with the same sizes. plan: the schedule that was run, of
     num_microbatches a rank; whole_plan: that of the run's own full step, of whole_microbatches, which differs where the
-    dry run was cut short after the state of the pipeline began to repeat.
+    dry run was cut short after the state of the pipeline began to repeat. Where documents are divided by their lengths, these are
+    the microbatches of the rank that has most.
     """
 
     config: RunConfig

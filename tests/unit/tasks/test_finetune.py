@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
+from megatron.training.guard import BadStep, Guard
+from megatron.training.ledger import read_events
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
+from megatron.training.watch import NotFinite
 from tasks import finetune
 from tasks.finetune import Epochs, Judged, Sets
 from tasks.flags import TaskConfig, defaults_of
@@ -224,6 +228,22 @@ def test_flags_have_the_defaults_of_their_task() -> None:
     assert not defaults_of(["--task=MNLI", "--epochs", "3"])["skip_train"]
 
 
+@pytest.mark.parametrize("answer, error", [(None, NotFinite), ("stop", BadStep), ("skip", None)])
+def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(answer: str | None, error: type[Exception] | None, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of("MNLI", on_bad_step=answer, error_dir=str(tmp_path))
+    guard, said = Guard(trainer.run.config), list[str]()
+    if answer:
+        guard.attach(trainer)
+    monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))
+    next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
+    epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.full, keep_last=False)
+    with pytest.raises(error, match="nan") if error else nullcontext():
+        finetune.train_epoch(trainer, epochs, 0, guard)
+    assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said
+    assert list(tmp_path.glob("step-*/*")) or answer is None, "the evidence is kept"
+
+
 @pytest.mark.slow
 def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path) -> None:
     train, dev, other = (write_mnli(tmp_path / name, count, seed) for seed, (name, count) in
@@ -240,6 +260,9 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
         return done.stdout
 
     last = said(*learning).splitlines()[-1]
+    events = read_events(tmp_path / "out")
+    assert [event["event"] for event in events][:2] == ["start", "steps"] and events[-1] | {"time": ""} == {
+        "event": "end", "time": "", "reason": "complete", "iteration": 200}
     rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     right = sum(row["prediction"] == row["label"] for row in rows)
     assert len(rows) == 101 and right / len(rows) > 0.95, last

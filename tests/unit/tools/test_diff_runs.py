@@ -116,3 +116,4 @@ def test_every_setting_has_a_kind() -> None:
     assert {field.name for field, _ in flag_fields(RunConfig)} <= kinds.keys()
     assert set(kinds.values()) <= {*BEYOND, REPORTS}
     assert kinds["num_experts"] == "network" and kinds["fim_rate"] == "data" and kinds["seed"] == "order of samples"
+    assert kinds["compile"] == "layout", "a compiler changes last bits"

@@ -109,6 +109,13 @@ def test_a_search_gives_every_layout_a_place_or_a_reason(tool: ModuleType, capsy
     assert out.startswith("none of ") and "memory" in out
 
 
+def test_a_layout_that_follows_the_ranks_is_planned_as_it_would_start(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    elastic = "--elastic --save x --load x --save-interval 5 --tensor-model-parallel-size 2"
+    out, err = report(tool, capsys, f"{OWN} --world-size 7 --gpu a100-40 {RUN} {elastic}", 0)
+    # Three pairs of ranks cannot share a global batch of 4; two can.
+    assert "4 of 7 ranks train, the others stand by" in err and "4 ranks (tp 2, dp 2)" in out
+
+
 @pytest.mark.parametrize("words, code, says", [
     (f"{RUN} --world-size 3 {PP2}", 1, "world-size: 3 ranks are not a multiple"), (f"{RUN} --num-leyers 8", 1, "did you mean --num-layers"),
     (f"{RUN} --hardware nowhere.json", 2, "--measure FILE"), ("", 2, "give the flags of a run"),
@@ -150,7 +157,7 @@ def test_all_ranks_learn_the_link_that_was_measured(world) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) -> None:
-    usage = re.search(rf"^#   bash {launcher} (.*) \[more", (ROOT / launcher).read_text(encoding="utf-8"), re.MULTILINE)
+    usage = re.search(rf"^# +bash {launcher} (.*) \[more", (ROOT / launcher).read_text(encoding="utf-8"), re.MULTILINE)
     places = usage.group(1).replace("[", "").replace("]", "").lower().split()  # nothing of what they name is opened
     environment = {**os.environ, "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h200 --json --seconds 1 --",
                    "GPUS_PER_NODE": "8", "OMP_NUM_THREADS": "1"} | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})

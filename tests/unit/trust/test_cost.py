@@ -113,6 +113,28 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert cost(run_of(config, 2, uneven), PLAIN).time.seconds == 1 + 8 * 15 + 2
 
 
+def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer_shows() -> None:
+    config, machine = config_of("--use-torch-fsdp2 --global-batch-size 4", 2), replace(PLAIN, inside=Link(1.0, 0.0))
+
+    def shared(action: Action, place: int) -> Sequence[Event]:
+        gathers = [summed(2 * seconds, "", "dp_cp", (0, 1), "all_gather") for seconds in {"F": (4, 4), "B": (6, 6)}.get(action.op, ())]
+        return [*gathers, *(op({"F": 20, "B": 10}[action.op], str(action)) for _ in gathers[:1])]
+
+    found = cost(run_of(config, 2, shared), machine)
+    # Half of what is gathered comes over the link of a byte a second: 8 s hide behind 20, and of 12 there show 2.
+    assert found.time.seconds == 2 * (20 + 12) and found.time.parts["gathers and sums of FSDP2"] == 2 * 2
+    assert found.traffic["dp_cp"] == 2 * 2 * (4 + 4 + 6 + 6)
+
+
+def test_a_rank_with_fewer_microbatches_of_its_own_is_idle_in_the_others() -> None:
+    config = config_of("--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 --reset-attention-mask --calculate-per-token-loss", 2)
+    run = run_of(config, 2, passes)
+    (full,) = run.traces
+    few = [replace(event, flops=2 * event.flops) for event in full.events if event.action.endswith(".0")]
+    assert len(full.events) == 8 and len(few) == 2
+    assert cost(replace(run, traces=(full, replace(full, rank=1, events=tuple(few)))), PLAIN).time.seconds == 4 * (1 + 2)
+
+
 def test_a_short_recording_stands_for_the_whole_step() -> None:
     config = config_of("--pipeline-model-parallel-size 2 --global-batch-size 32", 2)
 

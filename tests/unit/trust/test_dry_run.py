@@ -18,9 +18,11 @@ import torch.distributed as dist
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.rules import broken, stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.models.flops import BYTES, rank_memory
+from megatron.core.models.flops import BYTES, layer_parameters, rank_memory
 from megatron.core.parallel.mesh import Mesh
+from megatron.trust.cost import cost
 from megatron.trust.dry_run import dry_run, real_trace
+from megatron.trust.hardware import PROFILES
 from megatron.trust.memory import forwards_waiting, why_worst
 from megatron.trust.trace import Trace
 from tests.helpers import tiny
@@ -32,6 +34,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
     {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"}, {"context_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_layers": 4},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
     {"use_distributed_optimizer": True}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
     {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
@@ -43,7 +47,17 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"group_query_attention": True, "num_query_groups": 2}, {"swiglu": True},
     {"normalization": "RMSNorm", "position_embedding_type": "rope"}, {"untie_embeddings_and_output_weights": True},
     {"micro_batch_size": 2}, {"reset_attention_mask": True}, {"calculate_per_token_loss": True}, {"mtp_num_layers": 1},
-    {"optimizer": "sgd"}, {"attention_backend": "unfused"}, {"log_num_zeros_in_grad": True},
+    {"cross_entropy_fusion_impl": "linear"}, {"optimizer": "sgd"}, {"attention_backend": "unfused"}, {"log_num_zeros_in_grad": True},
+    {"use_torch_fsdp2": True}, {"use_torch_fsdp2": True, "torch_fsdp2_no_reshard_after_forward": True, "ffn_hidden_size": 33},
+    {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4, "reset_attention_mask": True, "calculate_per_token_loss": True},
+)
+FSDP, HYBRID = {"use_torch_fsdp2": True}, CHANGES[-1]
+SHARED: tuple[tuple[int, dict[str, Any]], ...] = (  # rows that no rank holds whole: of weights, and of texts
+    (2, {**FSDP, "fp16": True, "initial_loss_scale": 1.0, "ffn_hidden_size": 33, "recompute_granularity": "full",
+         "recompute_method": "uniform"}),
+    (4, {**FSDP, "tensor_model_parallel_size": 2, "num_experts": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    (2, {**HYBRID, "mtp_num_layers": 1, "use_distributed_optimizer": True}),
+    (4, {**HYBRID, "cp_comm_type": ("allgather",), "max_seqlen_per_dp_cp_rank": 2}),
 )
 
 
@@ -94,7 +108,11 @@ def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
 
 
 def test_what_a_dry_run_counts_is_what_real_tensors_hold_byte_for_byte(world):
-    compare(world, random_changes(seed=3, count=12))
+    compare(world, random_changes(seed=3, count=8))
+
+
+def test_shares_of_weights_and_of_documents_are_counted_byte_for_byte(world):
+    compare(world, [(ranks, {**SMALL, **changes}) for ranks, changes in SHARED])
 
 
 @pytest.mark.nightly
@@ -105,6 +123,7 @@ def test_hundreds_of_configurations_hold_what_their_dry_run_counts(world, seed):
 
 @pytest.mark.parametrize("changes", [
     {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {"bf16": True, "use_distributed_optimizer": True},
+    {"fp16": True, "initial_loss_scale": 1.0}, {"fp16": True, "initial_loss_scale": 1.0, "use_distributed_optimizer": True},
     {"num_experts": 4, "expert_model_parallel_size": 2, "bf16": True, "tensor_model_parallel_size": 2}])
 def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes):
     # Every tensor is a multiple of the alignment, so that buffers have no padding.
@@ -119,9 +138,46 @@ def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes
         assert held.weights == formula.parameters * BYTES[config.precision.dtype]
         assert held.gradients == formula.parameters * BYTES[config.precision.gradient_dtype]
         assert held.weights + held.gradients + held.optimizer == formula.weights_and_optimizer
+        update = max(event.live for event in trace.events if event.action == "optimizer") - trace.steady.total
+        assert formula.update <= update < formula.update + 2**15, "beside fp32 copies of gradients, there are texts and a few numbers"
+
+
+def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatches_ask():
+    config = tiny.with_vocabulary(tiny.config(4, **{**SMALL, **FSDP, "hidden_size": 128, "bf16": True}), 512)
+    dry = dry_run(config, 4)
+    (formula,) = rank_memory(config, stages_of(config), data_parallel_size=4, num_microbatches=1)
+    found = cost(dry, PROFILES["cpu"])
+    layers = 2 * layer_parameters(config.model)
+    rest = formula.parameters - layers
+    for trace in dry.traces:
+        held = trace.steady
+        assert held.weights + held.gradients + held.optimizer == formula.weights_and_optimizer and trace.parameters == formula.parameters / 4
+        gathered = trace.at_peak.weights - held.weights
+        assert BYTES["bfloat16"] * rest <= gathered <= BYTES["bfloat16"] * (rest + layers), "while they are whole, layers are weights"
+    # Layers twice in half precision and their gradients once in fp32; the rest once each.
+    assert found.traffic["dp_cp"] == 2 * (2 * layers + rest) + 4 * (layers + rest)
+
+
+def test_passes_in_turns_are_not_run_dry_and_it_is_said_what_that_leaves_out():
+    config = tiny.config(2, **SMALL, num_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
+                         overlap_moe_expert_parallel_comm=True)
+    with pytest.raises(ConfigError, match="plan without it.*one more microbatch"):
+        dry_run(config, 2)
+
+
+def test_ranks_with_other_shares_of_the_documents_are_of_other_kinds_even_where_a_rank_has_nobody_to_share_with():
+    config = tiny.config(3, **{**SMALL, **HYBRID, "seq_length": 8, "global_batch_size": 3, "max_seqlen_per_dp_cp_rank": 8})
+    dry = dry_run(config, 3)  # three rows, of one document each: none needs more than one rank
+    assert dry.stands_for == ((0, 1, 2),) and dry.whole_microbatches == 1
+    config = tiny.config(3, **{**SMALL, **HYBRID, "global_batch_size": 3})
+    dry = dry_run(config, 3)  # documents of 8, 4 and 4, and 8: two ranks share the long ones
+    passes = [sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in dry.traces]
+    assert dry.stands_for == ((2,), (0,), (1,)) and passes == [2, 2, 2] and dry.whole_microbatches == 2
+    assert any(event.axis == "block2" for event in dry.trace_of(0).events) and not any(event.axis == "block2" for event in dry.trace_of(2).events)
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+                                     {"pipeline_model_parallel_size": 1, "context_parallel_size": 2},
                                      {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}])
 def test_a_dry_run_that_is_cut_short_finds_the_peak_of_the_whole_step(changes):
     config = tiny.config(2, **{**SMALL, "pipeline_model_parallel_size": 2, "global_batch_size": 16, **changes})

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.kernels.table import Need, select
 from megatron.core.tokenizers.build import NullTokenizer
@@ -28,6 +29,7 @@ from megatron.trust.inventory import DERIVED, INVENTORY, items_at, why_derived
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
+from tests.parity.table import MODELS
 from tests.unit.trust.walking import changed, held, roots
 
 FLAGS = [*TINY, *("--train-iters 8 --eval-iters 1 --eval-interval 2 --save-interval 3 --log-interval 2 --hidden-dropout 0.1 "
@@ -37,6 +39,9 @@ RUNS = {
     "growing batch": "--rampup-batch-size 2 2 4 --global-batch-size 4".split(),
     "experts": "--bf16 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-enable-routing-replay "
                "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
+    "muon": "--bf16 --optimizer muon --num-experts 2 --muon-scalar-optimizer lion".split(),
+    "narrow": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16".split(),
+    "delayed scales": "--bf16 --fp8-format hybrid --num-experts 2".split(),
     "fp16": "--fp16 --initial-loss-scale 1e30 --loss-scale-window 2 --hysteresis 1".split(),
 }
 TWO = {
@@ -138,6 +143,15 @@ def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(folder: Pa
         monkeypatch.setattr(Checkpoint, "state", lambda self, lost=lost: {name: value for name, value in real(self).items()
                                                                          if not name.startswith(lost)})
         assert any(text.endswith(f"what a save holds of {of} does not") for text in forgotten([], folder)), lost
+
+
+@pytest.mark.parametrize("name", ["t5", "deepseek", "output-gate"])
+def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
+    settings = tiny.config(**MODELS[name], fp8_format="hybrid", first_last_layers_bf16=True)
+    state = Checkpoint(tiny.trainer_of(tiny.run_of(settings))).state()
+    (item,) = (item for item in INVENTORY if item.what == "histories of delayed scales")
+    expected = item.expected(to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")])
+    assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
 
 
 def test_no_row_of_the_tables_is_a_dead_letter(folder: Path) -> None:

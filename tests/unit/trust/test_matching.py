@@ -15,7 +15,8 @@ from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
 ROW = "tp2 sp pp2 mb2", "qk-norm"
-SAMPLE = (ROW, ("pp2 vpp2 blocking", "llama"), ("cp4 two-level mb2", "llama"), ("ep2 dp2 alltoall", "moe-balanced"))
+SAMPLE = (ROW, ("pp2 vpp2 blocking", "llama"), ("cp4 two-level mb2", "llama"), ("ep2 dp2 alltoall", "moe-balanced"),
+          ("pp2 vpp2 dp2 fsdp keep-layers mb2", "llama-tied"), ("hybrid dp4 a2a mb2", "packed"))
 
 
 def meets(group: tuple[int, ...], name: str = "all_reduce", shape: tuple[int, ...] = (4, 2), dtype: str = "float32", peer: int = -1,
@@ -146,7 +147,7 @@ def test_a_layout_that_runs_is_left_alone(layout: str, model: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout, model", [row for row in ROWS if "hybrid" not in row[0]], ids=lambda word: word)  # no dry run knows lengths
+@pytest.mark.parametrize("layout, model", ROWS, ids=[named(*row) for row in ROWS])
 def test_no_row_of_the_table_is_said_to_hang(layout: str, model: str) -> None:
     agrees(layout, model)
 
