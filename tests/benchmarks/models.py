@@ -1,9 +1,13 @@
-"""The peers of the training benchmark: a plain PyTorch GPT, transformers' GPT-2, and ours, each as loss(x, y) -> scalar."""
+"""The peers of the training benchmark, each as step(x, y) -> loss: a loop around a plain PyTorch GPT, transformers' GPT-2, litgpt's and
+megatron-core's, and our own training step.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -80,27 +84,73 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
 
 
-def plain(size: Size) -> Callable[[Tensor, Tensor], float]:
-    """One step of the plain loop."""
-    return _torch_step(PlainGPT(size))
+Step = Callable[[Tensor, Tensor], float]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def transformers_gpt2(size: Size) -> Callable[[Tensor, Tensor], float]:
-    """One step of transformers' GPT-2 in the same loop."""
+def plain(size: Size) -> tuple[nn.Module, Loss]:
+    """The plain network."""
+    model = PlainGPT(size)
+    return model, lambda x, y: model(x, y)
+
+
+def transformers_gpt2(size: Size) -> tuple[nn.Module, Loss]:
+    """transformers' GPT-2, which shifts labels itself: the same work."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=size.vocabulary, n_positions=size.length, n_embd=size.hidden, n_layer=size.layers,
                         n_head=size.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     model = GPT2LMHeadModel(config)
-    return _torch_step(model, lambda x, y: model(input_ids=x, labels=y).loss)
+    return model, lambda x, y: model(input_ids=x, labels=y).loss
 
 
-def _torch_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor] | None = None) -> Callable[[Tensor, Tensor], float]:
+def litgpt(size: Size) -> tuple[nn.Module, Loss]:
+    """litgpt's GPT with GPT-NeoX's blocks and a tied head: rotations instead of learned positions."""
+    from litgpt import GPT, Config
+
+    config = Config(n_layer=size.layers, n_head=size.heads, n_embd=size.hidden, block_size=size.length, padded_vocab_size=size.vocabulary,
+                    vocab_size=size.vocabulary, rotary_percentage=1.0, parallel_residual=False, bias=True, norm_class_name="LayerNorm",
+                    mlp_class_name="GptNeoxMLP", intermediate_size=4 * size.hidden)
+    model = GPT(config)
+    model.lm_head.weight = model.transformer.wte.weight
+    return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def megatron_core(size: Size) -> tuple[nn.Module, Loss]:
+    """megatron-core's GPT by its local spec, the one that needs no library for GPUs. It asks for CUDA in two places."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    random.initialize_rng_tracker()
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    config = TransformerConfig(
+        num_layers=size.layers, hidden_size=size.hidden, num_attention_heads=size.heads, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False)
+    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=size.vocabulary,
+                     max_sequence_length=size.length, share_embeddings_and_output_weights=True)
+    places = torch.arange(size.length).expand(size.batch, size.length)
+    mask = torch.triu(torch.ones(1, 1, size.length, size.length, dtype=torch.bool), 1)
+    return model, lambda x, y: model(x, places, mask, labels=y).mean()
+
+
+def loop_over(make: Callable[[Size], tuple[nn.Module, Loss]], size: Size, *, compiled: bool) -> Step:
+    """One step of the loop that one writes around a network."""
+    model, loss_of = make(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if compiled:
+        model.compile()
 
     def step(x: Tensor, y: Tensor) -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = (loss_of or model)(x, y)
+        loss = loss_of(x, y)
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -108,9 +158,10 @@ def _torch_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor] | 
     return step
 
 
-def ours(size: Size) -> Callable[[Tensor, Tensor], float]:
+def ours(size: Size, *, compiled: bool) -> Step:
     """One whole training step of ours: reduce, clip, schedule and counters included."""
     from megatron.training.batch import Batch
+    from megatron.training.compiling import Compiler
     from megatron.training.step import train_step
     from tests.helpers import tiny
 
@@ -119,8 +170,9 @@ def ours(size: Size) -> Callable[[Tensor, Tensor], float]:
         max_position_embeddings=size.length, micro_batch_size=size.batch, global_batch_size=size.batch, openai_gelu=True,
         init_method_std=0.02, lr=1e-4, min_lr=1e-4, lr_decay_style="constant", padded_vocab_size=size.vocabulary,
         train_iters=1000)
-    settings = tiny.with_vocabulary(settings, size.vocabulary)
-    trainer = tiny.trainer_of(tiny.run_of(settings))
+    trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, size.vocabulary)))
+    if compiled:
+        Compiler(trainer)
     mask = torch.ones(size.batch, size.length)
 
     def step(x: Tensor, y: Tensor) -> float:
@@ -130,4 +182,5 @@ def ours(size: Size) -> Callable[[Tensor, Tensor], float]:
     return step
 
 
-PEERS = {"plain": plain, "transformers": transformers_gpt2, "ours": ours}
+PEERS = {"plain": partial(loop_over, plain), "transformers": partial(loop_over, transformers_gpt2), "litgpt": partial(loop_over, litgpt),
+         "megatron-core": partial(loop_over, megatron_core), "ours": ours}

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Run benchmarks and put what they print into `docs/benchmarks.md`: `bash tests/benchmarks/run.sh [NAME ...]`.
+
+The page holds a place for each question, between two comments; what stands there is replaced by the command, the machine, and
+the script's own words. Text around the places is written by hand.
+
+    <!-- figures: startup -->
+    ...
+    <!-- end of figures -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+WORK = Path("runs/benchmarks")
+PEERS = WORK / "peers"
+BESIDE = WORK / "beside"
+CORPUS = WORK / "corpus.jsonl"
+_PLACE = "<!-- figures: {} -->\n{}<!-- end of figures -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One script. before: commands that must have succeeded; makes: what they leave, so that they run once. on: cpu, gpu or any."""
+
+    name: str
+    command: str
+    on: str = "cpu"
+    before: tuple[str, ...] = ()
+    makes: Path | None = None
+
+    def unfit(self, gpu: bool) -> str:
+        """Why this machine cannot answer it, or nothing."""
+        return "it needs a GPU" if self.on == "gpu" and not gpu else ""
+
+
+_MEGATRON = f"{sys.executable} -m pip install --quiet --no-deps --target {PEERS} megatron-core==0.16.1"
+_BESIDE = f"{sys.executable} tests/benchmarks/train_cpu.py tiny --install {BESIDE}"
+_CORPUS = f"{sys.executable} tests/benchmarks/corpus.py {WORK / 'corpus'} {CORPUS}"
+
+QUESTIONS = (
+    Question("startup", "tests/benchmarks/startup.py --rounds 5"),
+    Question("train tiny", f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
+    Question("train 124m", f"tests/benchmarks/train_cpu.py 124m --rounds 3 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
+    Question("loop", "tests/benchmarks/loop.py"),
+    Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
+    Question("index", f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
+    Question("loader", f"tests/benchmarks/loader.py --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
+    Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 5"),
+    Question("convert", "tests/benchmarks/convert.py --gigabytes 2"),
+    Question("bytes", "tests/benchmarks/bytes.py", on="any"),
+    Question("attention", "tests/benchmarks/attention.py", on="any"),
+    Question("ring", "tests/benchmarks/ring.py --ranks 2"),
+    Question("overlap", "tests/benchmarks/overlap.py"),
+    Question("many ranks", "tests/benchmarks/many_ranks.py"),
+    Question("experts", "tests/benchmarks/experts.py", on="any"),
+    Question("sentinel", "tests/benchmarks/sentinel.py"),
+    Question("decode", "tests/benchmarks/decode.py 124m --rounds 3"),
+    Question("gpu", "tests/benchmarks/train_gpu.py", on="gpu"),
+)
+
+
+def machine() -> str:
+    """This machine in a line."""
+    cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
+        cpu = found[1].strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout \
+        if has_gpu() else ""
+    parts = [f"{cores} cores of {cpu}", f"{memory:.0f} GiB", *gpu.strip().splitlines()[:1], f"Python {platform.python_version()}"]
+    for package in ("torch", "transformers", "triton"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)
+
+
+def has_gpu() -> bool:
+    """Whether a driver is there."""
+    return Path("/dev/nvidia0").exists()
+
+
+def written(page: str, name: str, text: str) -> str:
+    """The page with another text in one of its places. Raises `ValueError` if it has no such place, or several."""
+    pattern = re.compile(re.escape(f"<!-- figures: {name} -->\n") + ".*?" + re.escape("<!-- end of figures -->"), re.DOTALL)
+    if len(pattern.findall(page)) != 1:
+        raise ValueError(f"docs/benchmarks.md has {len(pattern.findall(page))} places for {name}; it needs one")
+    return pattern.sub(lambda _: _PLACE.format(name, text), page)
+
+
+def shown(question: Question, output: str, load: float) -> str:
+    """What the page says of an answer."""
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    return (f"`python {question.command}`, {today}, {machine()}, load {load:.1f} before it began:\n\n```\n{output.rstrip()}\n```\n")
+
+
+def answer(question: Question) -> bool:
+    """Run one script and write its figures into the page; whether it succeeded."""
+    if question.makes is None or not (ROOT / question.makes).exists():
+        for command in question.before:
+            if subprocess.run(shlex.split(command), cwd=ROOT, check=False).returncode:
+                print(f"  {question.name}: left out, since its preparation failed: {command}")
+                return False
+    load = os.getloadavg()[0]
+    print(f"  {question.name}: python {question.command}", flush=True)
+    done = subprocess.run([sys.executable, *shlex.split(question.command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        print(f"  {question.name}: failed with {done.returncode}; its figures are left as they were")
+        return False
+    PAGE.write_text(written(PAGE.read_text(), question.name, shown(question, done.stdout, load)))
+    return True
+
+
+def main() -> int:
+    """Answer the questions that are asked, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="questions, or the first words of their names (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the questions and run nothing")
+    options = parser.parse_args()
+    gpu = has_gpu()
+    wanted = [q for q in QUESTIONS if not options.names or any(q.name.startswith(name) for name in options.names)]
+    if missing := [name for name in options.names if not any(q.name.startswith(name) for q in QUESTIONS)]:
+        parser.error(f"no question is called {', '.join(missing)}; there are: {', '.join(q.name for q in QUESTIONS)}")
+    (ROOT / WORK).mkdir(parents=True, exist_ok=True)
+    failed = []
+    for question in wanted:
+        reason = question.unfit(gpu)
+        if options.list:
+            print(f"  {question.name:12} python {question.command}{f'   ({reason})' if reason else ''}")
+        elif reason:
+            print(f"  {question.name}: left out, {reason}")
+        elif not answer(question):
+            failed.append(question.name)
+    if failed:
+        print(f"  {len(failed)} of {len(wanted)} failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
