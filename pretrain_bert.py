@@ -40,7 +40,7 @@ def model(run: Run, stage: StageSpec) -> BERTModel:
 def forward_step(run: Run, batches: Iterator[Batch], stage: BERTModel) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
     """One microbatch through one stage; the last gives what its heads say."""
     batch = next(batches)
-    output = stage(ids=batch.tokens, types=batch.extras["types"], hidden=batch.hidden, labels=batch.labels,
+    output = stage(ids=batch.tokens, types=batch.extras["types"], hidden=batch.hidden, labels=batch.targets,
                    padding=batch.extras["padding_mask"].bool())
 
     def loss(said: BERTOutput) -> Loss:

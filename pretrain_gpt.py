@@ -42,7 +42,7 @@ def model(run: Run, stage: StageSpec) -> GPTModel:
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
     batch = next(batches)
-    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
+    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
                    documents=batch.documents, side=batch.side, ahead=batch.ahead)
 
     def loss(losses: torch.Tensor | Losses) -> Loss:

@@ -40,7 +40,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[to
     """One microbatch through one stage; the last gives the loss of every token that the decoder writes."""
     batch = next(batches)
     output = stage(encoder_ids=batch.tokens, encoder_padding=batch.extras["enc_mask"].bool(), decoder_ids=batch.extras["text_dec"],
-                   message=batch.message, labels=batch.labels)
+                   message=batch.message, labels=batch.targets)
 
     def loss(losses: torch.Tensor) -> Loss:
         return masked_loss(losses, batch.loss_mask)

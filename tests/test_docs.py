@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble
+from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble, zero_bubble_v
 from megatron.core.pipeline_parallel.timeline import picture, play
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def test_commands_write_below_runs_only() -> None:
 
 
 def test_the_schedules_on_the_page_are_those_that_run() -> None:
-    drawn = [picture(plan, play(plan)).rstrip().splitlines() for plan in (one_f_one_b(4, 6), zero_bubble(4, 6))]
+    drawn = [picture(plan, play(plan)).rstrip().splitlines() for plan in (one_f_one_b(4, 6), zero_bubble(4, 6), zero_bubble_v(2, 4))]
     shown = [block.text.splitlines() for block in blocks((ROOT / "docs" / "parallelism.md").read_text()) if block.text.startswith("r0")]
     assert [[line.rstrip() for line in text] for text in shown] == [[line.rstrip() for line in text] for text in drawn]
 

@@ -10,6 +10,7 @@ ledger.py  recording.py    what a run was given and what became of it, appended 
 initialize.py     initialize_megatron(args) -> Run
 global_vars.py    get_args() and friends, for user scripts
 stages.py         this rank's stages, their buckets and the optimizer
+compiling.py      --compile: torch's compiler on their layers
 batch.py          one microbatch, and the loss over its tokens
 data.py           datasets to iterators of microbatches
 step.py           one optimizer step

@@ -56,6 +56,15 @@ class Board:
             return False
 
 
+def lacks_board(place: Place) -> str:
+    """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
+    if place.size == 1 or place.store:
+        return ""
+    return ("WARNING: the launcher gives these ranks no store of its own (torchrun does, but with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so no "
+            "rank can tell the others that it failed or where it stands: a failure or a hang ends when connections break, or after "
+            "--distributed-timeout-minutes")
+
+
 def join_ranks(backend: str, place: Place, timeout: timedelta) -> None:
     """Make the default process group.
 

@@ -3,6 +3,7 @@
     model.<name>               weights                          run.progress           counters
     optimizer.<slot>.<name>    moments, fp32 master weights     run.schedule           the learning rate's curve
     run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config, run.tokenizer
+    run.amax.<layer>           histories of delayed scales
 
 Names are global, so a checkpoint does not know the layout that wrote it, except for the dropout streams: in another
 layout they start afresh. What is loaded is chosen in resuming.py; how it is saved beside training, in
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.saved import open_saved
@@ -27,15 +29,18 @@ from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
+from megatron.core.distributed.buffers import Segment
 from megatron.core.families import hf
 from megatron.core.optimizer.schedule import Schedule, choose
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
+from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.resuming import Opened, decided, demand_same_tokenizer, find_wanted, open_wanted, same_folder
 from megatron.training.stages import Trainer
 
 Formats = Mapping[str, Format]
+Slot = tuple[str, Segment, Tensor]
 
 
 class Checkpoint:
@@ -145,8 +150,16 @@ class Checkpoint:
             names = tuple(name for name in names if name in source.values)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"))
-        state, streams = self._tensors(formats, optimizer=continues), self._fitting_streams(opened)
-        load(state | streams, source, axis, complete=("model.",), instead=self._instead(formats))
+        if continues:
+            self._say_formats(opened.source.settings)
+        slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
+        state = self._tensors(formats, slots, optimizer=continues)
+        histories = self._fitting_histories(formats) if continues else {}
+        load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
+        self._settle(slots)
+        for name, scaling in histories_of(self.trainer.stages).items():
+            if (history := histories.get(f"run.amax.{name}")) is not None:
+                scaling.load(history)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
@@ -166,9 +179,11 @@ class Checkpoint:
                                                                       allowed=self.config.checkpoint.allow_other_tokenizer))
         if note:
             self._warn(note)
-        state = {name: value for name, value in self._tensors(formats, optimizer=False).items() if not name.startswith(own)}
+        slots = tuple(self.trainer.optimizer.slots())
+        state = {name: value for name, value in self._tensors(formats, slots, optimizer=False).items() if not name.startswith(own)}
         kept = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
         load(state, source, self.mesh.world, complete=kept, instead=self._instead(formats))
+        self._settle(slots)
         self._say(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state(self) -> Tree:
@@ -185,6 +200,7 @@ class Checkpoint:
             state["run.optimizer_steps"] = max(collectives.gather_objects(trainer.optimizer.num_steps, self.mesh.world))
             state["run.loss_scale"] = trainer.optimizer.scaler.state()
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
+            state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
         if asked.save_rng:
             state |= self._streams()
         return state
@@ -204,11 +220,11 @@ class Checkpoint:
         place = f"{self.mesh.pp.rank}.{self.mesh.tp.rank}.{self.mesh.dp_cp.rank}"
         return {f"run.random.{place}.{name}": value for name, value in self.trainer.run.streams.state().items()}
 
-    def _tensors(self, formats: Formats, *, optimizer: bool) -> Tree:
+    def _tensors(self, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
         """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
         for, are filled from the weights, in the precision in which those were saved."""
         tensors = self.weights()
-        for slot, segment, tensor in self.trainer.optimizer.slots():
+        for slot, segment, tensor in slots:
             name = f"optimizer.{slot}.{segment.name}"
             if slot == "master" and not (optimizer and name in formats):
                 put(tensors, f"model.{segment.name}", placed_segment(segment, tensor, self.mesh))
@@ -226,6 +242,12 @@ class Checkpoint:
                     found[name] = master
         return found
 
+    def _settle(self, slots: Sequence[Slot]) -> None:
+        """Let everybody know that weights and slots were written."""
+        self.trainer.optimizer.settle(slots)
+        for parallel in self.trainer.parallels:
+            parallel.refresh()
+
     def _fitting_streams(self, opened: Opened) -> Tree:
         """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
         formats = opened.source.formats
@@ -239,6 +261,22 @@ class Checkpoint:
         why = f"the checkpoint was written by {then}, this run is {now}" if now != then else "they are another device's"
         self._say(f"dropout streams start afresh from --seed: {why}")
         return {}
+
+    def _fitting_histories(self, formats: Formats) -> Tree:
+        """Tensors to load the histories of delayed scales into: all that the checkpoint has of this rank's layers."""
+        wanted = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
+        found = {name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in wanted if name in formats}
+        if len(found) < len(wanted):
+            self._say(f"the checkpoint has no history of {len(wanted) - len(found)} of {len(wanted)} layers with delayed scales: "
+                      "in the next step these scale by their own values")
+        return found
+
+    def _say_formats(self, saved: Mapping[str, Any]) -> None:
+        """Tell that moments change their format; their values are read as they were saved."""
+        mine = to_values(self.config)
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if name in saved and saved[name] != mine[name]:
+                self._say(f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}")
 
     def _schedule(self, saved: Mapping[str, Any] | None) -> Schedule | None:
         """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""

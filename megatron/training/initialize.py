@@ -22,16 +22,17 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
+from megatron.core.kernels import recipes
 from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import backend_of, claim, name_of, pick_device, synchronize
+from megatron.core.parallel.device import backend_of, claim, lacks_compiler, name_of, pick_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
 from megatron.training.arguments import config_of, fitted
-from megatron.training.board import join_ranks
+from megatron.training.board import join_ranks, lacks_board
 from megatron.training.elastic import told
 from megatron.training.ledger import Ledger
 from megatron.training.place import launcher_place, world_size
@@ -63,7 +64,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
               timers=_timers(config, mesh), log=log, ledger=_ledger(config, mesh))
     global_vars.install(run)
     parallel_state.install(mesh)
-    for message in getattr(args, "messages", ()):
+    for message in (*getattr(args, "messages", ()), *filter(None, [lacks_board(launcher_place())])):
         run.say(message)
     _describe(run)
     return run
@@ -87,7 +88,14 @@ def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     refuse(said for _, said in broken(config, ranks))
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
         check_writable(config.checkpoint.save)
+    refuse(_lacking(config, pick_device()))
     return config, tokenizer
+
+
+def _lacking(config: RunConfig, device: torch.device) -> list[str]:
+    """What this machine lacks of what the run asks for."""
+    lack = lacks_compiler(device) if config.compilation.compile and config.compilation.compile_backend == "inductor" else ""
+    return [*filter(None, [recipes.unfit(config.precision.low, device)]), *([f"--compile: {lack}, or leave --compile out"] if lack else [])]
 
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
@@ -141,8 +149,10 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
     """What the run asks of its kernels on this device."""
     return Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
                 padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
-                softcap=config.model.attention_logit_softcap is not None, attention_dropout=config.model.attention_dropout,
-                uneven_heads=config.model.uneven_heads, experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
+                softcap=config.model.attention_logit_softcap is not None, sinks=config.model.softmax_type != "vanilla",
+                biased_scores=config.model.rope.position_embedding_type == "relative", attention_dropout=config.model.attention_dropout,
+                head_sizes=config.model.head_sizes, uneven_heads=config.model.uneven_heads,
+                experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
                 overlapped_experts=config.model.moe.moe_shared_expert_overlap)
 
 
@@ -169,8 +179,13 @@ def _describe(run: Run) -> None:
     run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
             f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")
     run.say("kernels: " + ", ".join(f"{op} by {name}" + (f" (not {why})" if why else "")
-                                    for op, name, why in run.kernels.report
-                                    if op != "grouped_linear" or config.model.moe.num_experts))
+                                    for op, name, why in run.kernels.report if op not in config.model.idle_kernels))
+    if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:
+        ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
+        run.say(f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
+                f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
+                + (f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.dtype}"
+                   if config.precision.low.first_last_layers_bf16 else ""))
     moe = config.model.moe
     if moe.num_experts:
         kind = moe.moe_token_dispatcher_type

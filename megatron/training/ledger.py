@@ -3,7 +3,7 @@
     start    settings and where each comes from, code, machines, data, tokenizer: a run that resumes writes another one
     layout   the ranks are divided otherwise than at the start before
     loaded, steps, validation, skip, checkpoint    how it went; `steps` holds every step since the line before
-    end      why it ended; without one it was killed
+    end      why it ended, the first reason; without one it was killed
 
 A line is one write of the operating system, so that a process that dies leaves whole lines, or a torn one that readers
 pass over and that the next line does not join. A ledger that cannot be written is told once and ends no run. Needs no
@@ -40,6 +40,7 @@ class Ledger:
 
     path: Path | None = None
     _told: bool = field(default=False, init=False)
+    _ended: bool = field(default=False, init=False)
 
     @property
     def is_kept(self) -> bool:
@@ -47,9 +48,10 @@ class Ledger:
         return self.path is not None
 
     def add(self, event: str, **fields: Any) -> None:
-        """Append one event. Fields that are None are left out."""
-        if self.path is None:
+        """Append one event. Fields that are None are left out. Of several ends, the first counts."""
+        if self.path is None or (event == "end" and self._ended):
             return
+        self._ended = self._ended or event == "end"
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **plain(fields)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

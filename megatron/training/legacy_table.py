@@ -62,13 +62,18 @@ RENAMES = (
     Rename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
     Rename("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
     Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
+    Rename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
+    Rename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
     Rename("--s3-cache-path", ("--object-storage-cache-path",)),
     Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
 )
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
-    ("--optimizer", "muon dist_muon adaptive_muon lion soap", "this optimizer is not built yet; choose adam or sgd"),
+    ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion or sgd"),
+    ("--muon-fp32-matmul-prec", "low", "bf16 is the least that Newton-Schulz is done in; choose medium or high"),
+    ("--muon-coefficient-type", "aol custom", "these coefficients are not built in; choose quintic, simple or polar_express"),
+    ("--cross-entropy-fusion-impl", "te", "the loss is this project's own; choose auto, native, linear or triton"),
     ("--sft-tokenizer-prompt-format", "nemotron-h-aligned nemotron-nano-v2 identity default",
      "this format is not built in; choose chatml, llama2, llama3 or mistral, or tokenizer and the model's own --chat-template"),
     ("--moe-router-load-balancing-type", "quantile_balancing",
@@ -84,22 +89,25 @@ IGNORED = (
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
                    "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",
-          values="cross-entropy-fusion-impl flash-attention-version"),
+          values="flash-attention-version"),
+    Group("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
+          switches="moe-router-padding-for-quantization moe-router-padding-for-fp8"),
     Group("ignored", "softmax and loss are always summed in fp32",
           switches="attention-softmax-in-fp32 fp16-lm-cross-entropy"),
     Group("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
           switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
     Group("ignored", "it changes when ranks talk, not what they compute, and is not available here",
-          switches="tp-comm-overlap no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad no-tp-comm-overlap-ag "
-                   "no-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad no-tp-comm-split-ag no-tp-comm-split-rs "
-                   "delay-wgrad-compute defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
+          switches="delay-wgrad-compute defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
                    "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
                    "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
                    "no-scatter-gather-tensors-in-pipeline ddp-pad-buckets-for-high-nccl-busbw create-all-gather-group "
                    "no-use-layer-wise-param-layout use-ring-exchange-p2p no-clone-scatter-output-in-embedding",
-          values="tp-comm-overlap-cfg tp-comm-bootstrap-backend wgrad-deferral-limit DDP-impl "
+          values="wgrad-deferral-limit DDP-impl "
                  "pipeline-model-parallel-comm-backend suggested-communication-unit-size symmetric-ar-type "
                  "train-sync-interval"),
+    Group("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
+          switches="no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad"),
+    Group("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
     Group("ignored", "the network library is tuned through its own environment variables",
           switches="use-sharp use-nccl-ub disable-symmetric-registration initialize-socket-comms",
           values="nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group "
@@ -177,9 +185,7 @@ LATER = (
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
     Group("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
     Group("later", "this part of mixture-of-experts layers is not built yet",
-          switches="overlap-moe-expert-parallel-comm "
-                   "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
-                   "moe-router-padding-for-quantization moe-router-padding-for-fp8 "
+          switches="overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
                    "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream "
                    "moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
@@ -209,29 +215,20 @@ LATER = (
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
                  "num-distributed-optimizer-instances=1 megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
-    Group("later", "fp8 and fp4 are not built yet; choose --bf16",
-          switches="fp8-param-gather fp4-param-gather no-fp8-wgrad first-last-layers-bf16 fp8-output-proj "
-                   "reuse-grad-buf-for-mxfp8-param-ag use-kitchen-attention",
-          values="fp8-format fp8-recipe=delayed fp8-margin=0 fp8-amax-history-len=1 fp8-amax-compute-algo=most_recent "
-                 "num-layers-at-start-in-bf16=1 num-layers-at-end-in-bf16=1 fp4-format fp4-recipe=nvfp4 "
-                 "fp8-quantizer-factory fp4-quantizer-factory fp8-interval=1 kitchen-attention-backend"),
-    Group("later", "optimizer state below fp32 is not built yet", switches="use-precision-aware-optimizer",
-          values="main-grads-dtype=fp32 main-params-dtype=fp32 exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32"),
+    Group("later", "weights kept in 4 bits, or in blocks of 8, are not built yet; leave it out: matrices are rounded when they are used",
+          switches="fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
+    Group("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
+    Group("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
+          switches="use-kitchen-attention",
+          values="fp8-quantizer-factory fp4-quantizer-factory kitchen-attention-backend fp8-interval=1"),
     Group("later", "another precision of logits or of gradient sums is not built yet",
           switches="ddp-reduce-scatter-with-fp32-accumulation",
           values="output-logit-dtype ddp-param-name-patterns-for-fp32-local-accumulation"),
-    Group("later", "optimizers other than adam and sgd are not built yet",
-          switches="muon-nesterov muon-no-split-qkv muon-use-syrk",
-          values="muon-momentum=0.9 muon-num-ns-steps=5 muon-scale-mode=spectral muon-extra-scale-factor=1 "
-                 "muon-tp-mode=duplicated muon-fp32-matmul-prec muon-coefficient-type muon-scalar-optimizer "
-                 "lion-beta1 lion-beta2"),
-    Group("later", "keeping optimizer state or activations in CPU memory is not built yet; see --recompute-granularity and "
-                   "--use-distributed-optimizer",
-          switches="optimizer-cpu-offload use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d "
-                   "no-pin-cpu-grads no-pin-cpu-params fine-grained-activation-offloading delay-offload-until-cuda-graph "
-                   "cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
-          values="optimizer-offload-fraction=1 cpu-offloading-num-layers=0 offload-modules min-offloaded-tensor-size "
-                 "delta-offload-bytes-across-pp-ranks activation-offload-fraction "
+    Group("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
+    Group("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
+    Group("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
+          switches="delay-offload-until-cuda-graph cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
+          values="delta-offload-bytes-across-pp-ranks activation-offload-fraction "
                  "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
                  "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
     Group("later", "CUDA graphs are not built yet",
@@ -274,7 +271,7 @@ LATER = (
                    "inference-moe-disable-fused-quant-kernels",
           values="max-tokens-to-oom=12000 inference-batch-times-seqlen-threshold=-1 "
                  "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-mamba-memory-ratio "
-                 "inference-dynamic-batching-num-cuda-graphs inference-cuda-graph-max-tokens inference-cuda-graph-scope "
+                 "inference-cuda-graph-max-tokens inference-cuda-graph-scope "
                  "inference-dynamic-batching-unified-memory-level "
                  "inference-dynamic-batching-prefix-caching-eviction-policy "
                  "inference-dynamic-batching-prefix-caching-coordinator-policy "

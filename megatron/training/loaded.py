@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.flags import ConfigError, from_values, refuse
+from megatron.core.config.kernels import KernelConfig
 from megatron.core.config.optim import PrecisionConfig
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import StageSpec
@@ -132,7 +133,8 @@ def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig
     if dtype not in FORMATS:
         raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
     # How vocabulary and attention were laid out for another machine is not part of the network.
-    model = dataclasses.replace(model_of(source.settings), padded_vocab_size=None, attention_backend="auto")
+    model = dataclasses.replace(model_of(source.settings), padded_vocab_size=None, attention_backend="auto",
+                                kernels=KernelConfig())
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
     size = world_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
 from megatron.training.checkpointing import Checkpoint
+from megatron.training.compiling import Compiler
 from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
 from megatron.training.evaluate import evaluate, resting
 from megatron.training.failures import locating
@@ -62,6 +63,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
             if samples is None:
                 raise ConfigError("--eval-generate: this script gives pretrain() nothing that continues text; leave it out")
             trainer.samples = samples(run)
+        compiler = Compiler(trainer) if run.config.compilation.compile else None
         checkpoint = Checkpoint(trainer)
         if checkpoint.resume():
             run.ledger.add("loaded", **dataclasses.asdict(run.progress))
@@ -72,7 +74,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
         while True:
             try:
                 with closing(build_data(trainer, datasets)) as data:
-                    return Session(trainer, checkpoint, data, guard).run()
+                    return Session(trainer, checkpoint, data, guard, compiler).run()
             except RollBack as bad:
                 run.say(f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration")
                 checkpoint.roll_back(bad)
@@ -82,8 +84,8 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
 class Session:
     """One stretch of a run, from a checkpoint (or the start) to an exit."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard) -> None:
-        self.trainer, self.checkpoint, self.data, self.guard = trainer, checkpoint, data, guard
+    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, compiler: Compiler | None = None) -> None:
+        self.trainer, self.checkpoint, self.data, self.guard, self.compiler = trainer, checkpoint, data, guard, compiler
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
@@ -135,7 +137,8 @@ class Session:
             self._skip("--on-bad-step rollback")
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
-            self.meter.add(train_step(self.trainer, self.data.train))
+            with nullcontext() if self.compiler is None else self.compiler.watching(progress.iteration + 1):
+                self.meter.add(train_step(self.trainer, self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.guard.verdict:
@@ -226,7 +229,7 @@ class Session:
         """What the network says after the prompts of --eval-generate."""
         if self.trainer.samples is not None:
             paused = time.perf_counter()
-            with resting(self.trainer):
+            with resting(self.trainer), nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager"):
                 samples = self.trainer.samples(self.trainer.stages)
             self.writers.samples(samples, iteration=self.trainer.progress.iteration)
             self.since += time.perf_counter() - paused

@@ -51,10 +51,9 @@ class Regrouped:
 
     def begin(self, num_microbatches: int) -> int:
         """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
-        axis, model = self.mesh.dp, self.config.model
+        axis = self.mesh.dp
         documents = [document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read())]
-        self.plan = assign([len(document["tokens"]) for document in documents], ranks=axis.size,
-                           limit=self.config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * model.hidden_size)
+        self.plan = divided([len(document["tokens"]) for document in documents], self.config, axis.size)
         self._waiting = deque(self._batch(share, documents) for share in self.plan.shares if share.includes(axis.rank))
         if not self._waiting:  # a rank with nothing to do takes part in the sums with nothing
             self._waiting.append(self._nothing())
@@ -83,6 +82,11 @@ class Regrouped:
         names = [f"mtp_{depth}_{name}" for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
                  for name in ("tokens", "labels", "loss_mask")]
         return _made({**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)})
+
+
+def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
+    """Which ranks work on which documents of these lengths."""
+    return assign(lengths, ranks=ranks, limit=config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * config.model.hidden_size)
 
 
 def documents_of(batch: Batch) -> Iterator[Document]:

@@ -14,6 +14,7 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.tensor_parallel.rings import Rings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
 from megatron.training.ledger import Ledger
@@ -59,7 +60,15 @@ class Run:
         return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
                      dtype=getattr(torch, self.config.precision.dtype),
                      sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
-                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.splits_backward else None)
+                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.splits_backward else None,
+                     low_precision=self.config.precision.low, rings=self._rings)
+
+    @property
+    def _rings(self) -> Rings:
+        parallel = self.config.parallel
+        if not parallel.tp_comm_overlap:
+            return Rings()
+        return Rings(parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad)
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""

@@ -30,6 +30,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import is_shared_over_tensor, pieces, spec_of, tensor_axis
+from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.training.failures import name_of_rank
 from megatron.training.stages import Trainer
 
@@ -99,13 +100,14 @@ class Sentinel:
     def items(self) -> Iterator[Item]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
         trainer, mesh = self.trainer, self.mesh
+        tied: dict[str, Tensor] = {}  # of two homes on one rank the first is compared with those of other ranks
         for parallel in trainer.parallels:
             for param in parallel.whole:
                 spec, value = spec_of(param), param.detach()
                 yield Item(spec.name, mesh.axis(spec.reduce_over), value)
                 if is_shared_over_tensor(spec):
                     yield Item(spec.name, mesh.axis(tensor_axis(spec)), value)
-                if spec.tied:
+                if spec.tied and tied.setdefault(spec.name, value) is value:
                     yield Item(spec.name, mesh.axis(spec.tied_over), value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
                 shared = (piece for piece in pieces(spec, mesh) if piece.copies > 1)
@@ -120,7 +122,9 @@ class Sentinel:
                             for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh)))
         if not trainer.optimizer.sharded:
             for slot, segment, tensor in trainer.optimizer.slots():
-                yield Item(f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor)
+                yield Item(f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device))
+        for name, scaling in histories_of(trainer.stages).items():
+            yield from (Item(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp))
         yield Item("the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device))
         counters = {**asdict(trainer.progress), "loss scale": trainer.optimizer.scaler.state()}
         yield from (Item(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str)) for name, value in counters.items())

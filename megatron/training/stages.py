@@ -23,6 +23,7 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
 from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
 from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.core.transformer.aside import put_aside
 from megatron.core.transformer.layer import Layer
 from megatron.training.batch import Batch, LossFunction
 from megatron.training.microbatches import BatchSchedule
@@ -71,13 +72,13 @@ class Trainer:
         key = (num_microbatches, training)
         if key not in self.scripts:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
-            chunks = len(self.stages)
+            chunks, together = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
             if training:
-                plan = with_reduction(choose(axis.size, chunks, num_microbatches, name=parallel.pipeline_schedule,
+                plan = with_reduction(choose(axis.size, chunks, num_microbatches, name=parallel.pipeline_schedule, together=together,
                                              group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
             else:
-                plan = forward_only(axis.size, chunks, num_microbatches)
-            self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication)
+                plan = forward_only(axis.size, chunks, num_microbatches, parallel.placement)
+            self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication, together=together)
         return self.scripts[key]
 
     def train_mode(self, training: bool) -> None:
@@ -91,9 +92,13 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     config, mesh = run.config, run.mesh
     specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
+    for stage in stages:
+        put_aside(stage, config.offload, mesh.device)
     parallels = [_wrap(run, stage) for stage in stages]
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)
+    if config.optimizer.optimizer_cpu_offload and optimizer.host is None:
+        run.say("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
     schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)

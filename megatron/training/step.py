@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.rules import stages_of
 from megatron.core.distributed.fsdp import Parallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
@@ -83,8 +84,8 @@ class StepWork:
         speaks = self.trainer.stages[-1].stage.heads and self.trainer.run.mesh.tp.is_first
         if self.trainer.loss_names is None:
             names = tuple(self.reports[0]) if self.reports else ()
-            axis = self.trainer.run.mesh.pp
-            self.trainer.loss_names = collectives.broadcast_object(names, axis, axis.size - 1)
+            last = stages_of(self.trainer.run.config)[-1]
+            self.trainer.loss_names = collectives.broadcast_object(names, self.trainer.run.mesh.pp, last.rank)
         zero = torch.zeros(2, dtype=self.count.dtype, device=self.device)
         return {name: sum((report[name] for report in self.reports), zero) if speaks else zero.clone()
                 for name in self.trainer.loss_names}

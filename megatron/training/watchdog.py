@@ -67,7 +67,7 @@ class Answer:
 
 
 class Watchdog:
-    """Looks after one run while it is open; a run without a launcher, or of one rank, is not looked after."""
+    """Looks after one run while it is open; a run without a launcher's store, or of one rank, is not looked after."""
 
     def __init__(self, run: Run, place: Place | None = None) -> None:
         self.run, self.trail = run, run.mesh.trail
@@ -82,7 +82,7 @@ class Watchdog:
         self._answered = False
 
     def __enter__(self) -> Watchdog:
-        board = Board.connect(self.place) if self.limit else None
+        board = Board.connect(self.place)
         if board is not None:
             self._thread = threading.Thread(target=self._watch, args=(board,), name="watchdog", daemon=True)
             self._thread.start()
@@ -123,10 +123,13 @@ class Watchdog:
             if now - pulse >= self.place.size / _PULSES:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._answer())
+            if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
+                self.run.ledger.add("end", reason=f"first failure: {failed.splitlines()[0]}", iteration=self.run.progress.iteration,
+                                    failed=True)
             if not self._answered and board.read(_ROLL) is not None:
                 self._speak(board)
             limit = self.limit if self.trail.iteration else self.limit_at_start
-            if now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
+            if self.limit and now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
                 self._speak(board)
                 self._end(board, now - since)
 

@@ -65,7 +65,7 @@ def gpt(run: Run, stage: StageSpec) -> GPTModel:
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """The forward step of pretrain_gpt."""
     batch = next(batches)
-    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels, positions=batch.positions,
+    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
                    documents=batch.documents, side=batch.side, ahead=batch.ahead)
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 

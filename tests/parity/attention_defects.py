@@ -106,7 +106,7 @@ VARIANTS: tuple[Defect, ...] = (
            ((finalize, "sum_replicated", _sinks_like_norms),)),
     Defect("recomputation loses the gradients of sinks", (("recompute-all-parts tp2 sp mb4", "gpt-oss-dense"),),
            ((attention, "recompute", _sinks_are_not_kept),)),
-    Defect("logits are capped on the first tensor rank only", (("tp2 sp pp2 mb2", "caps"),),
+    Defect("logits are capped on the first tensor rank only", (("tp2 sp pp2 native mb2", "caps"),),
            ((LanguageModelHead, "logits", _capped_on_the_first_rank),)),
     Defect("rotations of yarn grow differently on each rank", (("tp2 sp mb4", "yarn"),), ((rope, "rotary_table", _stretched_by_the_rank),)),
     Defect("QK-clip sees the scores of the rank's own samples", (("dp2", "qk-clip-gqa"),),

@@ -49,7 +49,9 @@ from tests.parity.context_defects import CONTEXT
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 from tests.parity.expert_defects import EXPERTS
 from tests.parity.latent_defects import LATENTS
+from tests.parity.rounding_defects import ROUNDING
 from tests.parity.routing_defects import ROUTING
+from tests.parity.update_defects import UPDATES
 
 
 @contextmanager
@@ -126,6 +128,13 @@ def _swap_chunks(config: Any) -> tuple[StageSpec, ...]:
     return tuple(dataclasses.replace(spec, layers=specs[(spec.index + ranks) % len(specs)].layers) for spec in specs)
 
 
+def _turn_the_way_back(config: Any) -> tuple[StageSpec, ...]:
+    specs = _stages_of(config)
+    half = len(specs) // 2
+    return specs[:half] + tuple(dataclasses.replace(spec, layers=other.layers)
+                                for spec, other in zip(specs[half:], specs[:half - 1:-1], strict=True))
+
+
 def _skip_the_last_layer(self: Stack) -> list[tuple[list[Any], bool]]:
     found = _groups(self)
     return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
@@ -149,6 +158,19 @@ def _repeat_own_piece(output: Tensor, piece: Tensor, axis: Axis) -> None:
     output.copy_(piece.repeat(axis.size, *(1 for _ in piece.shape[1:])))
 
 
+_gathered_product = linear.gathered_product
+
+
+def _pieces_in_order_of_arrival(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
+    product, whole = _gathered_product(x, matrix, bias, axis)
+    pieces = product.chunk(axis.size)
+    return torch.cat([pieces[(axis.rank - step) % axis.size] for step in range(axis.size)]), whole
+
+
+def _own_product(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.rank].matmul(matrix)
+
+
 def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
     local = ids.t() - self.first
     return self.region.exit(F.embedding(local.clamp(0, self.rows - 1), self.weight))
@@ -160,6 +182,14 @@ def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) ->
 
 def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     return loss.cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
+
+
+def _blocks_with_padding(kernel: Any, *given: Any, true_vocab_size: int, region: Any, **more: Any) -> Tensor:
+    return loss.linear_cross_entropy(kernel, *given, true_vocab_size=len(given[1]) * region.axis.size, region=region, **more)
+
+
+def _own_piece_alone(piece: Tensor, axis: Axis) -> Tensor:
+    return piece
 
 
 def _own_maximum(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -284,6 +314,11 @@ def _forget_the_divisor(self: StepWork) -> float:
     return self.trainer.optimizer.scaler.scale
 
 
+def _rows_of_all_ranks(param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._rows) -> tuple[int, int]:
+    """`fsdp._rows` as if every rank were a data-parallel one."""
+    return rows(param, dist.get_world_size(), dist.get_rank())
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
            ((finalize, "sum_replicated", sum_replicated_but(lambda s: "layernorm" in s.name)),)),
@@ -296,11 +331,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", nothing),)),
     Defect("key/value head copies are summed over all ranks, not over those that share", (("tp4 sp mb2", "gqa2"),),
            ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),)),
-    Defect("the tied matrix's gradients are not summed over its two stages", (("pp2", "gpt"), ("pp2 vpp2", "gpt")),
+    Defect("the tied matrix's gradients are not summed over its two stages", (("pp2", "gpt"), ("pp2 vpp2", "gpt"), ("pp2 zbv", "gpt")),
            ((finalize, "sum_tied", nothing),)),
     Defect("the norm counts replicated parameters on every tensor rank", (("tp2", "gpt"), ("tp2 sp", "gpt")),
            ((clip, "is_shared_over_tensor", lambda spec: False),)),
     Defect("the norm counts the tied matrix on both stages", (("pp2", "gpt"),), ((clip, "counted_ranges", _count_tied_twice),)),
+    Defect("the norm counts both homes of a tied matrix on one rank", (("pp2 zbv", "gpt"),), ((clip, "first_homes", list),)),
     Defect("the norm counts every copy of a key/value head", (("tp4 mb4", "mqa"),), ((clip, "copied_ranges", _count_copies),)),
     Defect("gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)),
     Defect("weight decay reaches norms and biases on one stage", (("pp2", "gpt"),),
@@ -310,6 +346,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("the tied matrix starts differently on its two stages", (("pp2", "gpt"),), ((gpt, "materialize", _second_home_of_its_own),)),
     Defect("initial values are drawn by rank instead of by name", (("tp2", "gpt"), ("pp2", "gpt")), ((rng, "seed_of", _seed_of_the_rank),)),
     Defect("the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)),
+    Defect("the way back begins on the first rank", (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
+           ((stages, "stages_of", _turn_the_way_back),)),
     Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_groups", _skip_the_last_layer),)),
     Defect("queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)),
     Defect("a row layer adds its bias on every rank before the sum", (("tp2", "gpt"),), ((RowLinear, "forward", _bias_before_the_sum),)),
@@ -319,19 +357,28 @@ DEFECTS: tuple[Defect, ...] = (
            ((linear, "collectives", collectives_with(start_reduce_scatter=_keep_own_piece)),)),
     Defect("a column layer's weight gradient sees one piece of the sequence", (("tp2 sp", "gpt"),),
            ((linear, "collectives", collectives_with(start_all_gather=_repeat_own_piece)),)),
+    Defect("pieces that travel are laid down in the order in which they arrive", (("tp4 rings-all mb4", "llama"), ("tp2 rings-in mb4", "gqa2")),
+           ((linear, "gathered_product", _pieces_in_order_of_arrival),)),
+    Defect("a sum that travels forgets what it meets", (("tp2 rings-out", "untied"), ("tp4 rings-all mb4", "llama")),
+           ((linear, "summed_product", _own_product),)),
     Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
     Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
            ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
-    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
+    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp native vocab96 mb4", "untied"), ("tp2 native", "gpt")),
            ((heads, "cross_entropy", _softmax_with_padding),)),
-    Defect("ranks subtract different maxima in the softmax", (("tp2", "gpt"),),
+    Defect("ranks subtract different maxima in the softmax", (("tp2 native", "gpt"),),
            ((loss, "collectives", collectives_with(all_reduce=_own_maximum)),)),
+    Defect("padded vocabulary rows take part in the softmax of blocks", (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
+           ((heads, "linear_cross_entropy", _blocks_with_padding),)),
+    Defect("the softmax of blocks is of a rank's own words", (("tp2", "gpt"), ("tp2 sp vocab96 mb4", "untied")),
+           ((loss, "collectives", collectives_with(all_gather=_own_piece_alone)),)),
     Defect("documents are kept apart on the first stage only", (("pp4 mb2", "packed-rope"),), ((GPTModel, "forward", _forget_documents),)),
     Defect("a saved input is gathered in the wrong order", (("recompute-uniform tp2 distribute-saved", "gpt"),),
            ((recompute, "collectives", collectives_with(all_gather=_gather_backwards)),)),
     Defect("recomputation draws other dropout", (("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout")),
            ((RandomStreams, "load", nothing),)),
-    Defect("a gradient meets another microbatch's activations", (("pp2", "gpt"), ("pp2 gpipe", "gpt")),
+    Defect("a gradient meets another microbatch's activations",
+           (("pp2", "gpt"), ("pp2 gpipe", "gpt"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias")),
            ((_Walk, "_backward", _another_activation),)),
     Defect("a weight's gradient waits and is forgotten", (("pp2 zb", "gpt"),), ((Deferred, "catch_up", nothing),)),
     Defect("inputs that wait for their weights are pieces of the sequence",
@@ -358,7 +405,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("the norm counts the shares of the first rank only", (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),
            ((Optimizer, "__init__", _count_shares_of_the_first_rank),)),
     Defect("experts are cut over all data-parallel ranks", (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
-           ((fsdp, "_placement", nothing),)),
+           ((fsdp, "_placement", nothing), (fsdp, "_rows", _rows_of_all_ranks))),
     Defect("padding is left out on the first stage only", (("pp4 mb2", "bert-published"), ("pp2 vpp2", "bert")),
            ((BERTModel, "forward", _forget_padding),)),
     Defect("stages without encoder layers see padding of the memory", (("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),),
@@ -384,4 +431,6 @@ DEFECTS: tuple[Defect, ...] = (
     *EXPERTS,
     *LATENTS,
     *ROUTING,
+    *UPDATES,
+    *ROUNDING,
 )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tests.parity import rounding_rows
+
 Changes = dict[str, Any]
 
 # Formats in which rows are compared. Adam divides a gradient by its own size, so where the true gradient is zero (a bias
@@ -19,9 +21,10 @@ PRECISIONS: dict[str, Changes] = {"fp64": {"fp64": True, "adam_eps": 1e-6}, "fp3
 
 # What must not change any result: switches.
 LAYOUT_WORDS: dict[str, Changes] = {
-    "sp": {"sequence_parallel": True},
+    "sp": {"sequence_parallel": True}, **rounding_rows.WORDS,
     "gpipe": {"pipeline_schedule": "gpipe"},
     "zb": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zb-v"},
     "blocking": {"overlap_p2p_communication": False},
     "account-embedding": {"account_for_embedding_in_pipeline_split": True},
     "account-loss": {"account_for_loss_in_pipeline_split": True},
@@ -32,6 +35,10 @@ LAYOUT_WORDS: dict[str, Changes] = {
     "overlap-reduce": {"overlap_grad_reduce": True},
     "overlap-gather": {"overlap_param_gather": True, "use_distributed_optimizer": True},
     "average": {"ddp_average_in_collective": True},
+    "rings": {"tp_comm_overlap": True, "sequence_parallel": True},
+    "rings-all": {"tp_comm_overlap": True, "sequence_parallel": True, "tp_comm_overlap_rs_dgrad": True},
+    "rings-out": {"tp_comm_overlap": True, "sequence_parallel": True, "tp_comm_overlap_ag": False},
+    "rings-in": {"tp_comm_overlap": True, "sequence_parallel": True, "tp_comm_overlap_rs": False},
     "recompute-attention": {"recompute_activations": True},
     "recompute-norm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
     "recompute-mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
@@ -46,10 +53,15 @@ LAYOUT_WORDS: dict[str, Changes] = {
     "flex": {"moe_token_dispatcher_type": "flex"},
     "grouped": {"moe_grouped_gemm": True},
     "overlap-shared": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
+    "turns": {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"},
     "a2a": {"cp_comm_type": ("a2a",)},
     "allgather": {"cp_comm_type": ("allgather",)},
     "two-level": {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
-    "hybrid": {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4},
+    "native": {"cross_entropy_fusion_impl": "native"}, "hybrid": {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4},
+    "muon-distributed": {"muon_tp_mode": "distributed"},
+    "offload-layers": {"cpu_offloading_num_layers": 2, "min_offloaded_tensor_size": 0},
+    "offload-parts": {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 0, "offload_modules": (
+        "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")},
     "every-way": {"cp_comm_type": ("a2a+p2p", "allgather", "p2p", "a2a"), "hierarchical_context_parallel_sizes": (2, 2)},
 }
 # What must not change any result: words with a value.
@@ -101,8 +113,11 @@ _T5_PUBLISHED: Changes = {
 _MOE: Changes = {**_LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24}
 _SHARED: Changes = {**_MOE, "moe_shared_expert_intermediate_size": 16}
 
+# Newton-Schulz in bf16 would hide what is compared.
+_MUON: Changes = {"optimizer": "muon", "muon_fp32_matmul_prec": "high", "lr": 3e-3, "min_lr": 1e-3}
+
 MODELS: dict[str, Changes] = {
-    "gpt": {},
+    "gpt": {}, **rounding_rows.MODELS,
     "gpt2": {"openai_gelu": True, "init_method_std": 0.15, "embedding_init_method_std": 0.05},
     "untied": {"untie_embeddings_and_output_weights": True},
     "llama": _LLAMA,
@@ -148,6 +163,11 @@ MODELS: dict[str, Changes] = {
     "xavier": {"init_method_xavier_uniform": True},
     "decoupled": {"decoupled_lr": 2e-2, "decoupled_min_lr": 1e-3},
     "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.8},
+    "muon": {**_LLAMA, **_MUON, "num_query_groups": 2},
+    "muon-joined": {**_MUON, "muon_split_qkv": False, "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm", "muon_num_ns_steps": 8,
+                    "muon_coefficient_type": "polar_express"},
+    "muon-moe": {**_SHARED, **_MUON, "muon_scale_mode": "shape_scaling"},
+    "lion": {**_LLAMA, "optimizer": "lion", "lr": 1e-3, "min_lr": 1e-4},
     "unclipped": {"clip_grad": 0.0},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},  # equal only where the random streams are the serial run's
     "mla": _MLA,
@@ -201,6 +221,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     # tensor and sequence parallelism
     ("tp2", "gpt"),
     ("tp2 sp", "gpt"),
+    ("tp2 native", "gpt"), ("tp2 sp pp2 native mb2", "caps"), ("tp2 sp native vocab96 mb4", "untied"), ("tp2 sp pp2 native", "mtp2"),
     ("tp4 mb2", "llama"),
     ("tp4 sp mb4", "llama"),
     ("tp8 sp mb4", "gpt2"),
@@ -214,6 +235,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 mb4", "qk-norm-decays"),
     ("tp2 sp mb4", "packed"),
     ("tp2 sp mb4", "packed-rope"),
+    ("tp2 rings", "gpt"), ("tp4 rings-all mb4", "llama"), ("tp2 rings-out", "untied"), ("tp2 rings-in mb4", "gqa2"),
+    ("tp2 rings-all pp2 dp2 zbv zero", "gpt"), ("tp2 rings recompute-all-parts mb4", "mla-q"), ("tp2 rings ep2 dp2", "moe-shared-bias"),
     # networks
     ("tp2 sp mb4", "rope-interleaved"),
     ("tp2 mb4", "rope-partial"),
@@ -267,6 +290,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp2 zb recompute-uniform tp2", "untied"),
     ("pp2 zb ep2 dp2", "moe"),
     ("pp2 zb", "t5-rope"),
+    ("pp2 zbv", "gpt"), ("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"), ("pp2 zbv", "mtp2-tied-packed"),
+    ("pp2 zbv layout=Et|tt|tmm|L mb2", "mtp2-tied-packed"), ("pp2 zbv layout=Et|tt|tt|tL", "t5-rope"),
+    ("tp2 sp pp2 dp2 zbv zero overlap-reduce overlap-gather bucket600", "gpt"), ("pp2 zbv ep2 dp2", "moe-shared-bias"),
     ("pp2 vpp2", "gpt"),
     ("pp2 vpp2 blocking", "llama"),
     ("pp2 chunk-layers1", "llama-tied"),
@@ -469,6 +495,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp pp2 ep2 dp2 alltoall mb2", "moe-shared"),
     ("pp4 layout=E|t*2|t*2|L ep2 dp2", "moe-bias"),
     ("ep2 dp2 overlap-shared", "moe-shared"),
+    ("ep2 dp2 turns", "moe"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias"), ("tp2 sp ep2 dp2 turns", "moe-no-aux"),
     ("tp2 sp ep2 dp2 overlap-shared", "moe-shared-bias"),
     ("recompute-moe ep2 dp2 alltoall", "moe-balanced"),
     ("recompute-moe-parts tp2 sp", "moe-shared-bias"),
@@ -496,6 +523,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp2 ep2 alltoall", "moe-balanced"),
     ("cp2 ep2 dp2 average", "moe-shared"),
     ("cp2 tp2 sp ep2 zero alltoall", "moe-bias"),
+    *rounding_rows.ROWS,
     # encoders of pairs of texts
     ("tp2", "bert"),
     ("tp2 sp mb2", "bert"),
@@ -526,6 +554,19 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("recompute-uniform", "t5-dropout"),
     ("recompute-all-parts", "t5-dropout"),
     ("tp2 sp pp2 vpp3 dp2 zero average", "t5-v1.0"),
+    # update rules that look at whole matrices, or at signs
+    ("dp4 zero bucket600 mb2", "muon"),
+    ("tp4 mb4", "muon"),
+    ("tp4 sp muon-distributed mb4", "muon"),
+    ("tp2 dp2 fsdp mb2", "muon-joined"),
+    ("pp2 dp2 zero overlap-gather mb2", "muon-joined"),
+    ("tp2 muon-distributed dp2 zero mb2", "muon-joined"),
+    ("tp2 sp ep2 etp2 dp4 zero mb2", "muon-moe"),
+    ("tp2 dp2 zero mb2", "lion"),
+    # activations that wait elsewhere
+    ("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"),
+    ("offload-layers tp2 dp2 fsdp recompute-uniform mb2", "llama"),
+    ("offload-parts ep2 dp2 alltoall mb2", "moe"),
 )
 
 

@@ -44,12 +44,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-fsdp": layout(2, use_torch_fsdp2=True),
     "tp2-dp2-fsdp": layout(4, tensor_model_parallel_size=2, sequence_parallel=True, use_torch_fsdp2=True),
     "pp2-dp2-fsdp": layout(4, pipeline_model_parallel_size=2, use_torch_fsdp2=True),
+    "pp2-there-and-back": layout(2, pipeline_model_parallel_size=2, pipeline_schedule="zb-v"),
 }
 # Eight ranks on two cores are slow: that layout is paired with a few others only, as are the last ones, each with each.
 FEW = {"tp2-pp2-dp2-zero": (("serial", "tp4", "dp4-zero-buckets"), ("serial", "pp2-vpp2", "dp2-zero")),
        "dp2-fsdp": (("dp2", "dp4-zero-buckets", "tp2-dp2-fsdp"), ("tp2-sp", "dp2-zero", "pp2-dp2-fsdp")),
        "tp2-dp2-fsdp": (("pp2-vpp2", "dp2-fsdp"), ("cp2", "dp2-fsdp")),
-       "pp2-dp2-fsdp": (("tp4", "dp2-fsdp"), ("serial", "tp2-dp2-fsdp"))}
+       "pp2-dp2-fsdp": (("tp4", "dp2-fsdp"), ("serial", "tp2-dp2-fsdp")),
+       "pp2-there-and-back": (("pp2", "dp2-zero"), ("pp2-vpp2", "serial"))}
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS
          if (b not in FEW or a in FEW[b][0]) and (a not in FEW or b in FEW[a][1] or (b in FEW and a in FEW[b][0]))]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags import ConfigError, flag
+from megatron.core.config.kernels import KernelConfig
 from megatron.core.config.moe import MoEConfig
 
 
@@ -146,12 +147,14 @@ class ModelConfig:
     softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)")
     scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)")
     bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
-        "auto", "attention kernel; unfused and local are the plain formula")
+    attention_backend: Literal["auto", "fused", "flash", "cudnn", "flash_attn_2", "flash_attn_3", "flex", "unfused", "local"] = flag(
+        "auto", "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3: by "
+        "these packages; flex: torch's FlexAttention; unfused and local: the plain formula")
     rope: RopeConfig = RopeConfig()
     mla: MLAConfig = MLAConfig()
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
+    kernels: KernelConfig = KernelConfig()
     architecture: Literal["gpt", "bert", "t5"] = "gpt"  # said by the entry script
 
     def resolve(self) -> ModelConfig:
@@ -209,7 +212,15 @@ class ModelConfig:
     def kernel_wishes(self) -> dict[str, str]:
         """Op -> the kernel that was asked for."""
         return {"attention": self.attention_backend, "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
-                "moe_flex_dispatcher": self.moe.library}
+                "moe_flex_dispatcher": self.moe.library, **self.kernels.wishes}
+
+    @property
+    def idle_kernels(self) -> set[str]:
+        """Ops that no part of this network asks for."""
+        asked = {"layer_norm": self.normalization == "LayerNorm", "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
+                 "gated_activation": self.gated, "rotary": self.rope.rotates, "grouped_linear": bool(self.moe.num_experts),
+                 "moe_flex_dispatcher": bool(self.moe.num_experts)}
+        return {op for op, wanted in asked.items() if not wanted}
 
     @property
     def ties_embeddings(self) -> bool:
@@ -222,10 +233,21 @@ class ModelConfig:
         return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
 
     @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Sizes of a key head and of a value head."""
+        mla = self.mla
+        return (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla.multi_latent_attention else (self.kv_channels,) * 2
+
+    @property
     def uneven_heads(self) -> bool:
         """Whether a value head has another size than a key head."""
-        mla = self.mla
-        return mla.multi_latent_attention and mla.v_head_dim != mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        return self.head_sizes[0] != self.head_sizes[1]
+
+    def depth(self, decoder: bool = False) -> int:
+        """Layers in a row: of a T5 those of its encoder, or of its decoder; else all."""
+        if self.architecture == "t5":
+            return self.decoder_num_layers if decoder else self.encoder_num_layers
+        return self.num_layers
 
     @property
     def query_size(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags import flag
+from megatron.core.config.low_precision import LowPrecisionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,12 @@ class PrecisionConfig:
     hysteresis: int = flag(2, "overflows before the dynamic loss scale halves")
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "gradients are summed in fp32 (always so with --bf16)")
     grad_reduce_in_bf16: bool = flag(False, "gradients are summed over data-parallel ranks in bf16")
+    use_precision_aware_optimizer: bool = flag(False, "Adam's state in the formats below; bf16 weights are the upper half of their fp32 masters")
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", "with --use-precision-aware-optimizer: format in which gradients are summed up")
+    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", "with --use-precision-aware-optimizer: format of the master weights")
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32", "with --use-precision-aware-optimizer: format of first moments")
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag("fp32", "with --use-precision-aware-optimizer: format of second moments")
+    low: LowPrecisionConfig = LowPrecisionConfig()
 
     @property
     def dtype(self) -> str:
@@ -37,7 +44,7 @@ class PrecisionConfig:
         """Name of the torch dtype in which gradients are accumulated and reduced."""
         if self.fp64:
             return "float64"
-        if self.grad_reduce_in_bf16:
+        if self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16":
             return "bfloat16"
         if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
             return "float16"
@@ -48,10 +55,11 @@ class PrecisionConfig:
 class OptimizerConfig:
     """Optimizer.
 
-    The update rule. Weight decay spares biases and other vectors; Adam's is decoupled, SGD's enters the momentum.
+    The update rule. Weight decay spares biases and other vectors; SGD's enters the momentum, all others' is decoupled.
     """
 
-    optimizer: Literal["adam", "sgd"] = flag("adam", "update rule (adam is AdamW)")
+    optimizer: Literal["adam", "sgd", "lion", "muon", "dist_muon"] = flag(
+        "adam", "update rule (adam is AdamW; dist_muon is muon with --use-distributed-optimizer)")
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
     end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style")
@@ -60,10 +68,40 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "decay of the second moment")
     adam_eps: float = flag(1e-8, "added to the root of the second moment")
     sgd_momentum: float = flag(0.9, "momentum of SGD")
+    lion_beta1: float = flag(0.9, "Lion: share of the momentum in the direction of a step")
+    lion_beta2: float = flag(0.99, "Lion: decay of the momentum")
+    muon_momentum: float = flag(0.9, "Muon: decay of the momentum")
+    muon_nesterov: bool = flag(False, "Muon: the newest gradient counts twice (Nesterov)")
+    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps")
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = flag("quintic", "Muon: coefficients of the Newton-Schulz steps")
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
+        "spectral", "Muon: an update of out x in is scaled by the root of max(out, in), out/in, or max(1, out/in)")
+    muon_extra_scale_factor: float = flag(1.0, "Muon: further factor of every update; 0.2 gives about the size of AdamW's")
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag(
+        "duplicated", "Muon: tensor ranks gather a matrix and each works on all of it, or share the work, or each works on its own "
+        "piece as if it were a matrix (blockwise, another result)")
+    muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are matrices of their own", off="--muon-no-split-qkv")
+    muon_fp32_matmul_prec: Literal["medium", "high"] = flag("medium", "Muon: Newton-Schulz in bf16, or in fp32")
+    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", "Muon: update rule of embeddings, output layer, biases and norms")
+    optimizer_cpu_offload: bool = flag(False, "keep masters and moments in CPU memory, and update them there")
+    optimizer_offload_fraction: float = flag(1.0, "with --optimizer-cpu-offload: share of the elements")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "with --optimizer-cpu-offload: copy gradients and weights beside the update")
+    pin_cpu_grads: bool = flag(True, "with --optimizer-cpu-offload: gradients in pinned memory")
+    pin_cpu_params: bool = flag(True, "with --optimizer-cpu-offload: masters in pinned memory")
     clip_grad: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     decoupled_lr: float | None = flag(None, "learning rate of the embedding and output layer, if another")
     decoupled_min_lr: float | None = flag(None, "smallest learning rate of the embedding and output layer")
     apply_wd_to_qk_layernorm: bool = flag(False, "weight decay also for the norms of queries and keys")
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether the matrices of the layers are updated by Muon."""
+        return self.optimizer in ("muon", "dist_muon")
+
+    @property
+    def elementwise(self) -> str:
+        """The rule of everything else: adam, sgd or lion."""
+        return self.muon_scalar_optimizer if self.is_muon else self.optimizer
 
 
 @dataclass(frozen=True, slots=True)

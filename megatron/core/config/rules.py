@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 
-from megatron.core.config import attention_rules, context_rules, expert_rules, latent_rules, routing_rules
+from megatron.core.config import attention_rules, context_rules, expert_rules, latent_rules, low_precision_rules, optimizer_rules, overlap_rules, routing_rules
+from megatron.core.config.compilation import compilation
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
 from megatron.core.config.run import RunConfig
@@ -36,14 +37,14 @@ class Rule:
 def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
     """The pipeline stages of a run; `ConfigError` when the layers cannot be split so."""
     model, parallel = config.model, config.parallel
-    ends = {"account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
-            "account_for_loss": parallel.account_for_loss_in_pipeline_split}
+    counted = {"account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
+               "account_for_loss": parallel.account_for_loss_in_pipeline_split}
     layout, rows = parallel.pipeline_model_parallel_layout, layer_rows(model)
     chunks = virtual_size(len(rows), pp=parallel.pp, chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
-                          layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage, layout=layout, **ends)
-    return partition(rows, pp=parallel.pp, vpp=chunks, layout=layout,
-                     first_layers=parallel.decoder_first_pipeline_num_layers,
-                     last_layers=parallel.decoder_last_pipeline_num_layers, **ends)
+                          layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage, layout=layout,
+                          unsaid=2 if parallel.placement == "v" else 1, **counted)
+    return partition(rows, pp=parallel.pp, vpp=chunks, layout=layout, placement=parallel.placement,
+                     ends=(parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers), **counted)
 
 
 def divisors(value: int, limit: int = 6) -> str:
@@ -149,9 +150,11 @@ def _pipeline(s: Setting) -> str:
     except ConfigError as error:
         said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
         return said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ") if s.run.model.architecture == "t5" else said
-    if parallel.splits_backward and len(stages) > parallel.pp:
-        return (f"--pipeline-schedule zb-h1 has one chunk of layers a rank, and here are {len(stages) // parallel.pp}; leave out virtual "
-                "stages, or choose 1f1b, which interleaves them")
+    chunks = 2 if parallel.placement == "v" else 1
+    if parallel.splits_backward and len(stages) != chunks * parallel.pp:
+        count = "one chunk" if chunks == 1 else "two chunks"
+        return (f"--pipeline-schedule {parallel.pipeline_schedule} has {count} of layers a rank, and here are {len(stages) // parallel.pp}; "
+                "leave out virtual stages, or choose 1f1b, which interleaves them")
     if parallel.pp == 1 and len(stages) > 1:
         asking = [spelling(name) for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
                                               "pipeline_model_parallel_layout") if getattr(parallel, name) is not None]
@@ -224,16 +227,6 @@ def _recompute(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _overlap(s: Setting) -> str:
-    parallel = s.run.parallel
-    problems = []
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        problems.append("--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it")
-    if parallel.ddp_bucket_size is not None and parallel.ddp_num_buckets is not None:
-        problems.append("--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one")
-    return "\n  ".join(problems)
-
-
 def _fully_sharded(s: Setting) -> str:
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
@@ -251,7 +244,7 @@ def _fully_sharded(s: Setting) -> str:
         problems.append("--eval-generate lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
                         "or --use-torch-fsdp2")
     if parallel.splits_backward:
-        problems.append("--pipeline-schedule zb-h1 adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2")
+        problems.append(f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2")
     return "\n  ".join(problems)
 
 
@@ -509,6 +502,10 @@ RULES = (
     Rule("experts-over-ranks", lambda s: expert_rules.expert_layout(s.run, s.world_size),
          "experts and their widths can be divided over the ranks"),
     Rule("upcycling", lambda s: routing_rules.upcycling(s.run), "the MLPs of a dense checkpoint can become these experts"),
+    Rule("few-bits", lambda s: low_precision_rules.low_precision(s.run),
+         "matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it"),
+    Rule("few-bits-over-tensor", lambda s: low_precision_rules.low_precision_sizes(s.run),
+         "every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits"),
     Rule("context", lambda s: context_rules.context(s.run), "sequences, heads and networks can be cut over the context ranks"),
     Rule("hybrid-context", lambda s: context_rules.hybrid(s.run, s.world_size),
          "sequences cut by their length have ranks, data and a loss that allow it"),
@@ -517,15 +514,21 @@ ALWAYS = (
     Rule("duration", _duration, "one flag says how long to train"),
     Rule("learning-rate", _rate, "a run that trains has a learning rate"),
     Rule("number-formats", _formats, "one number format is chosen, and what belongs to a format comes with it"),
+    Rule("update-rule", lambda s: optimizer_rules.update_rule(s.run), "what is said of an update rule belongs to the one that is chosen"),
+    Rule("narrow-state", lambda s: optimizer_rules.narrow_state(s.run), "formats of the optimizer's state fit the update rule and the weights"),
+    Rule("activations-aside", lambda s: optimizer_rules.activations_aside(s.run),
+         "activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers"),
     Rule("activation", _activations, "one activation is chosen"),
     Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("compilation", lambda s: compilation(s.run.compilation), "what is said of the compiler has one, and kernels to make"),
     Rule("fully-sharded", _fully_sharded, "FSDP2 is given nothing that it does itself, and no layout that it cannot serve"),
-    Rule("overlap", _overlap, "what is overlapped is done at all, and buckets have one size"),
+    Rule("overlap", lambda s: overlap_rules.overlap(s.run), "what is overlapped is done at all, in pieces that can be, and buckets have one size"),
     Rule("data", _data, "one thing says what to read"),
     Rule("fill-in-the-middle", _fill, "fill in the middle has its tokens and sound rates"),
     Rule("conversations", _chat, "conversations are written in one way and have their own loss"),
     Rule("masked-text", _masked_text, "masked text and windows of text each have the settings of their own"),
     Rule("relative-positions", _relative, "relative positions belong to T5 and tell distances apart"),
+    Rule("kernels", lambda s: "\n  ".join(s.run.model.kernels.problems(compiles=s.run.compilation.compile)), "kernels that are asked for by name are known"),
     Rule("norms", _norms, "norms stand in one place, of the networks that know it"),
     Rule("dropout", _dropout, "dropout is a share below 1"),
     Rule("samples-in-training", _samples, "prompts are continued in training by a network that generates text, in some tokens"),

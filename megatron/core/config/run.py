@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.core.config.compilation import CompileConfig
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.faults import FaultConfig
 from megatron.core.config.flags import flag
@@ -68,6 +69,25 @@ class RecomputeConfig:
         None, "selective: what to recompute (default: core_attn)")
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     distribute_saved_activations: bool = flag(False, "full: keep each saved input in pieces over the tensor ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Activation offloading.
+
+    Trade copies for memory: keep activations in CPU memory between the forward and the backward pass.
+    """
+
+    cpu_offloading_num_layers: int = flag(0, "first layers of each stage whose activations go there, all of them")
+    fine_grained_activation_offloading: bool = flag(False, "activations of --offload-modules go there, in every layer")
+    offload_modules: tuple[Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...] = flag(
+        (), "modules whose inputs, or of core_attn all it saves, go there")
+    min_offloaded_tensor_size: int = flag(1024 * 1024, "elements of the smallest tensor that goes there")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything goes there."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +168,8 @@ class RunConfig:
     precision: PrecisionConfig = PrecisionConfig()
     train: TrainConfig = TrainConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    offload: OffloadConfig = OffloadConfig()
+    compilation: CompileConfig = CompileConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()
@@ -170,6 +192,10 @@ class RunConfig:
             model = dataclasses.replace(model, max_position_embeddings=max(train.seq_length, train.decoder_seq_length or 0))
         if parallel.sequence_parallel and parallel.tp == 1:
             parallel = dataclasses.replace(parallel, sequence_parallel=False)
+        optimizer = self.optimizer
+        if optimizer.optimizer == "dist_muon":
+            optimizer = dataclasses.replace(optimizer, optimizer="muon")
+            parallel = parallel if parallel.use_torch_fsdp2 else dataclasses.replace(parallel, use_distributed_optimizer=True)
         if train.global_batch_size is None and train.micro_batch_size is not None:
             data_parallel = max(1, parallel.data_parallel_size(world_size))
             train = dataclasses.replace(train, global_batch_size=train.micro_batch_size * data_parallel)
@@ -179,4 +205,4 @@ class RunConfig:
             recompute = dataclasses.replace(recompute, recompute_granularity="selective")
         if recompute.recompute_granularity == "selective" and recompute.recompute_modules is None:
             recompute = dataclasses.replace(recompute, recompute_modules=("core_attn",))
-        return dataclasses.replace(self, model=model, parallel=parallel, train=train, recompute=recompute)
+        return dataclasses.replace(self, model=model, parallel=parallel, train=train, recompute=recompute, optimizer=optimizer)

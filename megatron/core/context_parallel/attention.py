@@ -31,7 +31,7 @@ Kernel = Callable[..., Tensor]
 def over_context(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     """An attention kernel whose queries, keys and values are this rank's pieces. kind: a value of --cp-comm-type."""
     if mesh.blocks:
-        return BySize({1: kernel, **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.blocks}})
+        return BySize({1: kernel, **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.blocks if axis.group is not None}})
     return kernel if mesh.cp.group is None else _over(kernel, mesh.cp, kind, mesh)
 
 

@@ -28,8 +28,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     MEGATRON_BERT, T5)}
 
 # Settings of ours that no published config holds: they do not change the function that the weights are.
-_FREE = frozenset(("attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std",
-                   "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size", "true_vocab_size",
+_FREE = frozenset(("attention_backend", "kernel", "cross_entropy_fusion_impl", "hidden_dropout", "attention_dropout",
+                   "init_method_std", "embedding_init_method_std", "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size", "true_vocab_size",
                    "fp32_residual_connection", "group_query_attention", "bert_binary_head", "qk_clip", "qk_clip_threshold",
                    "qk_clip_alpha", "mtp_loss_scaling_factor", "mtp_detach_heads"))
 # How experts are trained and run; and what is compared as rows of layers instead.

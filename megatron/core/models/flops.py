@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config.model import ModelConfig
@@ -37,6 +37,7 @@ from megatron.core.models.expert_counts import (
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NARROW = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}  # of optimizer state, with a scale for every 128 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,20 @@ class ParameterCount:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank must hold at the peak of a step."""
+    """Bytes that one rank must hold: between steps, of activations at the peak of a step, and of what the update takes.
+
+    update: fp32 copies of gradients that are not, made when the last activations are gone.
+    """
 
     parameters: int
     weights_and_optimizer: float
     activations: float
+    update: float = 0.0
 
     @property
     def total(self) -> float:
-        """All bytes."""
-        return self.weights_and_optimizer + self.activations
+        """All bytes at the peak of a step."""
+        return self.weights_and_optimizer + max(self.activations, self.update)
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
@@ -108,21 +113,19 @@ def layer_parameters(model: ModelConfig, tensor_size: int = 1, *, cross: bool = 
 def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size: int = 1, *, split: Split | None = None) -> int:
     """Parameters on one rank that holds these pipeline stages.
 
-    A tied output layer that sits on another rank than the embedding is a second copy there.
+    A tied output layer that sits on another stage than the embedding is a second copy, and so is the embedding of a stage that looks
+    ahead.
     """
     layers = [plan for stage in stages for plan in stage.layers]
     held = sum(layer_parameters(model, tensor_size, cross=plan.cross, mlp=plan.mlp, split=split) for plan in layers)
-    embeds = any(stage.embeds for stage in stages)
-    if embeds:
-        held += _embedding_parameters(model, tensor_size)
-    ends = any(stage.ahead for stage in stages)
-    held += _final_norms(model, layers, heads=ends)
-    if ends and model.mtp.mtp_num_layers:
-        held += _ahead_parameters(model, tensor_size, split) + (0 if embeds else _embedding_parameters(model, tensor_size))
-        embeds = True
-    if any(stage.heads for stage in stages):
-        held += _head_parameters(model, tensor_size)
-        held += 0 if model.ties_embeddings and embeds else _vocabulary_parameters(model, tensor_size)
+    held += _final_norms(model, layers, heads=any(stage.ahead for stage in stages))
+    for stage in stages:
+        ahead = stage.ahead and bool(model.mtp.mtp_num_layers)
+        held += _embedding_parameters(model, tensor_size) if stage.embeds or ahead else 0
+        held += _ahead_parameters(model, tensor_size, split) if ahead else 0
+        if stage.heads:
+            held += _head_parameters(model, tensor_size)
+            held += 0 if model.ties_embeddings and (stage.embeds or ahead) else _vocabulary_parameters(model, tensor_size)
     return held
 
 
@@ -149,20 +152,40 @@ def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount 
 
 
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes of weight, gradient and optimizer state per parameter of a rank.
+    """Bytes of weight, gradient and optimizer state per parameter of a rank, between steps.
 
     Weights and gradients lie on every data-parallel rank; the distributed optimizer cuts the rest, which for half
-    precision includes an fp32 copy of the weights, and of the gradients where they are half too. FSDP2 cuts all of it, and
-    has fp32 weights and gradients only; what is whole while it works is not counted.
+    precision includes an fp32 copy of the weights. FSDP2 cuts all of it, and has fp32 weights and gradients only; what is whole
+    while it works is not counted. Nor is what the update takes (`update_bytes`).
     """
     weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
-    state = max(4, weight)
-    has_moments = {"adam": 2, "sgd": int(config.optimizer.sgd_momentum > 0)}[config.optimizer.optimizer]
     if config.parallel.use_torch_fsdp2:
-        return state * (2 + has_moments) / data_parallel_size
-    copies = (weight < state) + (gradient < state)
-    shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
-    return weight + gradient + state * (has_moments + copies) / shards
+        return (2 * max(4, weight) + kept_bytes(config)) / data_parallel_size
+    return weight + gradient + kept_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+
+
+def kept_bytes(config: RunConfig) -> float:
+    """Bytes of masters and moments per parameter that a rank owns; with Muon, per element of a matrix.
+
+    What --optimizer-cpu-offload moves is counted as well: it is there, in another memory.
+    """
+    precision, rule, weight = config.precision, config.optimizer, BYTES[config.precision.dtype]
+    has_master = weight < 4 and not config.parallel.use_torch_fsdp2
+    if precision.use_precision_aware_optimizer:
+        master = NARROW["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
+        return master * has_master + NARROW[precision.exp_avg_dtype] + NARROW[precision.exp_avg_sq_dtype]
+    moments = {"adam": 2, "lion": 1, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise]
+    return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
+
+
+def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Bytes per parameter of a rank that are there during the update only: half-precision gradients in the format of the masters.
+
+    Megatron keeps them from step to step; its published table counts them as state (20, or 4 + 16/d, for fp16).
+    """
+    if config.parallel.use_torch_fsdp2 or BYTES[config.precision.gradient_dtype] >= 4 or config.precision.use_precision_aware_optimizer:
+        return 0.0
+    return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
 
 
 def rank_memory(
@@ -175,9 +198,13 @@ def rank_memory(
         split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
         parameters = rank_parameters(config.model, own, parallel.tp, split=split)
         experts = sum(expert_parameters(config.model, split) for stage in own for plan in stage.layers if plan.mlp == "moe")
-        state = (parameters - experts) * state_bytes(config, copies)
-        state += experts * state_bytes(config, max(1, copies * parallel.tp // (split.experts * split.widths)))
-        found.append(RankMemory(parameters, state, _activation_bytes(config, own, position, num_microbatches)))
+        alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
+        state, update = ((parameters - experts) * count(config, copies) + experts * count(config, alike) for count in (state_bytes, update_bytes))
+        if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
+            rest = rank_parameters(config.model, [replace(stage, layers=()) for stage in own], parallel.tp, split=split)
+            cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
+            state += rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
+        found.append(RankMemory(parameters, state, _activation_bytes(config, own, position, num_microbatches), update))
     return tuple(found)
 
 
@@ -244,8 +271,16 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
         joined = 4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut  # both norms' inputs, and what they made
         held += alive / len(own) * depths * (layer_activation_bytes(config) + joined)
     if any(stage.heads for stage in own):
-        held += 4 * (1 + depths) * (model.hidden_size / saved_cut + model.padded_vocab_size / t)  # fp32 logits and their input
+        held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
     return held * tokens
+
+
+def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
+    """Bytes per token of the logits in fp32, or of a block of them and what it takes in their stead: a gradient of the words a head."""
+    words = model.padded_vocab_size / t
+    if model.kernels.cross_entropy_fusion_impl != "linear":
+        return 4 * heads * words
+    return 4 * words * (min(1.0, max(512 / tokens, 1 / 8)) + heads * model.hidden_size / tokens)
 
 
 def _weight(config: RunConfig, plan: LayerPlan) -> float:
@@ -262,9 +297,9 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     if parallel.pipeline_schedule == "gpipe":
         return num_microbatches * chunks
     if parallel.splits_backward:
-        return min(num_microbatches, parallel.pp)
+        return chunks * min(num_microbatches, parallel.pp)
     if chunks == 1:
-        return min(num_microbatches, parallel.pp - position)
+        return min(num_microbatches, parallel.pp - position + parallel.overlap_moe_expert_parallel_comm)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 

@@ -8,5 +8,7 @@ boxes.py        rectangles inside global tensors
 spec.py         the one record a parameter carries, and what follows from it
 rng.py          named random streams; initial values drawn by global name
 recompute.py    activation recomputation that replays the random streams
+offload.py      activations that wait in the memory of the CPU
 deferred.py     gradients of weights that wait for their turn in the schedule
+turns.py        two pieces of work in turns, each while the other waits for other ranks
 """

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import sys
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 import torch.profiler
@@ -70,6 +74,91 @@ class Stopwatch:
             self._since = time.perf_counter()
 
 
+class Graphs:
+    """CUDA graphs of one device, which share one pool of memory: what one returns is good until another is repeated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: object | None = None
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Run `work`, which must not wait for the device, and record it. Returns what repeats it, and what it returned."""
+        aside, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):  # libraries make their plans and buffers in a first run, which must not be recorded
+            work()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            output = work()
+        self._pool = graph.pool()
+        return graph.replay, output
+
+
+class Mark:
+    """A point in a lane's work."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._event = torch.cuda.Event() if stream is not None else None
+        if self._event is not None:
+            self._event.record(stream)
+
+    def wait(self) -> None:
+        """Let the device do what it is given next when the lane has come so far."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        """Wait until the lane has come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Lane:
+    """Copies beside the work of a device: `with lane:` they begin when all work so far is done, and other work goes on meanwhile.
+
+    What is copied must be left alone until a mark is waited for. On a CPU, everything is done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inside: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> Lane:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._inside = torch.cuda.stream(self._stream)
+            self._inside.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._inside is not None:
+            self._inside.__exit__(*raised)
+
+    def mark(self) -> Mark:
+        """Where the lane is now."""
+        return Mark(self._stream)
+
+    def join(self) -> None:
+        """Let the device do what it is given next when the lane is through."""
+        self.mark().wait()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The lane reads or writes this tensor, which others may let go of earlier."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device's memory is another than the CPU's."""
+    return device.type != "cpu"
+
+
+def host_memory(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = True) -> torch.Tensor:
+    """Room in the CPU's memory. pinned: from which a GPU can copy beside its work; a run without one has no use for it."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and torch.cuda.is_available())
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Which memory a tensor lies in, and at which of its elements it begins: equal for two that begin at the same place.
 
@@ -89,6 +178,14 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+def lacks_compiler(device: torch.device) -> str:
+    """Why torch's compiler can make no kernels for this device here, or an empty string."""
+    if device.type == "cuda":
+        return "" if find_spec("triton") else "kernels for a GPU are made by triton, which is not installed; pip install triton"
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return "" if shutil.which(name) else f"kernels for a CPU are made by a C++ compiler, and there is no {name}; install it, or name another in CXX"
 
 
 def memory_report(device: torch.device) -> dict[str, int]:

@@ -26,7 +26,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 
 Initial = Callable[[tuple[int, ...], torch.Generator], Tensor]
-Kind = Literal["matrix", "vector", "embedding", "qk_norm"]
+Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm"]  # a table is looked up, as is the embedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class PositionEmbedding(nn.Module):
                  dtype: torch.dtype, tied: bool = False) -> None:
         super().__init__()
         self.region = region
-        spec = ParamSpec((num_positions, hidden_size), init, "matrix", sum_over=region.outside_sums, tied=tied,
+        spec = ParamSpec((num_positions, hidden_size), init, "table", sum_over=region.outside_sums, tied=tied,
                          tied_over="mtp_embed")
         self.weight = parameter(spec, mesh, dtype)
 

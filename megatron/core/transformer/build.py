@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.low_precision import LowPrecisionConfig
 from megatron.core.config.model import ModelConfig
+from megatron.core.config.plan import LayerPlan
 from megatron.core.config.run import RecomputeConfig
 from megatron.core.context_parallel.attention import over_context
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.recipes import recipe_of
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
@@ -22,13 +25,15 @@ from megatron.core.parallel.recompute import dropping_output
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
 from megatron.core.parallel.deferred import Deferred
+from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.rings import Rings
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The choices that hold for a whole network."""
+    """The choices that hold for a whole network. low: those of one layer, if it multiplies in few bits (`of_layer`)."""
 
     model: ModelConfig
     mesh: Mesh
@@ -39,11 +44,21 @@ class Build:
     recompute: RecomputeConfig = RecomputeConfig()
     cp_comm_type: tuple[str, ...] = ("p2p",)
     deferred: Deferred | None = None
+    low_precision: LowPrecisionConfig = LowPrecisionConfig()
+    low: LowPrecision | None = None
+    rings: Rings = Rings()
 
     @property
     def region(self) -> Region:
         """How tensor-parallel regions are entered and left."""
-        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred)
+        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred, self.low, self.rings)
+
+    def of_layer(self, plan: LayerPlan) -> Build:
+        """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""
+        recipe = recipe_of(self.low_precision, self.mesh.device)
+        if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.depth(plan.cross)):
+            return self
+        return replace(self, low=LowPrecision(recipe, self.mesh, self.streams))
 
     @property
     def residual_dtype(self) -> torch.dtype:

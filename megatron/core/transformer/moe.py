@@ -9,19 +9,51 @@ A rank holds e/ep experts, and of each a piece of width f/etp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatron.core.config.plan import LayerPlan
+from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
+from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.recompute import dropping_output, recompute
 from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
+from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import Rows, dispatcher_of
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.router import Router
+
+
+class _LaterWeights(Function):
+    """x W^T of each row's own expert, whose weight gradients may wait. kernel: what multiplies."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor], deferred: Deferred) -> Tensor:
+        context.save_for_backward(x, weight, counts)
+        context.kernel, context.deferred = kernel, deferred
+        return kernel(x, weight, counts)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        x, weight, counts = context.saved_tensors
+        own = context.kernel(gradient, weight.transpose(1, 2), counts)
+        if context.deferred.collects and context.needs_input_grad[1]:
+            context.deferred.leave([weight], partial(_weight_gradients, x, gradient, counts))
+            return own, None, None, None, None
+        return own, *_weight_gradients(x, gradient, counts), None, None, None
+
+
+def _weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
+    """dW, [e, out, in]. x: [n, in]; gradient: [n, out], sorted by expert; counts: [e]."""
+    sizes = counts.tolist()
+    return (torch.stack([gone.t().matmul(rows) for gone, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)]),)
 
 
 class GroupedLinear(nn.Module):
@@ -36,7 +68,10 @@ class GroupedLinear(nn.Module):
         experts, width = build.model.moe.num_experts, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
         by_expert, by_width = Cut(0, "ep", (Part(experts),)), Cut(cut, "etp", sizes[1])
-        self.grouped_linear = build.kernels.grouped_linear
+        self.grouped_linear, self.deferred = build.kernels.grouped_linear, build.deferred
+        self.scaling = None if build.low is None else Scaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
+        if self.scaling is not None:
+            self.grouped_linear = partial(low_grouped_linear, scaling=self.scaling)
         self.bias_share = 1.0 if cut == 1 else float(build.mesh.etp.is_first)
         self.weight = parameter(ParamSpec((experts, outputs, inputs), init, "matrix", (by_expert, by_width), reduce_over="edp",
                                           stacked=True), build.mesh, build.dtype)
@@ -47,9 +82,14 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]."""
         if self.bias is None or weights is None:
-            return self.grouped_linear(x, self.weight, counts, self.bias)
+            return reference.with_expert_bias(self._multiply(x, counts), self.bias, counts)
         bias = weighed_bias(weights * self.bias_share, self.bias, counts)
-        return self.grouped_linear(x, self.weight, counts) + bias.to(x.dtype)
+        return self._multiply(x, counts) + bias.to(x.dtype)
+
+    def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
+        if self.deferred is None or self.scaling is not None:
+            return self.grouped_linear(x, self.weight, counts, None)
+        return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.deferred)
 
 
 class Experts(nn.Module):

@@ -27,7 +27,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         model = build.model
         cut = Cut(1, "tp", (Part(model.num_attention_heads),))
-        spec = ParamSpec((model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "matrix", (cut,))
+        spec = ParamSpec((model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "table", (cut,))
         self.weight = parameter(spec, build.mesh, build.dtype)
 
 

@@ -5,7 +5,8 @@ Layers sit under their global number, so a parameter's name never depends on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ class Stack(nn.Module):
         self.build = build
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
+        self.aside: Callable[[list[Layer]], AbstractContextManager] = lambda layers: nullcontext()  # around what recomputation keeps of them
 
     def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
@@ -35,7 +37,8 @@ class Stack(nn.Module):
         for group, drop in self._groups():
             run = _Run(group, one)
             if drop and self.training:
-                x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
+                with self.aside(group):
+                    x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
             else:
                 x = run(x, bias, memory)
         return x if self.final_layernorm is None else self.final_layernorm(x)

@@ -15,6 +15,8 @@ TP4, PP2 = {"tensor_model_parallel_size": 4}, {"pipeline_model_parallel_size": 2
 CP2: dict[str, Any] = {"context_parallel_size": 2}
 HYBRID: dict[str, Any] = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16, "reset_attention_mask": True,
                           "calculate_per_token_loss": True}
+FP8: dict[str, Any] = {"fp8_format": "hybrid"}
+ZERO: dict[str, Any] = {"use_distributed_optimizer": True}
 GQA = {"group_query_attention": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 BERT: dict[str, Any] = {"architecture": "bert"}
@@ -24,6 +26,8 @@ MLA: dict[str, Any] = {"multi_latent_attention": True, "position_embedding_type"
 MOE: dict[str, Any] = {"num_experts": 8}
 SIGMOID: dict[str, Any] = {**MOE, "moe_router_score_function": "sigmoid"}
 UPCYCLED: dict[str, Any] = {**MOE, "moe_use_upcycling": True, "load": "x", "ffn_hidden_size": 64}
+NARROW: dict[str, Any] = {"bf16": True, "use_precision_aware_optimizer": True}
+ASIDE: dict[str, Any] = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 
 # (name of the rule, world size, what is changed, words that the message must hold)
 BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
@@ -35,6 +39,11 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("positive", 1, {"tensor_model_parallel_size": 0}, ("--tensor-model-parallel-size 0",)),
     ("positive", 1, {"log_interval": 0, "eval_interval": 0}, ("--log-interval 0", "--eval-interval 0")),
     ("positive", 1, {**GQA, "num_query_groups": 0}, ("--num-query-groups 0",)),
+    ("kernels", 1, {"kernel": ("rotary=triton",), "compile": True}, ("--kernel rotary=triton and --compile both make", "drop one")),
+    ("context", 2, {**CP2, "attention_backend": "flex"}, ("--attention-backend flex is for whole sequences", "choose a2a")),
+    ("kernels", 1, {"kernel": ("rms_norm=fast", "conv=torch", "rotary", "rotary=torch")},
+     ("--kernel rms_norm=fast: no such kernel; choose of rms_norm=torch", "--kernel conv=torch names no operation", "--kernel rotary: no such",
+      "--kernel rotary=torch: another kernel was given for rotary")),
     ("context", 2, {"architecture": "bert", **CP2}, ("pretrain_gpt.py only",)),
     ("context", 2, {**CP2, "seq_length": 30}, ("--seq-length 30", "28 or 32")),
     ("context", 8, {**CP2, **TP4, "sequence_parallel": True, "seq_length": 36, "max_position_embeddings": 64},
@@ -46,6 +55,25 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("context", 8, {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "num_attention_heads": 6, "hidden_size": 48,
                     "ffn_hidden_size": 96, "cp_comm_type": ("a2a",)}, ("3 heads a tensor rank to 4 ranks",)),
     ("context", 2, {**CP2, "cp_comm_type": ("allgather",), "attention_backend": "flash"}, ("no mask tensor", "p2p or a2a")),
+    ("few-bits", 1, {"first_last_layers_bf16": True, "fp8_margin": 2}, ("--fp8-margin, --first-last-layers-bf16", "give --fp8-format")),
+    ("few-bits", 1, {**FP8, "fp4_format": "e2m1"}, ("keep one",)),
+    ("few-bits", 1, {**FP8, "fp16": True}, ("--fp16", "choose --bf16")),
+    ("few-bits", 1, {**FP8, "fp8_recipe": "tensorwise", "fp8_amax_history_len": 16}, ("--fp8-amax-history-len", "--fp8-recipe delayed")),
+    ("few-bits", 1, {"fp4_format": "e2m1", "fp8_recipe": "tensorwise"}, ("--fp8-recipe", "leave it out")),
+    ("few-bits", 1, {**FP8, "num_layers_at_end_in_bf16": 2}, ("about --first-last-layers-bf16",)),
+    ("few-bits", 1, {**FP8, "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 7}, ("none of 8 layers", "choose fewer")),
+    ("few-bits", 1, {**FP8, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": -1}, ("-1", "at least 0")),
+    ("few-bits", 1, {**FP8, "fp8_amax_history_len": 0}, ("at least one step",)),
+    ("few-bits", 2, {**FP8, **HYBRID}, ("--hybrid-context-parallel", "leave one of them out")),
+    ("few-bits", 1, {**FP8, "fp8_param_gather": True}, ("--use-distributed-optimizer", "add it")),
+    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, ("keeps one rounding", "tensorwise or delayed")),
+    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "num_attention_heads": 4, **MLA, "kv_lora_rank": 32, "qk_head_dim": 16,
+                     "qk_pos_emb_head_dim": 16, "v_head_dim": 16}, ("--multi-latent-attention",)),
+    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "bf16": True, "use_precision_aware_optimizer": True}, ("masters of its own",)),
+    ("few-bits-over-tensor", 8, {**FP8, "tensor_model_parallel_size": 8}, ("all queries is 8 over 8 ranks", "no multiple of the 16")),
+    ("few-bits-over-tensor", 1, {**FP8, "fp8_recipe": "blockwise"}, ("--hidden-size 64 is 64, no multiple of the 128", "another recipe")),
+    ("few-bits-over-tensor", 4, {**FP8, "fp8_recipe": "mxfp8", **TP4}, ("all queries is 16 over 4 ranks, no multiple of the 32",)),
+    ("few-bits-over-tensor", 1, {"fp4_format": "e2m1", **MOE, "moe_ffn_hidden_size": 24}, ("--moe-ffn-hidden-size 24", "--fp4-recipe nvfp4")),
     ("hybrid-context", 1, {"max_seqlen_per_dp_cp_rank": 8}, ("for --hybrid-context-parallel only",)),
     ("hybrid-context", 2, {**HYBRID, "max_seqlen_per_dp_cp_rank": None}, ("needs --max-seqlen-per-dp-cp-rank",)),
     ("hybrid-context", 2, {**HYBRID, "max_seqlen_per_dp_cp_rank": 10}, ("holds sequences of 20", "at least 16")),
@@ -108,6 +136,26 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("number-formats", 1, {"loss_scale": 128.0}, ("--loss-scale 128",)),
     ("number-formats", 1, {"bf16": True, "loss_scale": 128.0}, ("--loss-scale 128",)),
     ("number-formats", 1, {"grad_reduce_in_bf16": True}, ("--grad-reduce-in-bf16",)),
+    ("update-rule", 1, {"optimizer": "sgd", "muon_momentum": 0.95}, ("--muon-momentum", "--optimizer muon")),
+    ("update-rule", 1, {"lion_beta1": 0.95}, ("--lion-beta1", "--optimizer lion")),
+    ("update-rule", 1, {"optimizer": "muon", "muon_momentum": 1.0, "muon_num_ns_steps": 0, "muon_extra_scale_factor": 0.0},
+     ("--muon-momentum 1", "give 5", "must be above 0")),
+    ("update-rule", 1, {"optimizer": "muon", "optimizer_cpu_offload": True}, ("no work for a CPU", "choose adam")),
+    ("update-rule", 1, {"pin_cpu_grads": False}, ("--pin-cpu-grads", "--optimizer-cpu-offload")),
+    ("update-rule", 1, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5}, ("1.5", "from 0 to 1")),
+    ("narrow-state", 1, {"exp_avg_dtype": "bf16"}, ("--exp-avg-dtype", "--use-precision-aware-optimizer")),
+    ("narrow-state", 1, {**NARROW, "optimizer": "lion"}, ("--optimizer lion", "drop one")),
+    ("narrow-state", 1, {**NARROW, "optimizer_cpu_offload": True}, ("keep one",)),
+    ("narrow-state", 1, {**NARROW, "bf16": False, "fp64": True}, ("--fp64", "drop one")),
+    ("narrow-state", 1, {**NARROW, "bf16": False, "main_grads_dtype": "bf16"}, ("--main-grads-dtype bf16", "choose fp32")),
+    ("narrow-state", 1, {**NARROW, "bf16": False, "main_params_dtype": "fp16"}, ("--main-params-dtype fp16", "choose fp32")),
+    ("narrow-state", 2, {**NARROW, "use_torch_fsdp2": True, "main_params_dtype": "fp16"}, ("--use-torch-fsdp2", "at fp32")),
+    ("activations-aside", 1, {"offload_modules": ("core_attn",)}, ("--offload-modules", "add it")),
+    ("activations-aside", 1, {"cpu_offloading_num_layers": -1}, ("neither is below 0",)),
+    ("activations-aside", 1, {"fine_grained_activation_offloading": True}, ("name them",)),
+    ("activations-aside", 1, {**ASIDE, "cpu_offloading_num_layers": 2}, ("keep one",)),
+    ("activations-aside", 1, {**ASIDE, "offload_modules": ("moe_act",)}, ("--offload-modules moe_act", "leave out")),
+    ("activations-aside", 1, {**ASIDE, "compile": True}, ("--compile", "drop it")),
     ("activation", 1, {"swiglu": True, "squared_relu": True}, ("--swiglu and --squared-relu",)),
     ("activation", 1, {"quick_geglu": True, "openai_gelu": True}, ("keep one",)),
     ("recompute", 1, {"recompute_granularity": "full"}, ("needs --recompute-method",)),
@@ -117,11 +165,21 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("recompute", 1, {"recompute_granularity": "selective", "distribute_saved_activations": True}, ("full only",)),
     ("recompute", 4, {**FULL, **TP4, "sequence_parallel": True, "distribute_saved_activations": True}, ("--sequence-parallel",)),
     ("overlap", 2, {"overlap_param_gather": True}, ("--use-distributed-optimizer",)),
+    ("compilation", 1, {"compile_backend": "aot_eager", "compile_mode": "max-autotune-no-cudagraphs"}, ("for --compile only", "add it")),
+    ("compilation", 1, {"compile": True, "compile_backend": "aot_eager", "compile_mode": "max-autotune-no-cudagraphs"}, ("leave one of them out",)),
     ("fully-sharded", 2, {"torch_fsdp2_no_reshard_after_forward": True}, ("add it",)),
     ("fully-sharded", 2, {"use_torch_fsdp2": True, "use_distributed_optimizer": True, "ddp_bucket_size": 100},
      ("--use-distributed-optimizer cuts", "--ddp-bucket-size is for buckets")),
     ("fully-sharded", 2, {"use_torch_fsdp2": True, "eval_generate": "x"}, ("--eval-generate lets every",)),
     ("overlap", 2, {"ddp_bucket_size": 100, "ddp_num_buckets": 3}, ("keep one",)),
+    ("overlap", 2, {"tensor_model_parallel_size": 2, "tp_comm_overlap": True}, ("--sequence-parallel", "add it")),
+    ("overlap", 1, {"tp_comm_overlap_rs_dgrad": True}, ("--tp-comm-overlap only", "add it")),
+    ("overlap", 1, {"overlap_moe_expert_parallel_comm": True}, ("--expert-model-parallel-size", "leave it out")),
+    ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "recompute_granularity": "selective"},
+     ("two passes under way", "--recompute-granularity")),
+    ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "gpipe"},
+     ("1F1B two by two",)),
+    ("overlap", 1, {"tp_comm_overlap": True, "sequence_parallel": True, "bf16": True, **FP8}, ("scaled as a whole", "leave it out")),
     ("data", 1, {"data_path": ("x",)}, ("--mock-data and --data-path",)),
     ("data", 1, {"mock_data": False}, ("nothing says what to read",)),
     ("data", 1, {"train_data_path": ("x",)}, ("paths for each split",)),
@@ -261,7 +319,10 @@ def test_a_bad_setting_breaks_its_rule_and_the_message_says_what_to_do(name: str
     (4, {"global_batch_size": 20, "decrease_batch_size_if_needed": True}), (1, {"save": "x", "save_interval": 10, "save_retain_interval": 20}),
     (1, {"window_size": "(4, 0)", "window_attn_skip_freq": "[1]*7+[0]", "softmax_type": "learnable", "attention_output_gate": True}),
     (1, {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0, "no_rope_freq": "4"}),
-    (1, {"position_embedding_type": "mrope", "mrope_section": (2, 1, 1)}), (1, {"qk_clip": True, "qk_clip_threshold": 30.0})])
+    (1, {"position_embedding_type": "mrope", "mrope_section": (2, 1, 1)}), (1, {"qk_clip": True, "qk_clip_threshold": 30.0}),
+    (4, {**FP8, **TP4}), (1, {**FP8, "bf16": True, "first_last_layers_bf16": True}), (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}),
+    (1, {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}),
+    (2, {**FP8, "fp8_param_gather": True, "use_distributed_optimizer": True})])
 def test_good_settings_break_no_rule(world_size: int, changes: dict[str, Any]) -> None:
     assert found(world_size, changes) == {}
 

@@ -188,14 +188,16 @@ def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=N
                      recompute=recompute or RecomputeConfig(), optimizer=optimizer or OptimizerConfig())
 
 
-@pytest.mark.parametrize("precision, constant, shared", [
-    (dict(bf16=True), 6, 12), (dict(fp16=True), 4, 16), (dict(), 8, 8),
-    (dict(fp16=True, accumulate_allreduce_grads_in_fp32=True), 6, 12)])
-def test_state_bytes_follow_the_published_table(precision, constant, shared):
+@pytest.mark.parametrize("precision, constant, shared, copied", [
+    (dict(bf16=True), 6, 12, 0), (dict(fp16=True), 4, 16, 4), (dict(), 8, 8, 0),
+    (dict(fp16=True, accumulate_allreduce_grads_in_fp32=True), 6, 12, 0)])
+def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_update_only(precision, constant, shared, copied):
     for cut in (False, True):
         config = run_config(shape("gpt2"), precision=PrecisionConfig(**precision),
                             parallel=ParallelConfig(use_distributed_optimizer=cut))
-        assert flops.state_bytes(config, 8) == constant + shared / (8 if cut else 1)
+        shards = 8 if cut else 1
+        assert flops.state_bytes(config, 8) == constant + (shared - copied) / shards
+        assert flops.update_bytes(config, 8) == copied / shards
     whole = run_config(shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True))
     assert flops.state_bytes(whole, 8) == 4 * (1 + 1 + 2) / 8, "weight, gradient and two moments in fp32, all of them cut"
 
@@ -246,6 +248,18 @@ def test_fewer_microbatches_than_stages_keep_fewer_alive():
                  for m in (2, 100))
     assert many[0].activations == 2 * few[0].activations
     assert many[3] == few[3]
+
+
+def test_there_and_back_every_rank_holds_as_many_chunks_and_the_first_one_both_ends() -> None:
+    config = run_config(shape("gpt2", num_layers=8, hidden_dropout=0.0),
+                        parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zb-v"))
+    stages = partition(layer_plans(8), pp=4, vpp=2, placement="v")
+    memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
+    layer = S * B * flops.layer_activation_bytes(config)
+    assert [held.activations / layer for held in memory[1:]] == pytest.approx([8, 8, 8])
+    layers = flops.rank_parameters(config.model, [stage for stage in stages if stage.rank == 1])
+    network = flops.count_parameters(config.model)
+    assert memory[0].parameters == layers + network.embedding + network.final_norm + config.model.padded_vocab_size * config.model.hidden_size
 
 
 @pytest.mark.parametrize("method, group, chunks_kept, at_work", [("uniform", 1, 4, 1), ("uniform", 2, 2, 2), ("block", 4, 4, 1)])

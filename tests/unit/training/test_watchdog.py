@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megatron.training import watchdog
-from megatron.training.board import FIRST_FAILURE, Board
+from megatron.training.board import FIRST_FAILURE, Board, lacks_board
 from megatron.training.failures import described, origin
+from megatron.training.ledger import Ledger, read_events
 from megatron.training.place import Place
 from megatron.training.watchdog import Answer, Watchdog, waited_for
 from tests.helpers import tiny
@@ -75,6 +79,26 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(monkeypat
     assert "has not moved for" in said and "the others wait for rank 1" in said and "rank 1 DOES NOT ANSWER: it was never seen" in said
     assert "rank 0 on node" in said and "training, iteration 10" in said
     assert "ended.wait(0.1)" in capfd.readouterr().err, "the stacks are shown"
+
+
+def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
+    place, ledger = Place(0, 0, 2, f"127.0.0.1:{store.port}", ""), Ledger(tmp_path / "ledger.jsonl")
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ledger=ledger)
+    with Watchdog(run, place):
+        Board.connect(place).claim(FIRST_FAILURE, "rank 1 on node b: ValueError: wrong\non node b, in training")
+        deadline = time.monotonic() + 20
+        while not ledger.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    ledger.add("end", reason="RuntimeError: connection closed")
+    (end,) = read_events(ledger.path)
+    assert end["reason"] == "first failure: rank 1 on node b: ValueError: wrong" and end["failed"]
+
+
+def test_ranks_without_a_launchers_store_are_told_what_they_cannot_do() -> None:
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lacks_board(Place(0, 0, 2, "", "", meeting="127.0.0.1:29500"))
+    assert not lacks_board(Place(0, 0, 2, "127.0.0.1:29500", "")) and not lacks_board(Place(0, 0, 1, "", ""))
 
 
 def test_an_error_is_described_with_its_place_and_notes() -> None:
