@@ -79,7 +79,7 @@ def test_a_tiny_bert_finds_hidden_letters_far_more_often_than_the_commonest_lett
     assert accuracy > 2 * commonest, f"accuracy {accuracy:.3f}; the commonest letter would be right {commonest:.3f} of the time"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_t5_writes_spans_that_can_be_copied() -> None:
     # A word is a letter in each of three alphabets, a A @: what stays of it tells what was taken out.
     size, words, first, steps, decoder = 6, 6, 6, 600, 16

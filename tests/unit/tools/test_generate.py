@@ -209,7 +209,9 @@ def test_settings_that_do_not_fit_are_told_at_once(tool: ModuleType, folder: str
     assert "ConfigError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sizes", [["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []], ids=["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("sizes", [
+    pytest.param(["--tensor-model-parallel-size", "2"], id="tp2"), pytest.param([], id="dp2"),
+    pytest.param(["--pipeline-model-parallel-size", "2"], id="pp2", marks=pytest.mark.nightly)])
 def test_ranks_of_a_launcher_write_what_one_process_writes(tool: ModuleType, folder: str, tmp_path: Path, sizes: list[str]) -> None:
     expected = answers(tool, folder, lines(), tmp_path / "alone")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "tools/generate.py"),

@@ -31,8 +31,11 @@ def launch(script: str, flags: list[str], *, ranks: int, **environment: str) -> 
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("layout", [["--tensor-model-parallel-size", "3"], ["--pipeline-model-parallel-size", "3"]])
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("layout, how", [
+    pytest.param(["--tensor-model-parallel-size", "3"], "raise", id="tensor-raise"),
+    pytest.param(["--pipeline-model-parallel-size", "3"], "kill", id="pipeline-kill"),
+    pytest.param(["--tensor-model-parallel-size", "3"], "kill", id="tensor-kill", marks=pytest.mark.nightly),
+    pytest.param(["--pipeline-model-parallel-size", "3"], "raise", id="pipeline-raise", marks=pytest.mark.nightly)])
 def test_one_failing_rank_ends_all_within_ten_seconds_and_is_named(layout: list[str], how: str) -> None:
     flags = [*layout, "--train-iters", "1000", "--num-layers", "3", "--num-attention-heads", "3", "--hidden-size", "24",
              "--ffn-hidden-size", "48"]
