@@ -108,7 +108,7 @@ def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
 
 
 def test_what_a_dry_run_counts_is_what_real_tensors_hold_byte_for_byte(world):
-    compare(world, random_changes(seed=3, count=8))
+    compare(world, random_changes(seed=3, count=5))
 
 
 def test_shares_of_weights_and_of_documents_are_counted_byte_for_byte(world):
