@@ -20,7 +20,8 @@ WIDE: dict[str, Any] = {"num_layers": 8, "hidden_size": 512, "num_attention_head
                         "micro_batch_size": 8, "bf16": True}
 
 
-@pytest.mark.parametrize("changes", [MODELS["muon"], MODELS["muon-joined"], MODELS["lion"]], ids=["muon", "muon joined", "lion"])
+@pytest.mark.parametrize("changes", [MODELS["muon"], MODELS["muon-joined"], MODELS["lion"], MODELS["adafactor"]],
+                         ids=["muon", "muon joined", "lion", "adafactor"])
 def test_updates_on_a_gpu_are_the_cpus(changes: dict[str, Any]) -> None:
     assert losses_on("cuda", **changes) == pytest.approx(losses_on("cpu", **changes), rel=1e-3)
 

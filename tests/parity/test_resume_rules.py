@@ -18,6 +18,7 @@ from tests.parity.test_resume import AFTER, BEFORE, resume_and_train, train_and_
 
 PAIRS = (("muon", "", "tp2 muon-distributed dp2 zero mb2"), ("muon", "dp4 zero bucket600 mb2", "tp2 dp2 fsdp mb2"),
          ("muon-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"),
+         ("adafactor-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"), ("adafactor-gqa", "dp2 fsdp mb2", "tp4 mb2"),
          pytest.param("muon-joined", "tp2 pp2 mb2", "", marks=pytest.mark.nightly), pytest.param("lion", "tp2 dp2 zero mb2", "", marks=pytest.mark.nightly))
 PLAIN: Changes = {**MODELS["llama"], "bf16": True}
 FP8: Changes = {**PLAIN, "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer import muon
+from megatron.core.optimizer import adafactor, muon
+from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_together
 from megatron.core.optimizer.owners import Slab
@@ -18,6 +20,7 @@ from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
 _returned, _direction, _arrived = muon._returned, Muon._direction, Parcel.arrived
+_blocks, _sum = adafactor._blocks, Adafactor._sum
 
 
 def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
@@ -37,6 +40,17 @@ def _direction_in_the_owners_part_only(self: Muon, held: Any) -> Tensor:
     return found if self.mesh.dp_cp.is_first else torch.zeros_like(found)
 
 
+def _own_sums_alone(axis: str) -> Any:
+    def summed(self: Adafactor, shares: Any) -> None:
+        _sum(self, [(replace(whole, axes=tuple(one for one in whole.axes if one != axis)), share) for whole, share in shares])
+
+    return summed
+
+
+def _every_block_counts(segment: Any, mesh: Any) -> Any:
+    return (replace(block, counts=True) for block in _blocks(segment, mesh))
+
+
 def _as_it_was_last(self: Parcel) -> Tensor:
     self._back = torch.zeros_like(self.host) if self._back is None else self._back
     self._mark = self.lane.mark()
@@ -50,6 +64,12 @@ UPDATES: tuple[Defect, ...] = (
     Defect("owners send updates back one element off", (("dp4 zero bucket600 mb2", "muon"),), ((muon, "_returned", _back_to_the_rank_beside),)),
     Defect("an owner hears of the first data rank's momentum only", (("tp2 dp2 fsdp mb2", "muon-joined"),),
            ((Muon, "_direction", _direction_in_the_owners_part_only),)),
+    Defect("rows and columns are those of a tensor rank's piece", (("tp4 mb4", "adafactor-gqa"),), ((Adafactor, "_sum", _own_sums_alone("tp")),)),
+    Defect("rows and columns are those of what a data rank owns", (("pp2 dp2 zero bucket600 overlap-gather mb2", "adafactor"), ("tp2 dp2 fsdp mb2", "adafactor")),
+           ((Adafactor, "_sum", _own_sums_alone("dp_cp")),)),
+    Defect("rows and columns are those of a piece of an expert", (("tp2 sp ep2 etp2 dp4 zero mb2", "adafactor-moe"),),
+           ((Adafactor, "_sum", _own_sums_alone("etp")),)),
+    Defect("squares of copied key heads count twice", (("tp4 mb4", "adafactor-gqa"),), ((adafactor, "_blocks", _every_block_counts),)),
     Defect("activations are used before they have come back", (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"),
                                                                ("offload-parts ep2 dp2 alltoall mb2", "moe")),
            ((offload.Parcel, "arrived", _as_it_was_last),)),

@@ -58,7 +58,7 @@ class OptimizerConfig:
     The update rule. Weight decay spares biases and other vectors; SGD's enters the momentum, all others' is decoupled.
     """
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "dist_muon"] = flag(
+    optimizer: Literal["adam", "sgd", "lion", "adafactor", "muon", "dist_muon"] = flag(
         "adam", "update rule (adam is AdamW; dist_muon is muon with --use-distributed-optimizer)")
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
@@ -70,6 +70,9 @@ class OptimizerConfig:
     sgd_momentum: float = flag(0.9, "momentum of SGD")
     lion_beta1: float = flag(0.9, "Lion: share of the momentum in the direction of a step")
     lion_beta2: float = flag(0.99, "Lion: decay of the momentum")
+    adafactor_decay_rate: float = flag(0.8, "Adafactor: in step n the newest squares count n to the power of minus this")
+    adafactor_clip_threshold: float = flag(1.0, "Adafactor: largest root mean square of a direction")
+    adafactor_min_rms: float = flag(1e-3, "Adafactor: the rate follows the root mean square of a parameter's weights, but not below this")
     muon_momentum: float = flag(0.9, "Muon: decay of the momentum")
     muon_nesterov: bool = flag(False, "Muon: the newest gradient counts twice (Nesterov)")
     muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps")
@@ -100,7 +103,7 @@ class OptimizerConfig:
 
     @property
     def elementwise(self) -> str:
-        """The rule of everything else: adam, sgd or lion."""
+        """The rule of everything else: adam, sgd, lion or adafactor."""
         return self.muon_scalar_optimizer if self.is_muon else self.optimizer
 
 

@@ -22,6 +22,10 @@ def update_rule(run: RunConfig) -> str:
         problems += _unused(config, OptimizerConfig(), (name for name in names if name.startswith("muon_")), "--optimizer muon")
     if config.elementwise != "lion":
         problems += _unused(config, OptimizerConfig(), (name for name in names if name.startswith("lion_")), "--optimizer lion")
+    if config.optimizer != "adafactor":
+        problems += _unused(config, OptimizerConfig(), (name for name in names if name.startswith("adafactor_")), "--optimizer adafactor")
+    problems += [f"{spelling(name)} {getattr(config, name):g} must be above 0" for name in names
+                 if name.startswith("adafactor_") and getattr(config, name) <= 0]
     for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
             problems.append(f"{spelling(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1")
@@ -31,6 +35,8 @@ def update_rule(run: RunConfig) -> str:
         problems.append(f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size")
     if config.optimizer_cpu_offload and config.is_muon:
         problems.append("--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam")
+    if config.optimizer_cpu_offload and config.optimizer == "adafactor":
+        problems.append("--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam")
     if not config.optimizer_cpu_offload:
         problems += _unused(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:

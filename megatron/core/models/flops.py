@@ -165,7 +165,7 @@ def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
 
 
 def kept_bytes(config: RunConfig) -> float:
-    """Bytes of masters and moments per parameter that a rank owns; with Muon, per element of a matrix.
+    """Bytes of masters and moments per parameter that a rank owns; with Muon or Adafactor, per element of a large matrix.
 
     What --optimizer-cpu-offload moves is counted as well: it is there, in another memory.
     """
@@ -174,7 +174,7 @@ def kept_bytes(config: RunConfig) -> float:
     if precision.use_precision_aware_optimizer:
         master = NARROW["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
         return master * has_master + NARROW[precision.exp_avg_dtype] + NARROW[precision.exp_avg_sq_dtype]
-    moments = {"adam": 2, "lion": 1, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise]
+    moments = {"adam": 2, "lion": 1, "adafactor": 0, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise]
     return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
 
 
@@ -188,6 +188,14 @@ def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
     return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
 
 
+def away_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Bytes of `state_bytes` that --optimizer-cpu-offload keeps in the CPU's memory instead."""
+    if not config.optimizer.optimizer_cpu_offload:
+        return 0.0
+    cut = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+    return config.optimizer.optimizer_offload_fraction * kept_bytes(config) / (data_parallel_size if cut else 1)
+
+
 def rank_memory(
     config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
 ) -> tuple[RankMemory, ...]:
@@ -199,12 +207,13 @@ def rank_memory(
         parameters = rank_parameters(config.model, own, parallel.tp, split=split)
         experts = sum(expert_parameters(config.model, split) for stage in own for plan in stage.layers if plan.mlp == "moe")
         alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
-        state, update = ((parameters - experts) * count(config, copies) + experts * count(config, alike) for count in (state_bytes, update_bytes))
+        state, update, away = ((parameters - experts) * count(config, copies) + experts * count(config, alike)
+                               for count in (state_bytes, update_bytes, away_bytes))
         if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
             rest = rank_parameters(config.model, [replace(stage, layers=()) for stage in own], parallel.tp, split=split)
             cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
             state += rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
-        found.append(RankMemory(parameters, state, _activation_bytes(config, own, position, num_microbatches), update))
+        found.append(RankMemory(parameters, state - away, _activation_bytes(config, own, position, num_microbatches), update))
     return tuple(found)
 
 

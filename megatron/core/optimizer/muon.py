@@ -13,19 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.distributed.fsdp import Parallel
 from megatron.core.optimizer.groups import is_by_muon
 from megatron.core.optimizer.orthogonal import Iteration, orthogonalize, orthogonalize_together, scale_of
 from megatron.core.optimizer.owners import Slab, divided, slabs_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, pieces
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
+from megatron.core.optimizer.elementwise import Elementwise
 from megatron.core.parallel.device import Lane, host_memory
 
 _GROUPS = 4  # of segments, where copies go beside updates
@@ -51,7 +52,7 @@ class Host:
                 self._groups.append([])
             self._groups[-1].append(_Away(segment, master, host_memory(count, wide, pinned=config.pin_cpu_grads), weights))
 
-    def step(self, inner: torch.optim.Optimizer, factor: float | Tensor, here: Callable[[], None]) -> None:
+    def step(self, inner: Elementwise, factor: float | Tensor, here: Callable[[], None]) -> None:
         """Send gradients down, update by factor times them, and send the weights up. here: the device's own work, begun meanwhile."""
         marks = []
         for group in self._groups:

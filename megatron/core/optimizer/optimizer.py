@@ -5,7 +5,8 @@ bucket) and FSDP2 (every rank owns rows of each parameter): it sees a list of se
 masters; wide weights are their own masters.
 
     segment --matrix of a layer, --optimizer muon--> Muon             muon.py
-            --else--> AdamW, SGD (torch's), Lion                      lion.py
+            --else--> AdamW, SGD, Lion                                elementwise.py
+            --else, --optimizer adafactor--> Adafactor                adafactor.py
             --else, --use-precision-aware-optimizer--> NarrowAdam     narrow.py, formats.py
             --of these, --optimizer-cpu-offload--> the same, where the CPU's memory is   offload.py
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from torch import Tensor
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.finalize import finalize
-from megatron.core.distributed.fsdp import Parallel
+from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
+from megatron.core.optimizer.elementwise import RULES, Elementwise
 from megatron.core.optimizer.groups import Group, group_of, is_by_muon
-from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.narrow import Entry, NarrowAdam, entry_of, pack, unpacked
 from megatron.core.optimizer.offload import Host, divided
@@ -34,7 +35,10 @@ from megatron.core.parallel.boxes import flat
 from megatron.core.parallel.device import has_own_memory, memory_of
 from megatron.core.parallel.mesh import Mesh
 
-_SLOTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
+
+Inner = Elementwise | NarrowAdam | Adafactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +77,19 @@ class Optimizer:
             if not is_by_muon(segment.spec, config):
                 grouped.setdefault(group_of(segment.spec, config), []).append(param)
         self.groups = sorted(grouped)
-        self.inner = self._make_inner([{"params": grouped[group]} for group in self.groups]) if grouped else None
+        groups = [{"params": grouped[group]} for group in self.groups]
+        if config.optimizer == "adafactor":  # also where a rank owns nothing: it takes part in sums
+            owned = list(zip(self.segments, self.masters, strict=True))
+            self.inner: Inner | None = Adafactor(parallels, owned, groups, mesh, config, dtype=wide)
+        else:
+            self.inner = self._make_inner(groups) if grouped else None
 
     def _master(self, segment: Segment) -> Tensor:
         wide = segment.data.dtype in (torch.float32, torch.float64) or bool(self.entries)
         return segment.data if wide else segment.data.float()
 
-    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | NarrowAdam:
-        config, rule = self.config, self.config.elementwise
-        if self.entries:
-            return NarrowAdam(groups, config)
-        if rule == "adam":
-            betas = (config.adam_beta1, config.adam_beta2)
-            inner: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-        elif rule == "lion":
-            inner = Lion(groups, betas=(config.lion_beta1, config.lion_beta2))
-        else:
-            inner = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
-        for master in (master for group in groups for master in group["params"]):  # from the start, so that any checkpoint holds all of it
-            slots = {slot: torch.zeros_like(master) for slot in _SLOTS[rule]}
-            if rule == "adam":
-                slots["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            inner.state[master] = slots
-        return inner
+    def _make_inner(self, groups: list[dict[str, Any]]) -> Elementwise | NarrowAdam:
+        return NarrowAdam(groups, self.config) if self.entries else RULES[self.config.elementwise](groups, self.config)
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Rates of the next step. decoupled_lr: of the embedding and output layer."""
@@ -193,8 +187,11 @@ class Optimizer:
                 assert self.muon is not None, "a segment of Muon's has a Muon"
                 yield "momentum_buffer", segment, self.muon.held[segment.name].momentum
                 continue
-            for slot in _SLOTS[self.config.elementwise]:
-                yield slot, segment, self.inner.state[master][slot]
+            if isinstance(self.inner, Adafactor):
+                yield from self.inner.slots(place)
+                continue
+            assert isinstance(self.inner, Elementwise), "what no other rule updates is updated element by element"
+            yield from ((slot, segment, self.inner.state[master][slot]) for slot in self.inner.slots)
 
     def settle(self, loaded: Sequence[tuple[str, Segment, Tensor]]) -> None:
         """Take over values that were written into the weights, and into what `slots` gave."""
@@ -214,14 +211,14 @@ class Optimizer:
     @property
     def num_steps(self) -> int:
         """Updates done so far (Adam's bias correction counts them)."""
-        if isinstance(self.inner, NarrowAdam):
+        if isinstance(self.inner, NarrowAdam | Adafactor):
             return self.inner.steps
         counts = [state["step"] for state in self.inner.state.values() if "step" in state] if self.inner is not None else []
         return int(counts[0]) if counts else 0
 
     def load_num_steps(self, steps: int) -> None:
         """Continue counting from `steps`."""
-        if isinstance(self.inner, NarrowAdam):
+        if isinstance(self.inner, NarrowAdam | Adafactor):
             self.inner.steps = steps
         elif self.inner is not None:
             for state in self.inner.state.values():

@@ -74,7 +74,7 @@ def checked(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[bool, dict[
     return code == 0, rows, out
 
 
-ELSEWHERE = ("SGD", "Muon", "delayed")  # of other update rules and formats
+ELSEWHERE = ("SGD", "Muon", "Adafactor", "delayed")  # of other update rules and formats
 SAVED = [item for item in INVENTORY if not any(word in item.what for word in ELSEWHERE)]
 
 

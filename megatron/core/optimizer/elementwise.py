@@ -1,0 +1,92 @@
+"""Updates in which every element moves by itself: AdamW, SGD and Lion.
+
+AdamW and SGD are torch's functions instead of its classes, whose first use imports torch's compiler: that takes longer than all
+else that a run does until its first step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron.core.config.optim import OptimizerConfig
+
+
+class Elementwise(ABC):
+    """What the rules have in common: groups of parameters with rates of their own, and moments.
+
+    groups: {"params": parameters} each; their "lr" and "weight_decay" are set before a step. state: parameter -> slot -> tensor
+    like it, all there from the start, so that any checkpoint holds all of it; and "step", a number, where updates are counted.
+    """
+
+    slots: tuple[str, ...]
+    counts = False
+
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        for param in (param for group in groups for param in group["params"]):
+            self.state[param] = {slot: torch.zeros_like(param) for slot in self.slots}
+            if self.counts:
+                self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                states = {slot: [self.state[param][slot] for param in params] for slot in self.state[params[0]]}
+                self._update(params, [param.grad for param in params], states, group["lr"], group["weight_decay"])
+
+    @abstractmethod
+    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+        """Update some parameters. states: slot -> of each parameter."""
+
+
+class AdamW(Elementwise):
+    """Adam with decay apart from the gradient (Loshchilov and Hutter, 2019, arXiv 1711.05101)."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+    counts = True
+
+    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+        adamw(params, gradients, states["exp_avg"], states["exp_avg_sq"], [], states["step"], fused=True, amsgrad=False,
+              beta1=self.config.adam_beta1, beta2=self.config.adam_beta2, lr=lr, weight_decay=decay, eps=self.config.adam_eps, maximize=False)
+
+
+class SGD(Elementwise):
+    """Gradient descent with momentum; decay is part of the gradient."""
+
+    slots = ("momentum_buffer",)
+
+    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+        sgd(params, gradients, list(states["momentum_buffer"]), foreach=True, weight_decay=decay, momentum=self.config.sgd_momentum,
+            lr=lr, dampening=0.0, nesterov=False, maximize=False)
+
+
+class Lion(Elementwise):
+    """Every element moves by lr, whatever the size of its gradient (Chen et al., 2023, arXiv 2302.06675).
+
+        direction = sign(beta1 m + (1 - beta1) g)      m <- beta2 m + (1 - beta2) g      w <- w - lr (direction + decay w)
+
+    One moment; wants a tenth of AdamW's rate and ten times its decay.
+    """
+
+    slots = ("exp_avg",)
+
+    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+        for param, gradient, moment in zip(params, gradients, states["exp_avg"], strict=True):
+            direction = moment.lerp(gradient, 1.0 - self.config.lion_beta1).sign_()
+            moment.lerp_(gradient, 1.0 - self.config.lion_beta2)
+            param.mul_(1.0 - lr * decay).add_(direction, alpha=-lr)
+
+
+RULES: dict[str, type[Elementwise]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}
