@@ -18,6 +18,7 @@ from tests.helpers.training import train_on
 pytestmark = pytest.mark.gpu
 
 RECIPES: dict[str, dict[str, Any]] = {name: {"fp8_format": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "delayed", "blockwise", "mxfp8")}
+RECIPES["nvfp4"] = {"fp4_format": "e2m1"}
 
 
 def fitting(name: str) -> dict[str, Any]:
@@ -55,4 +56,12 @@ def test_native_training_stays_near_the_emulated_one(name: str) -> None:
     settings = {**fitting(name), "bf16": True, "use_cpu_initialization": True, "hidden_size": 256, "ffn_hidden_size": 512}
     losses = [train_on(tiny.trainer_of(tiny.run_of(tiny.config(**settings, fp8_emulation=emulated), torch.device("cuda"))), 4)[0]
               for emulated in (False, True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_weights_that_are_kept_in_8_bits_are_multiplied_as_those_rounded_when_they_are_used(name: str) -> None:
+    settings = {**fitting(name), "use_cpu_initialization": True, "hidden_size": 256, "ffn_hidden_size": 512, "use_distributed_optimizer": True}
+    losses = [train_on(tiny.trainer_of(tiny.run_of(tiny.config(**settings, bf16=True, fp8_param_gather=kept), torch.device("cuda"))), 4)[0]
+              for kept in (True, False)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

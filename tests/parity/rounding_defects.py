@@ -59,8 +59,13 @@ def _rounded_by_own_range(self: RoundedBucket) -> None:
 
 ROUNDING: tuple[Defect, ...] = (
     Defect("owners round their ranges of a weight by scales of their own",
-           (("dp4 fp8-gather overlap-reduce overlap-gather bucket900 average", "fp8-tensorwise"), ("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise")),
+           (("dp4 fp8-gather overlap-reduce overlap-gather bucket900 average", "fp8-tensorwise"), ("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),
+            ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"), ("tp2 sp dp2 fp8-gather", "fp8-mx")),
            ((RoundedBucket, "prepare", _rounded_by_own_range),)),
+    Defect("a transposed weight is the first rounding, transposed", (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
+           ((Way, "turned", property(lambda self: self.held and self.held.t())),)),
+    Defect("experts take the matrix of the first", (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
+           ((Way, "held", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),)),
     Defect("weights of 8 bits are not rounded anew after a step", (("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),),
            ((DataParallel, "start_gather", nothing),)),
     Defect("every rank scales by the largest value of its own piece",

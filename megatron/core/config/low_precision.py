@@ -28,11 +28,12 @@ class LowPrecisionConfig:
     num_layers_at_start_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the start")
     num_layers_at_end_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the end")
     fp8_param_gather: bool = flag(
-        False, "--fp8-recipe tensorwise or delayed, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits beside their "
-        "fp32 masters")
+        False, "--fp8-format, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits (mxfp8: twice) beside their fp32 masters")
     fp4_format: Literal["e2m1"] | None = flag(None, "multiply in 4 bits")
     fp4_recipe: Literal["nvfp4"] | None = flag(
         None, "how 4 bits are scaled; left out: nvfp4, 16 elements share a scale in e4m3, gradients are rounded by chance")
+    fp4_param_gather: bool = flag(
+        False, "--fp4-format, --use-distributed-optimizer: weights are kept in 4 bits, and gathered in a byte each, beside their fp32 masters")
     fp8_emulation: bool = flag(False, "on a GPU too, compute 8 and 4 bits by rounding and matmuls in fp32; a CPU always does")
 
     @property
@@ -41,6 +42,11 @@ class LowPrecisionConfig:
         if self.fp4_format is not None:
             return self.fp4_recipe or "nvfp4"
         return self.fp8_recipe if self.fp8_format is not None else ""
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether weights are kept rounded."""
+        return self.fp8_param_gather or self.fp4_param_gather
 
     @property
     def block(self) -> int:

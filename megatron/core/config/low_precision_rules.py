@@ -39,7 +39,7 @@ def low_precision(run: RunConfig) -> str:
     if run.parallel.hybrid_context_parallel:
         problems.append(f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format(run)} finds no scales in "
                         "common; leave one of them out")
-    if low.fp8_param_gather:
+    if low.holds_weights:
         problems += _kept_weights(run)
     return "\n  ".join(problems)
 
@@ -47,17 +47,17 @@ def low_precision(run: RunConfig) -> str:
 def _kept_weights(run: RunConfig) -> Iterator[str]:
     """What is in the way of weights that are kept in 8 bits."""
     low, optimizer = run.precision.low, run.optimizer
-    if low.recipe not in ("tensorwise", "delayed"):
-        yield (f"--fp8-param-gather keeps one rounding of a weight, and --{_recipe(run)} has scales in blocks; choose --fp8-recipe "
-               "tensorwise or delayed")
+    flag, other = ("--fp4-param-gather", "--fp8-param-gather") if low.fp4_format else ("--fp8-param-gather", "--fp4-param-gather")
+    if low.fp8_param_gather if low.fp4_format else low.fp4_param_gather:
+        yield f"{other} is of weights in another format than --{_recipe(run)} has; give {flag} instead"
     if not run.parallel.use_distributed_optimizer:
-        yield "--fp8-param-gather is about what --use-distributed-optimizer gathers; add it"
+        yield f"{flag} is about what --use-distributed-optimizer gathers; add it"
     if run.model.mla.multi_latent_attention:
-        yield "--fp8-param-gather: --multi-latent-attention reads its weights as they are when it decodes; leave one of them out"
+        yield f"{flag}: --multi-latent-attention reads its weights as they are when it decodes; leave one of them out"
     given = [name for name, on in (("--use-precision-aware-optimizer", run.precision.use_precision_aware_optimizer),
                                    ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload)) if on]
     if given:
-        yield f"--fp8-param-gather keeps masters of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
+        yield f"{flag} keeps masters of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
 def low_precision_sizes(run: RunConfig) -> str:

@@ -101,6 +101,11 @@ class Bucket:
     def prepare(self) -> None:
         """Bring what is owned into the form in which it is gathered: it has it."""
 
+    @property
+    def gathered(self) -> tuple[Tensor, ...]:
+        """What is gathered, each with an element for each of the bucket."""
+        return (self.data,)
+
     def ownership(self) -> Iterator[Ownership]:
         """Who owns what of each parameter."""
         bounds = [self.owned(rank) for rank in range(self.axis.size)]

@@ -8,7 +8,7 @@ bucket only when its next forward pass begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class DataParallel:
         self._reducing: list[collectives.Work] = []
         self._missing: list[int] | None = None
         self._launched = 0
-        self._gathering: dict[int, collectives.Work] = {}
+        self._gathering: dict[int, list[collectives.Work]] = {}
         self.before_reduction: Callable[[Bucket], None] = lambda bucket: None  # sees each bucket while it is this rank's alone
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
@@ -105,25 +105,37 @@ class DataParallel:
             if bucket.sharded:
                 bucket.prepare()
                 low, high = bucket.owned()
-                self._gathering[index] = collectives.start_all_gather(bucket.data, bucket.data[low:high], bucket.axis)
+                self._gathering[index] = [collectives.start_all_gather(whole, whole[low:high], bucket.axis) for whole in bucket.gathered]
         if not self.overlap_gather:
             self.finish_gather()
 
     def finish_gather(self) -> None:
         """Wait until every parameter is whole."""
         for index in list(self._gathering):
-            collectives.wait(self._gathering.pop(index))
+            self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        for work in self._gathering.pop(index, ()):
+            collectives.wait(work)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self.demand(module.parameters(recurse=False))
+
+    def demand(self, params: Iterable[torch.Tensor]) -> None:
+        """Wait until these parameters are whole."""
         if self._gathering:
-            for param in module.parameters(recurse=False):
-                collectives.wait(self._gathering.pop(self._place.get(param, -1), None))  # state of a module is in no bucket
+            for param in params:
+                self._arrive(self._place.get(param, -1))  # state of a module is in no bucket
 
     def _arrived(self, view: torch.Tensor, param: nn.Parameter) -> None:
         """A gradient was accumulated: bring it into the buffer, and count."""
         if param.grad is not None and memory_of(param.grad) != memory_of(view):
             view.add_(param.grad)
             param.grad = None
+        self.arrived(param)
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """A gradient is in the buffer, whoever brought it there: count."""
         if self._missing is None:
             return
         self._missing[self._place[param]] -= 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.fp8 import E4M3, Number, Quantised, tiled, untiled
+from megatron.core.kernels.fp8 import E4M3, Number, Quantised, block_sizes, tiled, untiled
 from megatron.core.kernels.reference import wide
 
 E2M1 = Number("e2m1", torch.float8_e4m3fn, 6.0)
@@ -22,21 +22,28 @@ BLOCK = 16
 _SIGNS = (1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1)
 
 
-def by_small_blocks(x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None) -> Quantised:
+def by_small_blocks(x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None) -> Quantised:
     """x [m, k] in e2m1. largest: [], of all of x. noise: like x, from 0 to 1, for rounding by chance; None: to the nearest.
+
+    sizes: as in `fp8.by_blocks`.
+    """
+    enlarge, scales = small_scales(block_sizes(x, block) if sizes is None else sizes, largest)
+    tiles = tiled(x.to(wide(x.dtype)), block) * enlarge
+    inverse = scales.to(tiles.dtype).reciprocal()
+    inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)  # a block too small for its scale is zero
+    scaled = tiles * inverse[:, None, :, None]
+    chance = None if noise is None else tiled(noise.to(tiles.dtype), block)
+    return Quantised(untiled(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
+
+
+def small_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """What all is multiplied by, [], and what takes the scales of blocks back, e4m3. sizes: of blocks; largest: [], of all.
 
     The scale of all lets a block's scale use the range of e4m3.
     """
-    format = wide(x.dtype)
     enlarge = torch.where(largest > 0, E2M1.largest * E4M3.largest / largest, torch.ones_like(largest))
     enlarge = enlarge.clamp(max=torch.finfo(torch.float32).max)
-    tiles = tiled(x.to(format), block) * enlarge
-    scales = (tiles.abs().amax(dim=(1, 3)) / E2M1.largest).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)
-    inverse = scales.to(format).reciprocal()
-    inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)  # a block too small for its scale is zero
-    scaled = tiles * inverse[:, None, :, None]
-    chance = None if noise is None else tiled(noise.to(format), block)
-    return Quantised(untiled(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
+    return enlarge, (sizes * enlarge / E2M1.largest).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)
 
 
 def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:

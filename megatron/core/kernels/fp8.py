@@ -92,15 +92,26 @@ def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
     return Quantised(_rounded(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
 
 
-def by_blocks(x: Tensor, number: Number, block: tuple[int, int]) -> Quantised:
-    """x [m, k] with a power of two a block: the smallest that lets none of its values saturate."""
+def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor | None = None) -> Quantised:
+    """x [m, k] with a power of two a block: the smallest that lets none of its values saturate.
+
+    sizes: as `block_sizes` gives them, of blocks of which x may lack elements; None: of x.
+    """
     tiles = tiled(x.to(wide(x.dtype)), block)
-    power = _power_above(tiles.abs().amax(dim=(1, 3)), number.largest)
-    finite = tiles.isfinite().all(dim=3).all(dim=1)
-    scaled = torch.ldexp(tiles, -power[:, None, :, None])
-    scales = torch.ldexp(torch.ones(power.shape, dtype=tiles.dtype, device=x.device), power)
-    scales = scales.masked_fill(~finite, float("nan")).to(torch.float8_e8m0fnu)
-    return Quantised(untiled(_rounded(scaled, number), x), None, scales, block)
+    sizes = block_sizes(x, block) if sizes is None else sizes
+    scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
+    return Quantised(untiled(_rounded(scaled, number), x), None, block_scales(sizes, number), block)
+
+
+def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest absolute value of each block of x [m, k], in the format of sums: [m / rows, k / columns], rounded up."""
+    return tiled(x.to(wide(x.dtype)), block).abs().amax(dim=(1, 3))
+
+
+def block_scales(sizes: Tensor, number: Number) -> Tensor:
+    """What takes the powers of two of blocks back, e8m0; no number where a block had none. sizes: of blocks, as is returned."""
+    scales = torch.ldexp(torch.ones_like(sizes), _power_above(sizes, number.largest))
+    return scales.masked_fill(~sizes.isfinite(), float("nan")).to(torch.float8_e8m0fnu)
 
 
 def _power_above(value: Tensor, number: float) -> Tensor:

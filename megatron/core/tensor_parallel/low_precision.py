@@ -47,7 +47,8 @@ class Scaling(nn.Module):
     """The scales of one layer's operands: their own, or delayed ones.
 
     history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
-    are not delayed. seen: [3], those of the step that is under way. held: the weight, where it is kept rounded.
+    are not delayed. seen: [3], those of the step that is under way. held, turned: the matrices of the weight, and these transposed,
+    where they are kept rounded.
     """
 
     def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
@@ -55,7 +56,8 @@ class Scaling(nn.Module):
         super().__init__()
         self.recipe, self.streams, self.mesh, self.cut = low.recipe, low.streams, low.mesh, cut
         self.axes = {"input": shared, "weight": cut, "gradient": shared}
-        self.held: Quantised | None = None
+        self.held: tuple[Quantised, ...] = ()
+        self.turned: tuple[Quantised, ...] = ()
         self.history = torch.zeros(len(OPERANDS), low.recipe.history, device=low.mesh.device)
         self.seen = torch.zeros(len(OPERANDS), device=low.mesh.device)
         self.knows_steps = False
@@ -131,13 +133,24 @@ def histories_of(stages: Iterable[nn.Module]) -> dict[str, Scaling]:
 @dataclass(frozen=True, slots=True)
 class Way:
     """How one layer multiplies. axis: ranks that the input is opened for, by a gather if `gathers`; its gradient is their sum.
-    None: the input is of this rank alone.
+    None: the input is of this rank alone. number: of the weight's matrices, which.
     """
 
     scaling: Scaling
     axis: Axis | None = None
     gathers: bool = False
     deferred: Deferred | None = None
+    number: int = 0
+
+    @property
+    def held(self) -> Quantised | None:
+        """The matrix, where it is kept rounded."""
+        return self.scaling.held[self.number] if self.scaling.held else None
+
+    @property
+    def turned(self) -> Quantised | None:
+        """The same transposed, for sums over the output."""
+        return self.scaling.turned[self.number] if self.scaling.turned else None
 
 
 class _LowLinear(Function):
@@ -146,9 +159,9 @@ class _LowLinear(Function):
         scaling, recipe = way.scaling, way.scaling.recipe
         flat = x.reshape(-1, x.shape[-1])
         own = scaling.quantise("input", flat, scaling.largest("input", flat))
-        largest = scaling.largest("weight", weight) if scaling.held is None else None
+        largest = scaling.largest("weight", weight) if way.held is None else None
         whole = _gathered(own, way.axis) if way.gathers else own
-        output = recipe.product(whole, scaling.held or scaling.quantise("weight", weight, largest), x.dtype)
+        output = recipe.product(whole, way.held or scaling.quantise("weight", weight, largest), x.dtype)
         context.way, context.bias, context.shape = way, bias, x.shape
         # Of what has one scale, 8 bits are enough for the backward pass; blocks along the tokens are made of the input itself.
         context.kept_scale = own.scale if _keeps_rounded(recipe) else None
@@ -167,8 +180,8 @@ class _LowLinear(Function):
             kept, gathering = _start_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
         rounded = scaling.quantise("gradient", flat, scaling.largest("gradient", flat))
-        turned = ((scaling.held or scaling.quantise("weight", weight, largest)).t() if recipe.turns("weight")
-                  else scaling.quantise("weight", weight.t(), largest))
+        turned = way.turned or (scaling.quantise("weight", weight, largest).t() if recipe.turns("weight")
+                                else scaling.quantise("weight", weight.t(), largest))
         input_gradient = recipe.product(rounded, turned, gradient.dtype)
         collectives.wait(gathering)
         own, sending = _start_sum(input_gradient, way, context.shape)
@@ -178,7 +191,8 @@ class _LowLinear(Function):
             way.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, compute, kept, way))
         else:
             gradients = compute(kept)
-        collectives.wait(sending)
+        if way.axis is not None:
+            collectives.see_through(sending, way.axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -249,6 +263,7 @@ def low_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
 
     Experts have scales of their own, or delayed ones in common.
     """
-    rows, matrices, way = x.split(counts.tolist()), weight.unbind(0), Way(scaling)
+    rows, matrices = x.split(counts.tolist()), weight.unbind(0)
     biases = [None] * len(matrices) if bias is None else bias.unbind(0)
-    return torch.cat([low_linear(own, matrix, shift, way) for own, matrix, shift in zip(rows, matrices, biases, strict=True)])
+    ways = (Way(scaling, number=number) for number in range(len(matrices)))
+    return torch.cat([low_linear(own, matrix, shift, way) for own, matrix, shift, way in zip(rows, matrices, biases, ways, strict=True)])

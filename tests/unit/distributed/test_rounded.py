@@ -14,6 +14,8 @@ from megatron.core.parallel.spec import spec_of
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
 from tests.helpers import tiny
+from tests.helpers.training import train_here
+from tests.helpers.world import Worlds
 
 
 def trainer_of(**changes: Any) -> Trainer:
@@ -46,6 +48,19 @@ def test_a_layers_weight_is_its_master_rounded_once(steps: int) -> None:
         master = masters[spec_of(linear.weight).name].view(linear.weight.shape).numpy()
         scale = np.float32(448.0) / np.abs(master).max()
         values = (master * scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        held = linear.scaling.held
-        assert held is not None and np.array_equal(held.values.float().numpy(), values)
+        (held,) = linear.scaling.held
+        assert np.array_equal(held.values.float().numpy(), values)
         assert float(held.scale) == pytest.approx(1.0 / float(scale), rel=1e-6)
+
+
+def with_and_without(changes: dict[str, Any]) -> list[tuple[list[float], list[float]]]:
+    """On every rank: losses and norms with weights that are kept in 4 bits, and with weights that are rounded when they are used."""
+    return [train_here({**changes, "fp4_format": "e2m1", "fp64": True, "use_distributed_optimizer": True, "fp4_param_gather": kept}, 2)[:2]
+            for kept in (True, False)]
+
+
+def test_weights_that_are_kept_in_4_bits_are_those_that_would_be_rounded_when_they_are_used(world: Worlds) -> None:
+    # Chance rounds gradients by the rank: a layout is compared with itself.
+    experts = {"num_experts": 2, "moe_ffn_hidden_size": 48, "expert_model_parallel_size": 2, "num_layers": 2}
+    for (losses, norms), (losses_rounded, norms_rounded) in world(2).run(with_and_without, experts):
+        assert losses == pytest.approx(losses_rounded, rel=1e-12) and norms == pytest.approx(norms_rounded, rel=1e-12)
