@@ -267,22 +267,23 @@ def expert_here(delay: float) -> tuple[list[float], float]:
     return found, found[0] + max(0.0, delay - STEP)
 
 
-def turns_here(delay: float) -> tuple[list[float], float]:
-    """Steps of a network whose attention and experts each take STEP forward and twice that backward; with passes in turns, and without."""
+def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
+    """Steps of a network whose attention and experts each take STEP forward and twice that backward; with passes in turns, or with
+    gradients of weights that wait, and without."""
     layers, size = 2, dist.get_world_size()
     trainers = [tiny.trainer_of(tiny.run_of(tiny.config(
         size, num_layers=layers, num_experts=4, expert_model_parallel_size=size, moe_token_dispatcher_type="alltoall",
-        overlap_moe_expert_parallel_comm=turns))) for turns in (False, True)]
+        **{flag: on}))) for on in (False, True)]
     experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_exchange
 
-    def slow(x: Tensor) -> Tensor:
-        return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, None)
+    def slow(x: Tensor, deferred: Deferred | None) -> Tensor:
+        return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, deferred)
 
     def slow_experts(self: Experts, rows: Any) -> Tensor:
-        return slow(experts(self, rows))
+        return slow(experts(self, rows), self.build.deferred)
 
     def after_attention(self: MoELayer, x: Tensor, *others: Any) -> Any:
-        return layer(self, slow(x), *others)
+        return layer(self, slow(x, self.build.deferred), *others)
 
     def go(trainer: Trainer, link: Link | None) -> None:
         def start_exchange(tensor: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
@@ -293,11 +294,14 @@ def turns_here(delay: float) -> tuple[list[float], float]:
               patch.object(MoELayer, "forward", after_attention)):
             train_step(trainer, tiny.batches(trainer.run, 0))
 
-    plain, turning = trainers
-    found = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(turning, Link(delay)))
+    plain, other = trainers
+    found = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(other, Link(delay)))
     # The first forward and the last backward pass have no other beside them; the others hide as much as they compute.
     pairs = plain.batches.full // plain.batches.unit - 1
-    return found, found[0] + 4 * layers * delay + pairs * layers * max(0.0, 4 * delay - 6 * STEP)
+    if flag == "overlap_moe_expert_parallel_comm":
+        return found, found[0] + 4 * layers * delay + pairs * layers * max(0.0, 4 * delay - 6 * STEP)
+    # In all backward passes but the last, weights hide a way each, but for those before the first layer's experts.
+    return found, found[0] + (pairs + 1) * 4 * layers * delay - pairs * (2 * layers - 1) * min(delay, STEP)
 
 
 # Pipelines: messages beside passes, and the bubble.
@@ -395,7 +399,8 @@ def main() -> None:
                 show(f"--overlap-param-gather, {1000 * delay:g} ms", *worlds(n).run(data_here, delay, 6, "gather")[0])
             if options.only in (None, "expert"):
                 show(f"--moe-shared-expert-overlap, {1000 * delay:g} ms", *worlds(2).run(expert_here, delay)[0])
-                show(f"--overlap-moe-expert-parallel-comm, {1000 * delay:g} ms", *worlds(2).run(turns_here, delay)[0])
+                show(f"--overlap-moe-expert-parallel-comm, {1000 * delay:g} ms", *worlds(2).run(passes_here, delay, "overlap_moe_expert_parallel_comm")[0])
+                show(f"--delay-wgrad-compute, {1000 * delay:g} ms", *worlds(2).run(passes_here, delay, "delay_wgrad_compute")[0])
         if options.only in (None, "pipeline"):
             m, delay = options.microbatches, STEP / 4
             print(f"pipelines of {n} ranks, {m} microbatches, forward, backward and weights {1000 * STEP:g} ms each on a rank's layers")

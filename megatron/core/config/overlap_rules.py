@@ -22,7 +22,22 @@ def overlap(run: RunConfig) -> str:
                         "those")
     if parallel.overlap_moe_expert_parallel_comm:
         problems += _in_turns(run)
+    if parallel.delay_wgrad_compute:
+        problems += _delayed(run)
     return "\n  ".join(problems)
+
+
+def _delayed(run: RunConfig) -> list[str]:
+    """Why gradients of weights cannot wait for a time in which others are waited for."""
+    parallel, flag, problems = run.parallel, "--delay-wgrad-compute", []
+    if parallel.expert_model_parallel_size == 1:
+        problems.append(f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out")
+    if parallel.splits_backward:
+        problems.append(f"--pipeline-schedule {parallel.pipeline_schedule} has places of its own for gradients of weights; leave {flag} out, "
+                        "or choose 1f1b")
+    if parallel.use_torch_fsdp2:
+        problems.append(f"{flag} adds to gradients when FSDP2 has summed them; leave it out, or --use-torch-fsdp2")
+    return problems
 
 
 def _in_turns(run: RunConfig) -> list[str]:

@@ -55,6 +55,8 @@ class ParallelConfig:
     overlap_moe_expert_parallel_comm: bool = flag(
         False, "do a forward pass and the backward pass of another microbatch in turns: one computes while the other's tokens travel to "
         "experts and back")
+    delay_wgrad_compute: bool = flag(
+        False, "gradients of weights wait until a backward pass would wait for tokens on their way to experts and back, or for other ranks")
     use_cpu_initialization: bool = flag(False, "draw initial weights on the CPU, the same on every kind of device")
     context_parallel_size: int = flag(1, "ranks that share each sequence")
     cp_comm_type: tuple[CPComm, ...] = flag(
@@ -76,6 +78,11 @@ class ParallelConfig:
     def splits_backward(self) -> bool:
         """Whether gradients of weights are a part of their own in the schedule."""
         return self.pipeline_schedule in ("zb-h1", "zb-v")
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether layers leave gradients of weights for later in a backward pass."""
+        return self.splits_backward or self.delay_wgrad_compute
 
     @property
     def placement(self) -> Placement:

@@ -31,7 +31,7 @@ def wait(work: Work) -> None:
         work.wait()
 
 
-def _wait(work: Work, axis: Axis) -> None:
+def see_through(work: Work, axis: Axis) -> None:
     """The same, where the time that it takes is known to be a wait for the axis, and other work may be done meanwhile."""
     axis.trail.idle()
     axis.trail.pause()
@@ -45,7 +45,7 @@ def _note(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Reduce over the axis, in place; op is sum, max, min or avg. Returns the tensor."""
-    _wait(start_all_reduce(tensor, axis, op), axis)
+    see_through(start_all_reduce(tensor, axis, op), axis)
     return tensor
 
 
@@ -82,7 +82,7 @@ def all_gather(piece: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    _wait(start_all_gather(output, piece.contiguous(), axis), axis)
+    see_through(start_all_gather(output, piece.contiguous(), axis), axis)
     return output
 
 
@@ -91,7 +91,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    _wait(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
+    see_through(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
     return output
 
 
@@ -283,7 +283,7 @@ class Journey:
 
     def wait(self) -> None:
         """Wait for what is on its way, and let the work go, which would hold its tensors until the backward pass."""
-        _wait(self.work, self.axis)
+        see_through(self.work, self.axis)
         self.work = None
 
 

@@ -2,7 +2,11 @@
 
 The gradient of a layer's input must travel on; that of its weight only has to be there when the step ends. A schedule
 that tells them apart fills its bubble with the second (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): during a
-"B" linear layers leave the work for their weights here, and a "W" does it.
+"B" linear layers leave the work for their weights here, and a "W" does it. `--delay-wgrad-compute` does it sooner, where the
+backward pass itself would wait for other ranks:
+
+    gradients of an expert layer's outputs travel to the experts ...      weights of the layers behind it
+    the experts' inputs' gradients travel home ...                        weights of the experts
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Key = tuple[int, int]  # stage, microbatch
-# Gradients of some parameters, computed when they are asked for.
-WeightWork = tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]
+# Where gradients of some parameters go, and what computes them when they are asked for.
+WeightWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor]]]
 
 
 class Deferred:
@@ -42,11 +47,22 @@ class Deferred:
     def leave(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
         """Work for later. compute: the gradients, one a parameter."""
         assert self._now is not None, "no backward pass is collecting"
-        self._waiting[self._now].append((parameters, compute))
+        # What hooks of saved tensors hand back is not the parameter: it leads there only while this backward pass lasts.
+        self._waiting[self._now].append(([get_gradient_edge(parameter) for parameter in parameters], compute))
 
     def catch_up(self, key: Key) -> None:
         """Add what the backward pass left to the parameters' gradients, as autograd would, hooks included."""
-        for parameters, compute in self._waiting.pop(key):
-            with torch.no_grad():
-                gradients = compute()
-            torch.autograd.backward(parameters, gradients)
+        _add(self._waiting.pop(key))
+
+    def work_off(self) -> None:
+        """The same with what the backward pass that is collecting has left so far."""
+        if self._now is not None:
+            left, self._waiting[self._now] = self._waiting[self._now], []  # what waits for others meanwhile finds nothing to do
+            _add(left)
+
+
+def _add(left: Sequence[WeightWork]) -> None:
+    for edges, compute in left:
+        with torch.no_grad():
+            gradients = compute()
+        torch.autograd.backward(edges, gradients)

@@ -16,8 +16,8 @@ gradients are those of the floating-point tensors among them, zeros where a stag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,19 +58,21 @@ class Work(Protocol):
         """All gradients of the stage are there: begin their reduction over data parallelism."""
 
 
-def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, deferred: Deferred | None = None) -> None:
+def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, deferred: Deferred | None = None, delays: bool = False) -> None:
     """Do everything the script says; returns when this rank's messages are through.
 
     axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
-    deferred: where layers leave the gradients of weights that a plan has wait for a "W".
+    deferred: where layers leave the gradients of weights that a plan has wait for a "W"; or, if it `delays` them, until a
+    backward pass would wait for other ranks.
     """
     assert (script.rank, script.size) == (axis.rank, axis.size), \
         f"the script is for rank {script.rank} of {script.size}, this is rank {axis.rank} of {axis.size}"
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
     splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
-    assert deferred is not None or not splits, "a plan whose weights wait needs a place where they do"
+    assert deferred is not None or not (splits or delays), "weights that wait need a place where they do"
+    assert not (splits and delays), "a plan says when its weights' gradients are computed"
     own = frozenset(step for step in script.steps if isinstance(step, Action))
-    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, deferred if splits else None)
+    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, deferred if splits or delays else None, delays)
     with torch.set_grad_enabled(bool(final)):
         for part in script.parts():
             if isinstance(part[0], Transfer):
@@ -118,6 +120,7 @@ class _Walk:
     final: dict[int, Action]
     own: frozenset[Action]
     deferred: Deferred | None
+    delays: bool
     arrived: dict[Action, _Payload] = field(default_factory=dict)  # by the action that takes it
     made: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)  # by the action that made it
     sending: list[_Payload] = field(default_factory=list)
@@ -197,14 +200,39 @@ class _Walk:
         kept = self.kept.pop((action.stage, action.microbatch))
         is_last_stage = action.stage == self.script.stages - 1
         gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait(self.axes["B"].trail)
-        self.work.before_backward(action.stage, action.microbatch, self.deferred is None and action == self.final[action.stage])
+        last = action == self.final[action.stage]
+        # With delays, the last pass of a stage leaves nothing: some weights would come twice, and their sum set out after the first.
+        leaves = self.deferred is not None and not (self.delays and last)
+        self.work.before_backward(action.stage, action.microbatch, last and not leaves)
         pairs = [pair for pair in zip(kept.edges, gradients, strict=True) if pair[0] is not None]
-        waits = nullcontext() if self.deferred is None else self.deferred.collecting((action.stage, action.microbatch))
         if pairs:
-            with waits:
+            with self._leaving(action) if leaves else nullcontext():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 for leaf in kept.received if leaf.requires_grad]
+
+    @contextmanager
+    def _leaving(self, action: Action) -> Iterator[None]:
+        """Around autograd, where gradients of weights are to wait."""
+        deferred, key, trail = self.deferred, (action.stage, action.microbatch), self.axes["F"].trail
+        assert deferred is not None, "weights that wait need a place where they do"
+        if not self.delays:
+            with deferred.collecting(key):
+                yield
+            return
+        others = trail.idle
+
+        def idle() -> None:
+            deferred.work_off()
+            others()
+
+        trail.idle = idle
+        try:
+            with deferred.collecting(key):
+                yield
+        finally:
+            trail.idle = others
+        deferred.catch_up(key)
 
     def _pass_on(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Leave an action's result for the message that takes it, or for the action itself where that is on this rank."""

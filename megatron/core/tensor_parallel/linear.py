@@ -67,7 +67,7 @@ class _EnterLinear(Function):
             region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None))
         else:
             gradients = _weight_gradients(whole, gradient, bias=bias is not None)
-        collectives.wait(sending)
+        collectives.see_through(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 

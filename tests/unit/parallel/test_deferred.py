@@ -45,6 +45,21 @@ def test_a_backward_pass_and_its_weights_together_give_what_one_pass_gives(bias:
     assert len(heard) == 2 * len(own), "hooks hear of them as of any gradient"
 
 
+def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is_gone() -> None:
+    x, parameters = network(bias=True)
+    output(x, parameters, Region(Axis("tp"))).backward()
+    mine, own = network(bias=True)
+    deferred = Deferred()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # as recomputation of parts has them
+        loss = output(mine, own, Region(Axis("tp"), deferred=deferred))
+    with deferred.collecting((0, 0)):
+        loss.backward()
+    del loss
+    deferred.catch_up((0, 0))
+    for parameter, true in zip(own, parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, true.grad)
+
+
 def test_outside_of_a_collecting_pass_and_for_frozen_weights_nothing_waits() -> None:
     x, parameters = network(bias=True)
     output(x, parameters, Region(Axis("tp"))).backward()

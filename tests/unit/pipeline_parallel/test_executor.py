@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.config.plan import Placement
+from megatron.core.parallel import collectives
 from megatron.core.parallel.deferred import Deferred
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -28,6 +29,8 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
+from megatron.core.tensor_parallel.linear import multiply
+from megatron.core.tensor_parallel.region import Region
 
 ROWS, WIDTH = 3, 5
 
@@ -240,3 +243,48 @@ def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan
 def test_a_script_for_another_rank_is_refused() -> None:
     with pytest.raises(AssertionError, match="the script is for rank 1 of 2, this is rank 0 of 1"):
         run(script(one_f_one_b(2, 2), 1), work=TinyWork(2, 2), axis=Axis("pp"), backward_axis=Axis("pp_backward"))
+
+
+class Waits(torch.autograd.Function):
+    """Waits for other ranks on the way back, and notes whether the gradient of a weight has come meanwhile."""
+
+    @staticmethod
+    def forward(context, hidden: Tensor, axis: Axis, weight: Tensor, came: list[bool]) -> Tensor:
+        context.others = axis, weight, came
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, weight, came = context.others
+        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        collectives.all_reduce(gradient, axis)
+        came.append(weight.grad is not None and not torch.equal(weight.grad, before))
+        return gradient, None, None, None
+
+
+@dataclass
+class DelayedWork(TinyWork):
+    """A layer, a wait for others on the way back, and another layer."""
+
+    came: list[bool] = field(default_factory=list)
+    axis: Axis = field(default_factory=lambda: Axis("ep"))
+
+    def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        region = Region(self.axis, deferred=self.deferred)
+        hidden = multiply(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
+        hidden = multiply(Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region)
+        return (hidden.square().mean() / self.microbatches,)
+
+
+@pytest.mark.parametrize("delays, came", [(False, [False, False, False]), (True, [True, True, False])])
+def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_not_in_the_last(delays: bool, came: list[bool]) -> None:
+    work, plain = DelayedWork(1, 3), DelayedWork(1, 3)
+    for each in (work, plain):
+        each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
+    axis = replace(work.axis, name="pp")
+    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, deferred=work.deferred, delays=delays)
+    assert work.came == came, "in the wait of each pass"
+    assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
+    serial(plain)
+    for mine, theirs in zip(work.weights, plain.weights, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
