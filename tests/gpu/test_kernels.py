@@ -32,7 +32,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "wide heads": {**HEADS, "kv_channels": 192},
     "bert": {**HEADS, "architecture": "bert"},
 }
-PACKAGES = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flex")
+PACKAGES = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex")
 
 
 @pytest.mark.parametrize("numbers", ["bf16", "fp16", "fp32"])
@@ -88,5 +88,7 @@ def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -
 
 def test_triton_kernels_train_as_torch_does() -> None:
     changes: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 64}
-    words = ("rms_norm=triton", "gated_activation=triton", "rotary=triton")
+    words = ("rms_norm=triton", "gated_activation=triton", "rotary=triton", "residual_norm=triton")
     assert losses_on("cuda", kernel=words, **changes) == pytest.approx(losses_on("cuda", **changes), rel=1e-4)
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32}
+    assert losses_on("cuda", kernel=("permute=triton",), **experts) == pytest.approx(losses_on("cuda", **experts), rel=1e-4)

@@ -13,16 +13,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.kernels import triton_loss, triton_norm, triton_pointwise
+from megatron.core.kernels import triton_loss, triton_norm, triton_permute, triton_pointwise
 
 STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
 GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}
 # Kernel, types of what it is given at work, and what is known when it is compiled.
 KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
-    (triton_norm._forward, {"x": STATES, "y": STATES, "weight": STATES, "bias": STATES, "stats": NUMBERS, "epsilon": "fp32", "size": SIZE},
-     {"BLOCK": 4096}),
-    (triton_norm._forward, {"x": STATES, "y": STATES, "stats": NUMBERS, "epsilon": "fp32", "size": SIZE}, {"weight": None, "bias": None, "BLOCK": 256}),
-    (triton_norm._backward, {"dy": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES, "size": SIZE}, {"CENTRED": True, "BLOCK": 4096}),
+    (triton_norm._forward, {"x": STATES, "y": STATES, "weight": STATES, "bias": STATES, "stats": NUMBERS, "epsilon": "fp32"},
+     {"update": None, "SIZE": 4096}),
+    (triton_norm._forward, {"x": STATES, "y": STATES, "stats": NUMBERS, "epsilon": "fp32"}, {"update": None, "weight": None, "bias": None, "SIZE": 200}),
+    (triton_norm._forward, {"x": STATES, "update": STATES, "y": STATES, "weight": STATES, "stats": NUMBERS, "epsilon": "fp32"},
+     {"bias": None, "SIZE": 4096}),
+    (triton_norm._backward, {"dy": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES}, {"more": None, "CENTRED": True, "SIZE": 4096}),
+    (triton_norm._backward, {"dy": STATES, "more": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES},
+     {"CENTRED": False, "SIZE": 4096}),
+    (triton_permute._gather, {"values": STATES, "places": PLACES, "y": STATES, "rows": SIZE, "size": SIZE}, {"COUNT": 8, "BLOCK": 1024}),
     (triton_norm._sums, {"dy": STATES, "x": STATES, "stats": NUMBERS, "sums": NUMBERS, "rows": SIZE, "size": SIZE}, {"ROWS": 64, "COLUMNS": 128}),
     (triton_pointwise._gate, {"x": STATES, "y": STATES, "size": SIZE}, GATE),
     (triton_pointwise._gate_backward, {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE}, GATE),

@@ -52,7 +52,7 @@ def _transports(run: RunConfig) -> list[str]:
                             f"divide --num-attention-heads {model.num_attention_heads}, or p2p")
     if size > 1 and model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
         problems.append("--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a")
-    if size > 1 and model.attention_backend in ("cudnn", "flash_attn_2", "flash_attn_3", "flex") and set(kinds) != {"a2a"}:
+    if size > 1 and model.attention_backend in ("cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex") and set(kinds) != {"a2a"}:
         problems.append(f"--attention-backend {model.attention_backend} is for whole sequences, which only --cp-comm-type a2a gives it; choose "
                         "a2a, or --attention-backend fused")
     return problems

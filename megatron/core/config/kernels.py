@@ -15,6 +15,8 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "gated_activation": ("torch", "triton"),
     "rotary": ("torch", "triton"),
     "grouped_linear": ("torch", "grouped", "loop"),
+    "permute": ("torch", "triton"),
+    "residual_norm": ("apart", "triton"),
 }
 
 
@@ -30,6 +32,14 @@ class KernelConfig:
     cross_entropy_fusion_impl: Literal["auto", "native", "linear", "triton"] = flag(
         "auto", "the loss of logits that are all there (native), or of blocks of them, which are made, used and forgotten (linear; triton: "
         "with Triton's kernels for their softmax)")
+
+    transformer_impl: Literal["local", "transformer_engine"] = flag(
+        "local", "transformer_engine: what that library can compute, which is attention, it computes where it is installed; layers are ours")
+
+    @property
+    def preferred(self) -> str:
+        """The library whose kernels come first where they can serve; empty: none."""
+        return "" if self.transformer_impl == "local" else self.transformer_impl
 
     @property
     def wishes(self) -> dict[str, str]:

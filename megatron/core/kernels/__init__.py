@@ -5,7 +5,9 @@ reference.py  every op in plain torch: the meaning of the others
 fused.py      torch's own fused kernels (scaled dot product attention)
 flash_attn.py attention by the packages flash-attn 2 and 3; flex.py by torch's FlexAttention
 linear_loss.py  the loss of every token, whose logits are never all there
-triton_*.py   norms, gated activations, rotations and the loss's softmax in Triton
+transformer_engine.py  attention by that library
+triton_*.py   norms, gated activations, rotations, rows of experts and the loss's softmax in Triton
+permute.py    rows of tokens to the order of experts, and back
 blocks.py     attention over some of the keys, whose results merge
 grouped.py    the linear layers of many experts as one
 deep_ep.py    tokens to their experts by a library

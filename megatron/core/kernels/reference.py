@@ -80,6 +80,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return normed if weight is None else normed * weight
 
 
+def residual_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + update, and its norm: LayerNorm with a bias, RMSNorm without."""
+    total = x + update
+    return total, rms_norm(total, weight, epsilon) if bias is None else layer_norm(total, weight, bias, epsilon)
+
+
 def activation(x: Tensor, name: str) -> Tensor:
     """gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)), relu or squared_relu, element by element."""
     if name == "gelu":

@@ -17,7 +17,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.kernels import NAMED
-from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, reference
+from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, permute, reference, transformer_engine
 
 _FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusion-impl",
           "moe_flex_dispatcher": "moe-flex-dispatcher-backend"}
@@ -27,7 +27,8 @@ _FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusi
 class Need:
     """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
     capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
-    several ranks. overlapped_experts: shared experts compute while tokens travel.
+    several ranks. overlapped_experts: shared experts compute while tokens travel. pieces: attention sees pieces of sequences.
+    preferred: the library whose kernels are taken first where they can serve, unasked.
     """
 
     device: str = "cpu"
@@ -43,6 +44,8 @@ class Need:
     uneven_heads: bool = False
     experts_cut: bool = False
     overlapped_experts: bool = False
+    pieces: bool = False
+    preferred: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class Kernels:
     gated_activation: Callable = reference.gated_activation
     rotary: Callable = reference.rotary
     grouped_linear: Callable = reference.grouped_linear
+    permute: Callable = permute.permute
+    residual_norm: Callable | None = None
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
@@ -113,6 +118,12 @@ def _package_unfit(version: int) -> Callable[[Need], str]:
                                 lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
 
     return unfit
+
+
+def _transformer_engine_unfit(need: Need) -> str:
+    lacking = {"padding is left out by a mask tensor": need.padding, "it has no cap on scores": need.softcap, "it adds nothing to scores": need.biased_scores,
+               "its sinks are its own": need.sinks, "sequences are cut over context ranks": need.pieces}
+    return transformer_engine.unfit(device=need.device, dtype=need.dtype, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
 
 
 def _flex_unfit(need: Need) -> str:
@@ -165,6 +176,7 @@ CANDIDATES = (
     Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _unmeasured),
     Candidate("attention", "flash_attn_2", flash_attn.version_2, _package_unfit(2), _unmeasured),
     Candidate("attention", "flash_attn_3", flash_attn.version_3, _package_unfit(3), _unmeasured),
+    Candidate("attention", "transformer_engine", transformer_engine.attention, _transformer_engine_unfit, _unmeasured),
     Candidate("attention", "flex", flex.attention, _flex_unfit, _unmeasured),
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
@@ -180,6 +192,10 @@ CANDIDATES = (
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
+    Candidate("permute", "torch", permute.permute, _always_fits),
+    Candidate("permute", "triton", _late("triton_permute", "permute"), _triton_unfit, _unmeasured),
+    Candidate("residual_norm", "apart", None, _always_fits),
+    Candidate("residual_norm", "triton", _late("triton_norm", "residual_norm"), _triton_unfit, _unmeasured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate("cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured),
@@ -203,7 +219,7 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
     """The kernels of a run. wish: op -> candidate name, auto, or "" if there is no such op."""
     chosen, report = {}, []
     for op in dict.fromkeys(candidate.op for candidate in candidates):
-        offers = [candidate for candidate in candidates if candidate.op == op]
+        offers = sorted((candidate for candidate in candidates if candidate.op == op), key=lambda one: one.name != need.preferred)
         wanted = (wish or {}).get(op, "auto")
         if not wanted:
             continue
@@ -211,7 +227,7 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
             offers = [candidate for candidate in offers if candidate.name == wanted]
         refusals = []
         for candidate in offers:  # the best first; what is worse than the one chosen needs no reason
-            if reason := candidate.unfit(need) or (candidate.unasked(need) if wanted == "auto" else ""):
+            if reason := candidate.unfit(need) or (candidate.unasked(need) if wanted == "auto" and candidate.name != need.preferred else ""):
                 refusals.append(f"{candidate.name}: {reason}")
                 continue
             chosen[op] = candidate.call

@@ -4,6 +4,8 @@
     backward   g = dy * weight, n = (x - mean) * scale    dx = scale * (g - mean(g) - n * mean(g * n)), of RMSNorm without mean(g)
                dweight = sum of dy * n over rows          dbias = sum of dy over rows
 
+With an update, what is normed is x + update, rounded as the sum that is written; the gradient of the sum joins that of x.
+
 The sums over rows are made in two steps, since programs do not wait for each other: each of some rows, then of those by torch.
 This file needs the package triton, and is imported when one of its kernels is first called.
 """
@@ -22,18 +24,27 @@ _ROWS, _COLUMNS = 64, 128  # what a program sums for the gradients of weight and
 
 
 @triton.jit
-def _forward(x: tl.tensor, y: tl.tensor, weight: tl.tensor, bias: tl.tensor, stats: tl.tensor, epsilon: tl.tensor,
-             size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """stats: [rows, 2], mean and scale. Without a bias: RMSNorm, whose mean is 0."""
+def _forward(x: tl.tensor, update: tl.tensor, y: tl.tensor, weight: tl.tensor, bias: tl.tensor, stats: tl.tensor, epsilon: tl.tensor,
+             SIZE: tl.constexpr) -> None:
+    """stats: [rows, 2], mean and scale. Without a bias: RMSNorm, whose mean is 0. y: [1, rows, SIZE], the norm; with an update two of
+    those, x + update and its norm.
+    """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))
+    inside = columns < SIZE
+    target = y + row * SIZE + columns
+    values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        values += tl.load(update + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        total = values.to(y.dtype.element_ty)
+        tl.store(target, total, mask=inside)
+        values = total.to(tl.float32)
+        target += tl.num_programs(0).to(tl.int64) * SIZE
     mean = 0.0
     if bias is not None:
-        mean = tl.sum(values) / size
+        mean = tl.sum(values) / SIZE
         values = tl.where(inside, values - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(values * values) / size + epsilon)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values) / SIZE + epsilon)
     found = values * scale
     if weight is not None:
         found = found * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -41,26 +52,29 @@ def _forward(x: tl.tensor, y: tl.tensor, weight: tl.tensor, bias: tl.tensor, sta
         found = found + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(stats + 2 * row, mean)
     tl.store(stats + 2 * row + 1, scale)
-    tl.store(y + row * size + columns, found.to(y.dtype.element_ty), mask=inside)
+    tl.store(target, found.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward(dy: tl.tensor, x: tl.tensor, weight: tl.tensor, stats: tl.tensor, dx: tl.tensor, size: tl.tensor,
-              CENTRED: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """The gradient of x; of LayerNorm if CENTRED."""
+def _backward(dy: tl.tensor, more: tl.tensor, x: tl.tensor, weight: tl.tensor, stats: tl.tensor, dx: tl.tensor, CENTRED: tl.constexpr,
+              SIZE: tl.constexpr) -> None:
+    """The gradient of x; of LayerNorm if CENTRED. more: what comes to x by another way, if anything."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))
+    inside = columns < SIZE
+    gradient = tl.load(dy + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     mean, scale = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
     normed = tl.where(inside, (values - mean) * scale, 0.0)
     if weight is not None:
         gradient = gradient * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    found = gradient - normed * (tl.sum(gradient * normed) / size)
+    found = gradient - normed * (tl.sum(gradient * normed) / SIZE)
     if CENTRED:
-        found = found - tl.sum(gradient) / size
-    tl.store(dx + row * size + columns, (found * scale).to(dx.dtype.element_ty), mask=inside)
+        found = found - tl.sum(gradient) / SIZE
+    found = found * scale
+    if more is not None:
+        found += tl.load(more + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + row * SIZE + columns, found.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -84,30 +98,54 @@ class _Norm(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
         x = x.contiguous()
-        size = x.shape[-1]
-        rows, block = x.numel() // max(1, size), triton.next_power_of_2(size)
-        y, stats = torch.empty_like(x), torch.empty((rows, 2), dtype=torch.float32, device=x.device)
-        if rows:
-            _forward[(rows,)](x, y, weight, bias, stats, epsilon, size, BLOCK=block, num_warps=_warps(block))
+        y, stats = _normed(x, None, weight, bias, epsilon)
         context.save_for_backward(x, weight, stats)
         context.centred = bias is not None
-        return y
+        return y[0]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, stats = context.saved_tensors
-        gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
-        block, parts = triton.next_power_of_2(size), triton.cdiv(rows, _ROWS)
-        dx = torch.empty_like(x)
-        if rows:
-            _backward[(rows,)](gradient, x, weight, stats, dx, size, CENTRED=context.centred, BLOCK=block, num_warps=_warps(block))
-        if weight is None:
-            return dx, None, None, None
-        sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
-        if rows:
-            _sums[(triton.cdiv(size, _COLUMNS), parts)](gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS)
-        of_weight, of_bias = sums.sum(1).to(weight.dtype)
-        return dx, of_weight, of_bias if context.centred else None, None
+        dx, of_weight, of_bias = _gradients(gradient, None, *context.saved_tensors, context.centred)
+        return dx, of_weight, of_bias, None
+
+
+class _ResidualNorm(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+        (total, y), stats = _normed(x.contiguous(), update.contiguous(), weight, bias, epsilon)
+        context.save_for_backward(total, weight, stats)
+        context.centred = bias is not None
+        return total, y
+
+    @staticmethod
+    def backward(context: Any, of_total: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dx, of_weight, of_bias = _gradients(gradient, of_total.contiguous(), *context.saved_tensors, context.centred)
+        return dx, dx, of_weight, of_bias, None
+
+
+def _normed(x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """[1, ..., size], the norm, or [2, ..., size], x + update and its norm; and [rows, 2] for `_gradients`."""
+    size = x.shape[-1]
+    rows = x.numel() // max(1, size)
+    y, stats = x.new_empty((1 if update is None else 2, *x.shape)), torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+    if rows:
+        _forward[(rows,)](x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_warps(size))
+    return y, stats
+
+
+def _gradients(gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool) -> tuple[Tensor | None, ...]:
+    """Those of x, weight and bias."""
+    gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
+    dx, parts = torch.empty_like(x), triton.cdiv(rows, _ROWS)
+    if rows:
+        _backward[(rows,)](gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_warps(size))
+    if weight is None:
+        return dx, None, None
+    sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
+    if rows:
+        _sums[(triton.cdiv(size, _COLUMNS), parts)](gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    of_weight, of_bias = sums.sum(1).to(weight.dtype)
+    return dx, of_weight, of_bias if centred else None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -120,6 +158,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return _Norm.apply(x, weight, bias, epsilon)
 
 
-def _warps(block: int) -> int:
+def residual_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + update and its norm: `reference.layer_norm` with a bias, `reference.rms_norm` without. x, update: [..., size]."""
+    return _ResidualNorm.apply(x, update, weight, bias, epsilon)
+
+
+def _warps(size: int) -> int:
     """Groups of 32 threads for a row: each thread holds some 8 numbers of a wide one."""
-    return min(16, max(4, block // 256))
+    return min(16, max(4, triton.next_power_of_2(size) // 256))

@@ -29,7 +29,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]. Returns the same shape."""
-        scale = (self.weight + 1.0 if self.one_plus else self.weight).to(x.dtype)
+        scale = self._scale(x.dtype)
         if self.bias is None:
             return self.kernels.rms_norm(x, scale, self.epsilon).to(self.weight.dtype)
         return self.kernels.layer_norm(x, scale, self.bias.to(x.dtype), self.epsilon).to(self.weight.dtype)
+
+    def of_sum(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
+        return self.kernels.residual_norm(x, update, self._scale(x.dtype), self.bias, self.epsilon)
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        return (self.weight + 1.0 if self.one_plus else self.weight).to(dtype)

@@ -66,6 +66,11 @@ class Build:
         wide = self.model.fp32_residual_connection and self.dtype != torch.float64
         return torch.float32 if wide else self.dtype
 
+    @property
+    def sums_in_norms(self) -> bool:
+        """Whether one kernel sums what attention adds, and norms the sum for the MLP."""
+        return self.kernels.residual_norm is not None and self.model.sums_before_norms
+
     def over_context(self, layer: int) -> Build:
         """The choices for a layer whose attention is to see the whole of a sequence that is cut over the context ranks."""
         kind = self.cp_comm_type[layer % len(self.cp_comm_type)]

@@ -22,13 +22,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.permute import permute
+from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Journey
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import Routing
+
+
+Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/permute.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Order:
     """How choices become rows. Places that hold nothing have an index one past the end.
 
     choices: [n], the choice that row number i is, of all t * k. places: [t, k], the row that a choice is. counts: [experts].
-    empties: whether there may be rows without a choice. losses: whether there may be choices without a row.
+    empties: whether there may be rows without a choice. losses: whether there may be choices without a row. permute: the kernel.
     """
 
     choices: Tensor
@@ -53,6 +56,7 @@ class Order:
     counts: Tensor
     empties: bool
     losses: bool
+    permute: Permute = permute
 
     @property
     def tokens(self) -> Tensor:
@@ -80,7 +84,7 @@ class Dispatcher(Protocol):
 
 
 def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: int = 0, room: int | None = None,
-             all_here: bool = False) -> Order:
+             all_here: bool = False, permute: Permute = permute) -> Order:
     """The order that sorts choices by expert, and those of one expert by token.
 
     experts: [t, k]; kept: [t, k] or None. Only choices of `num_experts` experts from `first` on become rows; all_here: there
@@ -109,76 +113,29 @@ def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: i
         counts = torch.full_like(counts, room)
     places = torch.full((len(flat) + 1,), len(choices), device=flat.device)  # the last is where empty rows point to
     places = places.scatter(0, choices, rows)
-    return Order(choices, places[:-1].view(-1, width), counts, empties=room is not None, losses=not all_here or kept is not None)
-
-
-def _take(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
-    """values[index]; with holes: zeros where the index is one past the end."""
-    if not len(values):
-        return values.new_zeros((len(index), *values.shape[1:]))
-    if not holes:
-        return values.index_select(0, index)
-    return values.index_select(0, index.clamp(max=len(values) - 1)).masked_fill_((index == len(values))[:, None], 0.0)
-
-
-def _sum(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
-    """The sums over k of values[places[:, k]], taken in a wide format."""
-    first, *others = places.unbind(1)
-    total = _take(values, first, holes=holes)
-    if others:
-        total = total.to(wide(values.dtype))
-    for place in others:
-        total += _take(values, place, holes=holes)
-    return total.to(values.dtype)
-
-
-class _Spread(Function):
-    """Rows from tokens. Its gradient is `_Collect`, and the other way round: both only read, so neither adds atomically."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor, rows: Tensor, places: Tensor, empties: bool, losses: bool) -> Tensor:
-        context.save_for_backward(places)
-        context.losses = losses
-        return _take(values, rows, holes=empties)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (places,) = context.saved_tensors
-        return _sum(gradient, places, holes=context.losses), None, None, None, None
-
-
-class _Collect(Function):
-    @staticmethod
-    def forward(context: Any, values: Tensor, rows: Tensor, places: Tensor, empties: bool, losses: bool) -> Tensor:
-        context.save_for_backward(rows)
-        context.empties = empties
-        return _sum(values, places, holes=losses)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (rows,) = context.saved_tensors
-        return _take(gradient, rows, holes=context.empties), None, None, None, None
+    return Order(choices, places[:-1].view(-1, width), counts, empties=room is not None,
+                 losses=not all_here or kept is not None, permute=permute)
 
 
 def spread(tokens: Tensor, order: Order) -> Tensor:
     """The row of every choice. tokens: [t, h]; returns [n, h]."""
-    return _Spread.apply(tokens, order.tokens, order.places, order.empties, order.losses)
+    return order.permute(tokens, order.tokens[:, None], order.places, order.empties, order.losses)
 
 
 def spread_weights(weights: Tensor, order: Order) -> Tensor:
     """The weight of every row. weights: [t, k]; returns [n], zero for empty rows."""
     places = order.places.reshape(-1, 1)
-    return _Spread.apply(weights.reshape(-1, 1), order.choices, places, order.empties, order.losses).squeeze(1)
+    return permute(weights.reshape(-1, 1), order.choices[:, None], places, order.empties, order.losses).squeeze(1)
 
 
 def collect(rows: Tensor, order: Order) -> Tensor:
     """Each token's sum over its rows. rows: [n, h]; returns [t, h]."""
-    return _Collect.apply(rows, order.tokens, order.places, order.empties, order.losses)
+    return order.permute(rows, order.places, order.tokens[:, None], order.losses, order.empties)
 
 
-def rearranged(rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
+def rearranged(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
     """rows[index], where `back` undoes it."""
-    return _Spread.apply(rows, index, back[:, None], False, False)
+    return permute(rows, index[:, None], back[:, None], False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +143,11 @@ class Local:
     """All experts are here."""
 
     num_experts: int
+    permute: Permute = permute
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
-        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True)
+        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute)
         rows = Rows(spread(tokens, order), spread_weights(routing.weights, order), order.counts)
         return Parcel(lambda: rows, order)
 
@@ -205,6 +163,7 @@ class AllGather:
     num_experts: int
     ep: Axis
     etp: Axis
+    permute: Permute = permute
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
@@ -213,7 +172,7 @@ class AllGather:
         kept = None if routing.kept is None else self._gather(routing.kept.to(torch.uint8)).bool()
         here = self.num_experts // self.ep.size
         room = None if room is None else room * self.ep.size * self.etp.size
-        order = order_of(experts, kept, here, first=here * self.ep.rank, room=room)
+        order = order_of(experts, kept, here, first=here * self.ep.rank, room=room, permute=self.permute)
         rows = Rows(spread(tokens, order), spread_weights(weights, order), order.counts)
         return Parcel(lambda: rows, order)
 
@@ -245,10 +204,11 @@ class AllToAll:
     num_experts: int
     ep: Axis
     etp: Axis
+    permute: Permute = permute
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
-        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True)
+        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute)
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
         whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep), self.etp)
@@ -270,12 +230,12 @@ class AllToAll:
     def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
         """As the protocol says."""
         way: _Way = parcel.way
-        shares = rearranged(outputs, way.back, way.index)
+        shares = rearranged(outputs, way.back, way.index, self.permute)
         own = collectives.uneven_scatter_then_gather(shares, way.gathered, self.etp)
         return collect(collectives.exchange(own, way.journey.receive, way.journey.send, self.ep), parcel.order)
 
     def _sorted(self, rows: Tensor, way: _Way) -> Tensor:
-        return rearranged(collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back)
+        return rearranged(collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back, self.permute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +245,14 @@ class ByLibrary:
     num_experts: int
     ep: Axis
     library: Any
+    permute: Permute = permute
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
         room = None if room is None else room * self.ep.size
-        order = order_of(own, None, self.num_experts // self.ep.size, room=room)
+        order = order_of(own, None, self.num_experts // self.ep.size, room=room, permute=self.permute)
         rows = Rows(spread(arrived, order), spread_weights(weights, order), order.counts)
         return Parcel(lambda: rows, order, handle)
 
@@ -310,10 +271,11 @@ def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
     return index, index.argsort()
 
 
-def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, library: Callable[[Any], Any] | None = None) -> Dispatcher:
-    """The dispatcher of --moe-token-dispatcher-type for these axes. library: for flex, made from the group of ep."""
+def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Kernels()) -> Dispatcher:
+    """The dispatcher of --moe-token-dispatcher-type for these axes. kernels: with a library for flex, made from the group of ep."""
+    library, permute = kernels.moe_flex_dispatcher, kernels.permute
     if mesh.ep.group is None and mesh.etp.group is None:
-        return Local(num_experts)
+        return Local(num_experts, permute)
     if kind == "flex" and library is not None and mesh.ep.group is not None:
-        return ByLibrary(num_experts, mesh.ep, library(mesh.ep.group))
-    return (AllGather if kind == "allgather" else AllToAll)(num_experts, mesh.ep, mesh.etp)
+        return ByLibrary(num_experts, mesh.ep, library(mesh.ep.group), permute)
+    return (AllGather if kind == "allgather" else AllToAll)(num_experts, mesh.ep, mesh.etp, permute)

@@ -48,6 +48,10 @@ class Layer(nn.Module):
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
+        if self.build.sums_in_norms:
+            update, _ = self.self_attention(x, self.input_layernorm, one, bias)
+            x, normed = self.pre_mlp_layernorm.of_sum(x, self.dropout(update))
+            return x + self.dropout(self.mlp(normed, None, one)[0])
         x = self.mix(x, one, bias)
         if self.cross_attention is not None:
             assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"

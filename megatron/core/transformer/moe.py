@@ -128,8 +128,7 @@ class MoELayer(nn.Module):
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = MLP(build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate)
-        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh,
-                                        build.kernels.moe_flex_dispatcher)
+        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh, build.kernels)
 
     def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed input, both like x."""

@@ -51,6 +51,11 @@ class Side:
                 self._kept[key] = make()
         return self._kept[key]
 
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        """What recomputed passes would find again."""
+        return tuple(self._kept.values())
+
     def note(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
         """Add to the figure of this name. A pass that is recomputed is heard once.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import flash_attn, flex, fused, reference
+from megatron.core.kernels import flash_attn, flex, fused, reference, transformer_engine
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.training.initialize import kernel_need
 from megatron.training.leak_probe import demand_no_leak
-from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny
+from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny, transformer_engine_stand_in
 from tests.unit.kernels.test_ops import check, with_gradients
 
 S, B, N, G, D = 11, 2, 4, 2, 8
@@ -36,6 +38,17 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_stand_in.version_3())
     monkeypatch.setattr(flash_attn, "is_installed", lambda version: flash_attn.PACKAGES[version] in sys.modules)
     monkeypatch.setattr(flash_attn, "is_hopper", lambda: True)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Transformer Engine is there."""
+    for name, module in transformer_engine_stand_in.package().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(transformer_engine, "is_installed", lambda: True)
+    transformer_engine._module.cache_clear()
+    yield
+    transformer_engine._module.cache_clear()
 
 
 def heads(queries: int = S) -> list[Tensor]:
@@ -61,6 +74,39 @@ def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generat
                  MaskSpec(documents=DOCUMENTS), MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:])):
         q, k, v = heads(3)
         torch.testing.assert_close(call(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("mask", [*MASKS, "padding", "places", "fewer queries", "fewer queries in a window"])
+def test_transformer_engine_is_told_what_the_reference_computes(library: None, mask: str, scale: float | None) -> None:
+    padding = torch.ones(B, S, dtype=torch.bool).index_fill_(1, torch.tensor([0, 1]), False)
+    more = {"padding": MaskSpec(padding=padding), "places": MaskSpec(query_places=torch.arange(S - 3, S)), "fewer queries": MaskSpec(),
+            "fewer queries in a window": MaskSpec(window=(4, 0))}
+    one, queries, scores = {**MASKS, **more}[mask], 3 if mask == "places" or "fewer" in mask else S, Scores(scale=scale)
+    check(with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
+          with_gradients(lambda *qkv: reference.attention(*qkv, one, 0.0, scores), *heads(queries)), 1e-12)
+    q, k, v = heads()
+    output = transformer_engine.attention(q, k, v[..., :5], MaskSpec())  # values of another size than keys
+    torch.testing.assert_close(output, reference.attention(q, k, v[..., :5], MaskSpec()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_library_that_is_preferred_comes_first_where_it_can_serve(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for impl, preferred in (("local", ""), ("transformer_engine", "transformer_engine")):  # "local" is also the name of a kernel
+        assert kernel_need(tiny.config(transformer_impl=impl), torch.device("cpu")).preferred == preferred
+    assert select(kernel_need(tiny.config(), torch.device("cpu"))).attention is fused.attention
+    wanted = replace(GPU, preferred="transformer_engine")
+    assert select(GPU).attention is fused.attention and select(wanted).attention is transformer_engine.attention
+    assert select(wanted, {"attention": "unfused"}).attention is reference.attention, "what is asked for by name goes before"
+    for change, why in (({"dtype": torch.float32}, "it needs fp16 or bf16"), ({"sinks": True}, "its sinks are its own"), ({"softcap": True}, "it has no cap on scores"),
+                        ({"pieces": True}, "sequences are cut over context ranks"), ({"padding": True}, "padding is left out by a mask tensor"),
+                        ({"biased_scores": True}, "it adds nothing to scores"), ({"device": "cpu"}, "it needs a CUDA device")):
+        found = select(replace(wanted, **change))
+        assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(f"transformer_engine: {why}")
+    monkeypatch.setattr(transformer_engine, "is_installed", lambda: False)
+    assert select(wanted).report[0] == ("attention", "fused", "transformer_engine: the package transformer_engine is not installed "
+                                        "(github.com/NVIDIA/TransformerEngine)")
+    with pytest.raises(ConfigError, match="--attention-backend transformer_engine cannot be used: .* is not installed"):
+        select(GPU, {"attention": "transformer_engine"})
 
 
 def test_documents_begin_where_their_number_changes_and_with_every_row() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels import fp4, fp8
+from megatron.core.kernels import fp4, fp8, fp8_native
 
 
 def to_e4m3(x: float) -> float:
@@ -78,3 +78,42 @@ def test_the_rotation_is_orthogonal_and_cancels_in_a_product() -> None:
     assert torch.equal(fp4.rotated(a) @ fp4.rotated(b).t(), a @ b.t())  # quarters of whole numbers: nothing is rounded
     # All of an outlier's weight in one place is spread over sixteen.
     assert torch.equal(fp4.rotated(16.0 * torch.eye(1, 16)).abs(), torch.full((1, 16), 4.0))
+
+
+def by_units(a: torch.Tensor, b: torch.Tensor, *how: list, output_dtype: torch.dtype, **orders_of: list) -> torch.Tensor:
+    """torch.nn.functional.scaled_mm of two levels of scales, as its documentation and torch's own tests have it, in numpy."""
+    scale_a, recipe_a, scale_b, recipe_b = how
+    types, orders = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+    assert recipe_a == recipe_b == [types.BlockWise1x16, types.TensorWise]
+    assert orders_of["swizzle_a"] == orders_of["swizzle_b"] == [orders.SWIZZLE_32_4_4, orders.NO_SWIZZLE]
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def whole(packed: torch.Tensor, scales: list[torch.Tensor]) -> np.ndarray:
+        assert packed.dtype == torch.float4_e2m1fn_x2 and packed.is_contiguous() and packed.shape[1] % 16 == 0
+        assert scales[0].dtype == torch.float8_e4m3fn and scales[1].dtype == torch.float32
+        held = packed.view(torch.uint8).numpy()
+        matrix = values[np.stack((held & 15, held >> 4), -1).reshape(len(held), -1)]
+        tiles = scales[0].double().numpy().reshape(-1, -(-matrix.shape[1] // 64), 32, 4, 4)  # of 128 rows, of 4 scales; rows 32 apart beside each other
+        table = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)[:len(matrix), :matrix.shape[1] // 16]
+        return matrix * table.repeat(16, 1) * float(scales[1])
+
+    return torch.from_numpy(whole(a, scale_a) @ whole(b.t(), scale_b).T).to(output_dtype)
+
+
+@pytest.mark.parametrize("rows, others, along", [(200, 48, 96), (16, 33, 300), (5, 16, 16)])
+def test_units_of_4_bits_are_given_what_the_emulation_multiplies(monkeypatch: pytest.MonkeyPatch, rows: int, others: int, along: int) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_units)
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(size, along, generator=generator).mul_(spread) for size, spread in ((rows, 3.0), (others, 0.01)))
+    for block, turned in (((16, 16), False), ((16, 16), True), ((1, 16), False)):
+        left = fp4.by_small_blocks(x, x.abs().max(), (1, 16))
+        right = fp4.by_small_blocks(weight.t() if turned else weight, weight.abs().max(), block)
+        right = right.t() if turned else right
+        found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_every_number_of_4_bits_is_packed_as_it_is() -> None:
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    held = fp8_native.packed(torch.stack((values, -values)).to(torch.float8_e4m3fn).contiguous()).view(torch.uint8)
+    assert held.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]]

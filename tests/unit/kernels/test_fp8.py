@@ -157,7 +157,7 @@ def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
 
 @pytest.mark.parametrize("recipe, capability, words", [
     ("tensorwise", (8, 0), "Ada"), ("delayed", (8, 9), ""), ("tensorwise", (9, 0), ""), ("blockwise", (9, 0), ""), ("blockwise", (8, 9), "Hopper"),
-    ("blockwise", (10, 0), "Hopper"), ("mxfp8", (9, 0), "Blackwell"), ("mxfp8", (10, 0), ""), ("nvfp4", (10, 0), "only emulated")])
+    ("blockwise", (10, 0), "Hopper"), ("mxfp8", (9, 0), "Blackwell"), ("mxfp8", (10, 0), ""), ("nvfp4", (9, 0), "4 bits need Blackwell"), ("nvfp4", (12, 0), "")])
 def test_a_gpu_says_which_recipes_it_has_no_units_for(recipe: str, capability: tuple[int, int], words: str) -> None:
     found = fp8_native.unfit(recipe, capability)
     assert words in found and bool(words) == bool(found)

@@ -20,11 +20,13 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.kernels import NAMED
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
+from megatron.core.transformer.dispatch import collect, order_of, spread
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("triton_norm", "triton_pointwise", "triton_loss")
+FILES = ("triton_norm", "triton_pointwise", "triton_loss", "triton_permute")
 GPU = Need(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
@@ -75,6 +77,33 @@ def test_norms_equal_the_reference(kernels: dict[str, ModuleType], dtype: torch.
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums_and_their_norms_equal_the_reference(kernels: dict[str, ModuleType], dtype: torch.dtype) -> None:
+    def both(found: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(found)  # so that gradients come to the sum and to its norm
+
+    file, (x, update) = kernels["triton_norm"], (draw(name, 5, 1, 37) for name in ("x", "update"))
+    weight, bias = 1 + draw("weight", 37), draw("bias", 37)
+    compare(lambda *given: both(file.residual_norm(*given, 1e-3)), lambda *given: both(reference.residual_norm(*given, 1e-3)), (x, update, weight, bias), dtype)
+    compare(lambda *given: both(file.residual_norm(*given, None, 1e-3)), lambda *given: both(reference.residual_norm(*given, None, 1e-3)),
+            (x, update, weight), dtype)
+    total, normed = file.residual_norm(*(one.to(dtype) for one in (x, update, weight)), None, 1e-3)
+    assert torch.equal(normed, file.rms_norm(total, weight.to(dtype), 1e-3)), "what is normed is the sum as it was rounded"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, 4)])
+def test_rows_go_to_experts_and_back_as_by_torch(kernels: dict[str, ModuleType], drops: bool, room: int | None, dtype: torch.dtype) -> None:
+    experts = torch.tensor([[0, 2], [3, 2], [0, 4], [2, 4], [2, 0], [0, 3], [4, 0]])  # nobody chooses expert 1
+    kept = torch.ones_like(experts, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3]), False) if drops else None
+    order = order_of(experts, kept, 5, room=room, all_here=True, permute=kernels["triton_permute"].permute)
+    for given, go in ((7, spread), (len(order.choices), collect)):
+        compare(lambda x, go=go: go(x, order), lambda x, go=go: go(x, replace(order, permute=permute)), (draw("x", given, 1030),), dtype)
+    assert collect(torch.empty(len(order.choices), 0), order).shape == (7, 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], name: str, dtype: torch.dtype) -> None:
     for gating in (Gating(), Gating(clamp=0.7, offset=1.0)):
@@ -115,13 +144,13 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
                           capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     names = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("bytes")}
-    assert names == {"_forward", "_backward", "_sums", "_gate", "_gate_backward", "_turn", "_statistics", "_gradient"}, done.stdout
+    assert names == {"_forward", "_backward", "_sums", "_gate", "_gate_backward", "_turn", "_statistics", "_gradient", "_gather"}, done.stdout
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     ours = [candidate for candidate in CANDIDATES if candidate.name == "triton"]
-    assert {candidate.op for candidate in ours} == {"layer_norm", "rms_norm", "gated_activation", "rotary", "cross_entropy"}
+    assert {candidate.op for candidate in ours} == {"layer_norm", "rms_norm", "gated_activation", "rotary", "cross_entropy", "permute", "residual_norm"}
     for candidate in ours:
         assert candidate.unfit(Need()) == "it needs a CUDA device" and candidate.unfit(GPU) == "the package triton is not installed"
     monkeypatch.setattr(table, "find_spec", lambda name: object())

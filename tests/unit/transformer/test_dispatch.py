@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.deep_ep import DeepEP, unfit
+from megatron.core.kernels.table import Kernels
 from megatron.core.transformer.dispatch import (
     AllGather,
     AllToAll,
@@ -160,7 +161,7 @@ def by_library_on_a_rank(kind: str, drops: bool, room: int | None) -> tuple[int,
     mesh = mesh_of(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     sys.modules["deep_ep"] = deep_ep_stand_in
     try:
-        chosen = dispatcher_of("flex", EXPERTS, mesh, DeepEP)
+        chosen = dispatcher_of("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
         assert isinstance(chosen, ByLibrary)
         return mesh.world.rank, through(chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, room=room)
     finally:

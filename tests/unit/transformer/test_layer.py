@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import layer_plans
+from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.spec import name_all
 from megatron.core.parallel.rng import materialize
@@ -18,6 +20,7 @@ from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.stack import Stack
 from tests.helpers import tiny
+from tests.helpers.training import train_on
 
 S, B, H = 6, 2, 32
 
@@ -131,3 +134,21 @@ def test_a_wide_residual_stays_fp32_from_layer_to_layer(after_norm: bool) -> Non
         layer.register_forward_hook(lambda module, inputs, output: formats.append((inputs[0].dtype, output.dtype)))
     assert stack(x, Pass(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
     assert stack.layers["0"].input_layernorm(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": True, "hidden_dropout": 0.1},
+                                     {"num_experts": 4, "moe_ffn_hidden_size": 16}], ids=str)
+def test_a_kernel_that_sums_and_norms_takes_the_place_of_both(changes: dict[str, Any]) -> None:
+    calls: list[int] = []
+
+    def counted(*inputs: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return reference.residual_norm(*inputs)
+
+    def trained(kernel: Any) -> list[float]:
+        run = tiny.run_of(tiny.config(**changes, num_layers=2, global_batch_size=2, fp64=True))
+        losses, norms = train_on(tiny.trainer_of(replace(run, kernels=replace(run.kernels, residual_norm=kernel))), 3)
+        return losses + norms
+
+    found = trained(counted)
+    assert found == pytest.approx(trained(None), rel=1e-10) and len(calls) == 12, "two layers of two microbatches in three steps"
