@@ -11,6 +11,7 @@ initialize.py     initialize_megatron(args) -> Run
 global_vars.py    get_args() and friends, for user scripts
 stages.py         this rank's stages, their buckets and the optimizer
 compiling.py      --compile: torch's compiler on their layers
+graphs.py         --cuda-graph-impl: their layers as CUDA graphs
 batch.py          one microbatch, and the loss over its tokens
 data.py           datasets to iterators of microbatches
 step.py           one optimizer step

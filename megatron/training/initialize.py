@@ -95,7 +95,8 @@ def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
 def _lacking(config: RunConfig, device: torch.device) -> list[str]:
     """What this machine lacks of what the run asks for."""
     lack = lacks_compiler(device) if config.compilation.compile and config.compilation.compile_backend == "inductor" else ""
-    return [*filter(None, [recipes.unfit(config.precision.low, device)]), *([f"--compile: {lack}, or leave --compile out"] if lack else [])]
+    graphs = "--cuda-graph-impl local: there is no GPU to record for; leave it out" if device.type == "cpu" and config.graphs.cuda_graph_impl != "none" else ""
+    return [*filter(None, [recipes.unfit(config.precision.low, device), graphs]), *([f"--compile: {lack}, or leave --compile out"] if lack else [])]
 
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
@@ -153,7 +154,9 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
                 biased_scores=config.model.rope.position_embedding_type == "relative", attention_dropout=config.model.attention_dropout,
                 head_sizes=config.model.head_sizes, uneven_heads=config.model.uneven_heads,
                 experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
-                overlapped_experts=config.model.moe.moe_shared_expert_overlap)
+                overlapped_experts=config.model.moe.moe_shared_expert_overlap,
+                pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
+                preferred=config.model.kernels.preferred)
 
 
 def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:

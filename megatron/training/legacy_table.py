@@ -64,13 +64,19 @@ RENAMES = (
     Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
     Rename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
     Rename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
+    Rename("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
     Rename("--s3-cache-path", ("--object-storage-cache-path",)),
     Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
 )
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
-    ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion or sgd"),
+    ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion, adafactor or sgd"),
+    ("--transformer-impl", "inference_optimized", "generation chooses its own kernels; choose local or transformer_engine"),
+    ("--cuda-graph-impl", "transformer_engine full_iteration", "layers are recorded one by one, by no library; choose local"),
+    ("--cuda-graph-modules", "moe moe_router moe_preprocess mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
+    ("--cuda-graph-scope", "moe moe_router moe_preprocess mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
+    ("--cuda-graph-scope", "full", "leave it out: whole layers are recorded where they can be; or choose attn or mlp"),
     ("--muon-fp32-matmul-prec", "low", "bf16 is the least that Newton-Schulz is done in; choose medium or high"),
     ("--muon-coefficient-type", "aol custom", "these coefficients are not built in; choose quintic, simple or polar_express"),
     ("--cross-entropy-fusion-impl", "te", "the loss is this project's own; choose auto, native, linear or triton"),
@@ -97,7 +103,7 @@ IGNORED = (
     Group("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
           switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
     Group("ignored", "it changes when ranks talk, not what they compute, and is not available here",
-          switches="delay-wgrad-compute defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
+          switches="defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
                    "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
                    "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
                    "no-scatter-gather-tensors-in-pipeline ddp-pad-buckets-for-high-nccl-busbw create-all-gather-group "
@@ -168,7 +174,7 @@ IGNORED = (
 
 LATER = (
     Group("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
-          switches="use-te", values="transformer-impl=local|transformer_engine te-precision-config-file"),
+          switches="use-te", values="te-precision-config-file"),
     Group("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
           values="bert-embedder-type bert-load"),
     Group("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
@@ -215,8 +221,7 @@ LATER = (
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
                  "num-distributed-optimizer-instances=1 megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
-    Group("later", "weights kept in 4 bits, or in blocks of 8, are not built yet; leave it out: matrices are rounded when they are used",
-          switches="fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
+    Group("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
     Group("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
     Group("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
           switches="use-kitchen-attention",
@@ -231,9 +236,8 @@ LATER = (
           values="delta-offload-bytes-across-pp-ranks activation-offload-fraction "
                  "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
                  "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
-    Group("later", "CUDA graphs are not built yet",
-          switches="enable-cuda-graph external-cuda-graph optimizer-cuda-graph",
-          values="cuda-graph-impl=none cuda-graph-modules cuda-graph-warmup-steps=3 cuda-graph-scope"),
+    Group("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
+    Group("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
     Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),

@@ -24,6 +24,7 @@ from megatron.training.compiling import Compiler
 from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
 from megatron.training.evaluate import evaluate, resting
 from megatron.training.failures import locating
+from megatron.training.graphs import Recordings
 from megatron.training.guard import BadStep, Guard, RollBack
 from megatron.training.leak_probe import demand_no_leak
 from megatron.training.metrics import (
@@ -64,6 +65,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
                 raise ConfigError("--eval-generate: this script gives pretrain() nothing that continues text; leave it out")
             trainer.samples = samples(run)
         compiler = Compiler(trainer) if run.config.compilation.compile else None
+        recordings = Recordings(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
         checkpoint = Checkpoint(trainer)
         if checkpoint.resume():
             run.ledger.add("loaded", **dataclasses.asdict(run.progress))
@@ -74,7 +76,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
         while True:
             try:
                 with closing(build_data(trainer, datasets)) as data:
-                    return Session(trainer, checkpoint, data, guard, compiler).run()
+                    return Session(trainer, checkpoint, data, guard, compiler, recordings).run()
             except RollBack as bad:
                 run.say(f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration")
                 checkpoint.roll_back(bad)
@@ -84,8 +86,10 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
 class Session:
     """One stretch of a run, from a checkpoint (or the start) to an exit."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, compiler: Compiler | None = None) -> None:
+    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, compiler: Compiler | None = None,
+                 recordings: Recordings | None = None) -> None:
         self.trainer, self.checkpoint, self.data, self.guard, self.compiler = trainer, checkpoint, data, guard, compiler
+        self.layers = compiler or recordings  # who makes layers faster, and tells of it
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
@@ -137,7 +141,7 @@ class Session:
             self._skip("--on-bad-step rollback")
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
-            with nullcontext() if self.compiler is None else self.compiler.watching(progress.iteration + 1):
+            with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
                 self.meter.add(train_step(self.trainer, self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)

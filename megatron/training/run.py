@@ -60,7 +60,7 @@ class Run:
         return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
                      dtype=getattr(torch, self.config.precision.dtype),
                      sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
-                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.splits_backward else None,
+                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.defers_weights else None,
                      low_precision=self.config.precision.low, rings=self._rings)
 
     @property

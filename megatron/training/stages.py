@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules import stages_of
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.distributed.fsdp import FullySharded, Parallel
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
@@ -28,6 +27,9 @@ from megatron.core.transformer.layer import Layer
 from megatron.training.batch import Batch, LossFunction
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.run import Progress, Run
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
 
 Network = GPTModel | BERTModel | T5Model
 ModelProvider = Callable[[Run, StageSpec], Network]
@@ -109,6 +111,8 @@ def _wrap(run: Run, stage: Network) -> Parallel:
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
     if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
+        from megatron.core.distributed.fsdp import FullySharded  # and with it torch's DTensor, which takes as long as torch itself
+
         return FullySharded(stage, [part for part in stage.modules() if isinstance(part, Layer)], run.mesh, grad_dtype=grad_dtype,
                             average=parallel.ddp_average_in_collective, keep_layers=parallel.torch_fsdp2_no_reshard_after_forward,
                             fill=partial(materialize, mesh=run.mesh, seed=seed, draw_on=source))

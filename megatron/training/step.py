@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.rules import stages_of
-from megatron.core.distributed.fsdp import Parallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -29,6 +29,9 @@ from megatron.training.data import take
 from megatron.training.metrics import Loads, Step
 from megatron.training.regroup import Regrouped
 from megatron.training.stages import Trainer
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
 
 
 class StepWork:
@@ -176,7 +179,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     trainer.before_step(work)
     with timers("forward-backward", 1):
         run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward,
-            deferred=run_.deferred)
+            deferred=run_.deferred, delays=config.parallel.delay_wgrad_compute)
     mesh.trail.enter("reduction of gradients")
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:

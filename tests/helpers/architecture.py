@@ -48,8 +48,9 @@ LATE_IMPORTS = ("megatron/core/kernels/", "megatron/core/tokenizers/", "megatron
                 "megatron/core/families/hf.py", "megatron/core/datasets/samplers.py", "megatron/core/datasets/storage.py",
                 "tools/inspect_dataset.py",
                 *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")))
-# Parts of ours that may come late: the command line is read before torch is imported.
-LATE_OWN = (("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),
+# Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
+LATE_OWN = (("megatron/training/stages.py", "megatron.core.distributed.fsdp.FullySharded"),
+            ("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),
             ("tools/check_config.py", "megatron.trust.built.check_build"),
             ("tools/check_parity.py", "megatron.trust.parity.checked_on_ranks"),
             ("tools/plan.py", "megatron.trust.dry_run.dry_run"), ("tools/plan.py", "megatron.trust.measure.measured"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch.distributed
 import torch.distributed.checkpoint  # noqa: F401
 
+import tests.helpers.training  # noqa: F401
+
 torch.set_num_threads(1)
+gc.freeze()  # what is imported stays: no collection looks through it

@@ -40,7 +40,8 @@ def trained(argv: Sequence[str], *, datasets: DatasetProvider = pretrain_gpt.dat
         pretrain(run, datasets, pretrain_gpt.model, forward_step, pretrain_gpt.samples)
     finally:
         logging.getLogger("megatron").handlers.clear()
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # to say so at all imports the compiler
+            torch.use_deterministic_algorithms(False)
     return run
 
 

@@ -6,7 +6,7 @@ plan.py      one row per layer, and which layers each pipeline stage builds
 parallel.py  how ranks are divided
 optim.py     optimizer, schedule, precision
 data.py      data and tokenizer
-compilation.py  whether layers are compiled, and how
+compilation.py  whether layers are compiled, and how; graphs.py: or recorded as CUDA graphs
 run.py       training, checkpoints, logging; `RunConfig` holds all of them
 rules.py     every rule between settings, as rows
 attention_rules.py  rows about attention and positions

@@ -15,6 +15,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 Config = TypeVar("Config")
@@ -57,7 +58,7 @@ def spelling(name: str) -> str:
 
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
     """All flags of a config class and of the parts it holds, with their types."""
-    hints = typing.get_type_hints(config_class)
+    hints = _types(config_class)
     found: list[tuple[dataclasses.Field, Any]] = []
     for field in dataclasses.fields(config_class):
         kind = hints[field.name]
@@ -85,7 +86,7 @@ def known_flags(config_class: type) -> set[str]:
 
 def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one help group for the class's own flags, then the groups of the parts it holds."""
-    hints = typing.get_type_hints(config_class)
+    hints = _types(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
         title, _, rest = (config_class.__doc__ or config_class.__name__).strip().partition("\n")
@@ -137,9 +138,15 @@ def _describe(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
     return kind, False, None
 
 
+@cache
+def _types(config_class: type) -> dict[str, Any]:
+    """The type of each field: `get_type_hints` compiles the text of every annotation."""
+    return typing.get_type_hints(config_class)
+
+
 def from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build the frozen config from a mapping of field names; fields that it lacks keep their defaults."""
-    hints = typing.get_type_hints(config_class)
+    hints = _types(config_class)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         kind = hints[field.name]

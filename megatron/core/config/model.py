@@ -147,9 +147,10 @@ class ModelConfig:
     softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)")
     scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)")
     bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head")
-    attention_backend: Literal["auto", "fused", "flash", "cudnn", "flash_attn_2", "flash_attn_3", "flex", "unfused", "local"] = flag(
-        "auto", "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3: by "
-        "these packages; flex: torch's FlexAttention; unfused and local: the plain formula")
+    attention_backend: Literal["auto", "fused", "flash", "cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex", "unfused",
+                               "local"] = flag(
+        "auto", "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3, "
+        "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula")
     rope: RopeConfig = RopeConfig()
     mla: MLAConfig = MLAConfig()
     mtp: MTPConfig = MTPConfig()
@@ -197,6 +198,12 @@ class ModelConfig:
         return int(found[1]), int(found[2])
 
     @property
+    def sums_before_norms(self) -> bool:
+        """Whether a layer norms, for its MLP, the sum of its input and what attention adds, as it is."""
+        elsewhere = self.apply_residual_connection_post_layernorm or self.norm_after_residual or self.sandwich_norm
+        return not elsewhere and not self.fp32_residual_connection and self.architecture != "t5"
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its first matrix."""
         return self.swiglu or self.quick_geglu or self.geglu
@@ -219,7 +226,7 @@ class ModelConfig:
         """Ops that no part of this network asks for."""
         asked = {"layer_norm": self.normalization == "LayerNorm", "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
                  "gated_activation": self.gated, "rotary": self.rope.rotates, "grouped_linear": bool(self.moe.num_experts),
-                 "moe_flex_dispatcher": bool(self.moe.num_experts)}
+                 "moe_flex_dispatcher": bool(self.moe.num_experts), "permute": bool(self.moe.num_experts), "residual_norm": "residual_norm" in self.kernels.wishes}
         return {op for op, wanted in asked.items() if not wanted}
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 
-from megatron.core.config import attention_rules, context_rules, expert_rules, latent_rules, low_precision_rules, optimizer_rules, overlap_rules, routing_rules
+from megatron.core.config import attention_rules, context_rules, expert_rules, graph_rules, latent_rules, low_precision_rules, optimizer_rules, overlap_rules, routing_rules
 from megatron.core.config.compilation import compilation
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
@@ -384,6 +384,8 @@ def _norms(s: Setting) -> str:
                 "--apply-residual-connection-post-layernorm place them differently; keep one")
     if model.sandwich_norm and model.architecture == "t5":
         return "--sandwich-norm knows no norm behind the cross attention of a T5; leave it out"
+    if model.kernels.wishes.get("residual_norm", "apart") != "apart" and (not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())):
+        return ("--kernel residual_norm=triton sums and norms at once, and here the sum is another, or one of them is recomputed; leave it out")
     if model.softmax_scale is not None and model.softmax_scale <= 0:
         return f"--softmax-scale {model.softmax_scale:g} must be above 0"
     return ""
@@ -521,6 +523,7 @@ ALWAYS = (
     Rule("activation", _activations, "one activation is chosen"),
     Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
     Rule("compilation", lambda s: compilation(s.run.compilation), "what is said of the compiler has one, and kernels to make"),
+    Rule("cuda-graphs", lambda s: graph_rules.graphs(s.run), "layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing"),
     Rule("fully-sharded", _fully_sharded, "FSDP2 is given nothing that it does itself, and no layout that it cannot serve"),
     Rule("overlap", lambda s: overlap_rules.overlap(s.run), "what is overlapped is done at all, in pieces that can be, and buckets have one size"),
     Rule("data", _data, "one thing says what to read"),

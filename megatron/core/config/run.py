@@ -10,6 +10,7 @@ from megatron.core.config.compilation import CompileConfig
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.faults import FaultConfig
 from megatron.core.config.flags import flag
+from megatron.core.config.graphs import GraphConfig
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.parallel import ParallelConfig
@@ -170,6 +171,7 @@ class RunConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     offload: OffloadConfig = OffloadConfig()
     compilation: CompileConfig = CompileConfig()
+    graphs: GraphConfig = GraphConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.profiler
@@ -80,6 +82,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: object | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Run `work`, which must not wait for the device, and record it. Returns what repeats it, and what it returned."""
@@ -91,6 +94,33 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
             output = work()
+        self._pool = graph.pool()
+        return graph.replay, output
+
+    def record_only(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record `work`, which ran before, and do not run it: no tensor changes. Returns what does it, and what it returned.
+
+        Nothing waits for the device or for other ranks, as messages may be on their way. All is recorded on one stream, which
+        autograd goes back to for a backward pass.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(here)
+        collects = gc.isenabled()
+        gc.disable()  # what is let go of meanwhile might be memory of the device, or a graph
+        try:
+            with torch.cuda.stream(self._stream):
+                # Threads that load data or watch over collectives go on: only what this one does is recorded, and judged.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    output = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        here.wait_stream(self._stream)
         self._pool = graph.pool()
         return graph.replay, output
 

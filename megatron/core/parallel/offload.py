@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron.core.parallel.device import Lane, Mark, host_memory
 
@@ -135,7 +134,7 @@ class Offload:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
             return
-        stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters() if not isinstance(param, DTensor)}
+        stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters() if type(param) is nn.Parameter}
         self._last = group = _Group(self, stay, self._last)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield

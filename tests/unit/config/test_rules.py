@@ -26,6 +26,8 @@ MLA: dict[str, Any] = {"multi_latent_attention": True, "position_embedding_type"
 MOE: dict[str, Any] = {"num_experts": 8}
 SIGMOID: dict[str, Any] = {**MOE, "moe_router_score_function": "sigmoid"}
 UPCYCLED: dict[str, Any] = {**MOE, "moe_use_upcycling": True, "load": "x", "ffn_hidden_size": 64}
+GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+RESIDUAL: dict[str, Any] = {"kernel": ("residual_norm=triton",)}
 NARROW: dict[str, Any] = {"bf16": True, "use_precision_aware_optimizer": True}
 ASIDE: dict[str, Any] = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 
@@ -66,7 +68,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("few-bits", 1, {**FP8, "fp8_amax_history_len": 0}, ("at least one step",)),
     ("few-bits", 2, {**FP8, **HYBRID}, ("--hybrid-context-parallel", "leave one of them out")),
     ("few-bits", 1, {**FP8, "fp8_param_gather": True}, ("--use-distributed-optimizer", "add it")),
-    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, ("keeps one rounding", "tensorwise or delayed")),
+    ("few-bits", 1, {**ZERO, "fp4_format": "e2m1", "fp8_param_gather": True}, ("another format", "--fp4-param-gather instead")),
     ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "num_attention_heads": 4, **MLA, "kv_lora_rank": 32, "qk_head_dim": 16,
                      "qk_pos_emb_head_dim": 16, "v_head_dim": 16}, ("--multi-latent-attention",)),
     ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "bf16": True, "use_precision_aware_optimizer": True}, ("masters of its own",)),
@@ -141,6 +143,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("update-rule", 1, {"optimizer": "muon", "muon_momentum": 1.0, "muon_num_ns_steps": 0, "muon_extra_scale_factor": 0.0},
      ("--muon-momentum 1", "give 5", "must be above 0")),
     ("update-rule", 1, {"optimizer": "muon", "optimizer_cpu_offload": True}, ("no work for a CPU", "choose adam")),
+    ("update-rule", 1, {"adafactor_decay_rate": 0.5}, ("--adafactor-decay-rate", "--optimizer adafactor")),
+    ("update-rule", 1, {"optimizer": "adafactor", "adafactor_min_rms": 0.0, "optimizer_cpu_offload": True}, ("must be above 0", "choose adam")),
     ("update-rule", 1, {"pin_cpu_grads": False}, ("--pin-cpu-grads", "--optimizer-cpu-offload")),
     ("update-rule", 1, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5}, ("1.5", "from 0 to 1")),
     ("narrow-state", 1, {"exp_avg_dtype": "bf16"}, ("--exp-avg-dtype", "--use-precision-aware-optimizer")),
@@ -165,6 +169,24 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("recompute", 1, {"recompute_granularity": "selective", "distribute_saved_activations": True}, ("full only",)),
     ("recompute", 4, {**FULL, **TP4, "sequence_parallel": True, "distribute_saved_activations": True}, ("--sequence-parallel",)),
     ("overlap", 2, {"overlap_param_gather": True}, ("--use-distributed-optimizer",)),
+    ("norms", 1, {**RESIDUAL, "fp32_residual_connection": True}, ("--kernel residual_norm=triton", "leave it out")),
+    ("norms", 1, {**RESIDUAL, "recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, ("recomputed", "leave it out")),
+    ("cuda-graphs", 1, {"cuda_graph_modules": ("attn",), "cuda_graph_warmup_steps": 5}, ("--cuda-graph-modules and --cuda-graph-warmup-steps", "add it")),
+    ("cuda-graphs", 1, {**GRAPHS, "cuda_graph_warmup_steps": 0, "compile": True, "qk_clip": True},
+     ("--cuda-graph-warmup-steps 0", "leave out --compile", "leave out --qk-clip")),
+    ("cuda-graphs", 1, {**GRAPHS, "attention_dropout": 0.1}, ("--attention-dropout 0.1", "give --attention-dropout 0")),
+    ("cuda-graphs", 2, {**GRAPHS, "hidden_dropout": 0.1, "tensor_model_parallel_size": 2, "sequence_parallel": True}, ("give --hidden-dropout 0",)),
+    ("cuda-graphs", 1, {**GRAPHS, "recompute_granularity": "selective"}, ("leave out --recompute-granularity",)),
+    ("cuda-graphs", 2, {**GRAPHS, **CP2}, ("leave out --context-parallel-size",)),
+    ("cuda-graphs", 2, {**GRAPHS, "use_torch_fsdp2": True}, ("leave out --use-torch-fsdp2",)),
+    ("cuda-graphs", 1, {**GRAPHS, **FP8}, ("leave out --fp8-format",)),
+    ("cuda-graphs", 1, {**GRAPHS, **ASIDE}, ("leave out activation offloading",)),
+    ("cuda-graphs", 2, {**GRAPHS, **PP2, "pipeline_schedule": "zb-h1"}, ("choose --pipeline-schedule 1f1b or gpipe",)),
+    ("cuda-graphs", 2, {**GRAPHS, "tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}, ("leave out --tp-comm-overlap",)),
+    ("cuda-graphs", 1, {**GRAPHS, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}, ("leave out --mtp-use-repeated-layer",)),
+    ("cuda-graphs", 1, {**GRAPHS, **MOE, "cuda_graph_modules": ("mlp",)}, ("every layer has experts", "choose attn")),
+    ("cuda-graphs", 1, {**GRAPHS, **MOE, **RESIDUAL}, ("leave out --kernel residual_norm",)),
+    ("cuda-graphs", 1, {**GRAPHS, "transformer_impl": "transformer_engine", "reset_attention_mask": True}, ("choose --attention-backend fused",)),
     ("compilation", 1, {"compile_backend": "aot_eager", "compile_mode": "max-autotune-no-cudagraphs"}, ("for --compile only", "add it")),
     ("compilation", 1, {"compile": True, "compile_backend": "aot_eager", "compile_mode": "max-autotune-no-cudagraphs"}, ("leave one of them out",)),
     ("fully-sharded", 2, {"torch_fsdp2_no_reshard_after_forward": True}, ("add it",)),
@@ -174,6 +196,11 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("overlap", 2, {"ddp_bucket_size": 100, "ddp_num_buckets": 3}, ("keep one",)),
     ("overlap", 2, {"tensor_model_parallel_size": 2, "tp_comm_overlap": True}, ("--sequence-parallel", "add it")),
     ("overlap", 1, {"tp_comm_overlap_rs_dgrad": True}, ("--tp-comm-overlap only", "add it")),
+    ("overlap", 1, {"delay_wgrad_compute": True}, ("--expert-model-parallel-size", "leave it out")),
+    ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "delay_wgrad_compute": True, "pipeline_schedule": "zb-h1",
+                    "pipeline_model_parallel_size": 1}, ("--pipeline-schedule zb-h1", "choose 1f1b")),
+    ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "delay_wgrad_compute": True, "use_torch_fsdp2": True},
+     ("FSDP2 has summed", "leave it out")),
     ("overlap", 1, {"overlap_moe_expert_parallel_comm": True}, ("--expert-model-parallel-size", "leave it out")),
     ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "recompute_granularity": "selective"},
      ("two passes under way", "--recompute-granularity")),

@@ -293,7 +293,7 @@ class Arriving:
 def test_a_save_waits_for_parameters_that_are_still_on_their_way(tmp_path: Path) -> None:
     trainer, checkpoint = start(save=str(tmp_path))
     work = Arriving()
-    trainer.parallels[0]._gathering[0] = work  # type: ignore[assignment]
+    trainer.parallels[0]._gathering[0] = [work]  # type: ignore[assignment]
     checkpoint.save()
     assert work.arrived
 

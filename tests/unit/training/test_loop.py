@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from megatron.training.stages import ForwardStep
 from megatron.training.watch import NotFinite
 from tests.helpers.programme import trained, write_tokens
 
+ROOT = Path(__file__).resolve().parents[3]
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 
 
@@ -270,3 +273,10 @@ def test_timers_are_shown_per_iteration(data: list[str], capsys: pytest.CaptureF
     text = capsys.readouterr().out
     for name in ("forward-backward", "all-grads-sync", "optimizer", "batch-generator", "forward-compute"):
         assert re.search(rf"^ +{name} \.+: \(", text, re.MULTILINE), f"{name} is not among the timers:\n{text}"
+
+
+def test_a_run_of_plain_layers_imports_neither_the_compiler_nor_sharded_tensors() -> None:
+    code = ("import sys; from tests.helpers.programme import trained; trained(['--mock-data', '--train-iters', '2']); "
+            "print('imported:', *({'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'triton'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
