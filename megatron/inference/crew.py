@@ -112,8 +112,7 @@ class Network:
         """Pass the rows of this rank's copy through the stages; what was found, on the first tensor rank of the last stage."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
         if self.recordings is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
-            with torch.no_grad():
-                return judged(rows, self.recordings.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
+            return judged(rows, self.recordings.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
         parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
         shared = [[copy[part::parts] for copy in rows_of_all] for part in range(parts)]
         work = _Work(self, [_Step(self, copies[self.mesh.dp.rank], self._length(copies)) for copies in shared])
@@ -131,11 +130,10 @@ class Network:
         if stage.mtp is None:
             assert not stage.stage.heads, "the stage that predicts has what predicts ahead"
             return []
-        with torch.no_grad():
-            step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
-            _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
-            if len(step.wanted):
-                step.judge(self, logits)
+        step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
+        _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
+        if len(step.wanted):
+            step.judge(self, logits)
         return step.found
 
     def _length(self, copies: Sequence[Sequence[Row]]) -> int:
@@ -180,7 +178,7 @@ class _Step:
 def judged(rows: Sequence[Row], logits: Tensor, build: Build) -> list[Found]:
     """What follows the wanted places of each row, on the first tensor rank; nothing on others. logits: [w, 1, v/tp]."""
     axis, size = build.mesh.tp, build.model.true_vocab_size
-    whole = collectives.all_gather(logits[:, 0].t().contiguous(), axis).t()[:, :size]
+    whole = collectives.all_gather(logits[:, 0][None], axis).movedim(0, 1).flatten(1)[:, :size]
     if not axis.is_first:
         return []
     found, start = [], 0
@@ -283,6 +281,9 @@ class Crew:
     def __init__(self, networks: Sequence[Network]) -> None:
         self.networks = tuple(networks)
         self.mesh = networks[0].mesh
+        # In inference mode an operation costs less, but what a network keeps of it, as tables of angles, is no good for training.
+        trained = any(param.requires_grad for network in networks for stage in network.stages for param in stage.parameters())
+        self._mode = torch.no_grad if trained else torch.inference_mode
 
     @property
     def leads(self) -> bool:
@@ -311,7 +312,8 @@ class Crew:
 
     def _carry_out(self, order: Order) -> list[list[Found]]:
         network = self.networks[order.network]
-        found = network.look(order.rows, order.depth) if order.depth else network.run(order.rows)
+        with self._mode():
+            found = network.look(order.rows, order.depth) if order.depth else network.run(order.rows)
         speaks = network.stages[-1].stage.heads and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, found) if speaks else None, self.mesh.world)
         by_copy = dict(said for said in everyone if said is not None)

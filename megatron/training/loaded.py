@@ -68,7 +68,7 @@ GPT = Kind("gpt", GPTModel)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """stages: this rank's, in order, filled and in evaluation mode."""
+    """stages: this rank's, in order, filled, in evaluation mode and without gradients."""
 
     config: RunConfig
     mesh: Mesh
@@ -168,6 +168,8 @@ def _stages(source: Source, kind: Kind, config: RunConfig, mesh: Mesh) -> tuple[
             if name.startswith(kind.parts):
                 put(state, name, placed_parameter(param, mesh))
     load(state, source, mesh.world, complete=kind.parts)
+    for stage in stages:
+        stage.requires_grad_(False)
     if mesh.device.type == "cpu" and dtype in (torch.float32, torch.float64):
         _by_column([param for stage in stages for param in stage.parameters() if param.dim() == 2])
     return stages

@@ -78,8 +78,9 @@ def load(engine: Engine, words: int, options: argparse.Namespace) -> str:
     replies = engine.run([Request(tuple(prompt), options.new, Sampling(0.0), ignore_eod=True) for prompt in prompts])
     wall = time.perf_counter() - began
     first = sorted(reply.first for reply in replies if reply.first is not None)
-    return (f"  {count} requests at once: first token after {first[count // 2]:.2f} s (median), {first[count * 9 // 10]:.2f} s (9 of 10), "
-            f"{first[-1]:.2f} s (all); {count * options.new / wall:.1f} new tokens/s")
+    places = {"1 of 4": count // 4, "half": count // 2, "3 of 4": 3 * count // 4, "all": count}
+    told = ", ".join(f"{first[place - 1]:.2f} s ({name})" for name, place in places.items())
+    return f"  {count} requests at once: first token after {told}; {count * options.new / wall:.1f} new tokens/s"
 
 
 def main() -> None:
