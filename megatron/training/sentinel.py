@@ -2,7 +2,7 @@
 
     over data ranks      parameters; optimizer state where no rank owns a share of its own
     over tensor ranks    parameters that are not cut, key/value heads with copies, the random stream they have in common
-    over two stages      tied embeddings
+    over two stages      tied embeddings, also where a pipeline that goes there and back has both on one rank
     over all ranks       counters, loss scale
 
 Everything is hashed where it lies, in one pass over the memory; what travels are 16 bytes for each item. The largest hash
@@ -47,12 +47,16 @@ class ReplicasDiffer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that ranks of an axis hold alike. copies: so many neighbours share it; 0: all ranks of the axis."""
+    """Something that ranks of an axis hold alike. copies: so many neighbours share it; 0: all ranks of the axis.
+
+    again: the same once more on this rank.
+    """
 
     name: str
     axis: Axis
     value: Tensor | str
     copies: int = 0
+    again: tuple[Tensor, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -84,14 +88,16 @@ class Sentinel:
             parallel.finish_gather()
         hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes
         by_axis: dict[str, list[tuple[Item, Tensor]]] = defaultdict(list)
-        items = [item for item in self.items() if item.axis.size > 1]
+        differs = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        items = [item for item in self.items() if item.axis.size > 1 or item.again]
         for item in items:
             if id(item.value) not in hashed:
                 hashed[id(item.value)] = self.hash(item.value)
             by_axis[item.axis.name].append((item, hashed[id(item.value)]))
+            for other in item.again:
+                differs = torch.maximum(differs, (self.hash(other) != hashed[id(item.value)]).long())
         # By name: ranks that share two axes must meet on them in one order.
         groups = [by_axis[name] for name in sorted(by_axis)]
-        differs = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         for found in groups:
             differs = torch.maximum(differs, _differs(found))
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
@@ -100,15 +106,15 @@ class Sentinel:
     def items(self) -> Iterator[Item]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
         trainer, mesh = self.trainer, self.mesh
-        tied: dict[str, Tensor] = {}  # of two homes on one rank the first is compared with those of other ranks
+        homes: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # of a tied matrix on this rank, by name and axis
         for parallel in trainer.parallels:
             for param in parallel.whole:
                 spec, value = spec_of(param), param.detach()
                 yield Item(spec.name, mesh.axis(spec.reduce_over), value)
                 if is_shared_over_tensor(spec):
                     yield Item(spec.name, mesh.axis(tensor_axis(spec)), value)
-                if spec.tied and tied.setdefault(spec.name, value) is value:
-                    yield Item(spec.name, mesh.axis(spec.tied_over), value)
+                if spec.tied:
+                    homes[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
                 shared = (piece for piece in pieces(spec, mesh) if piece.copies > 1)
                 yield from (Item(f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.copies)
@@ -117,9 +123,11 @@ class Sentinel:
                 if is_shared_over_tensor(share.spec):
                     yield Item(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
                 if share.spec.tied:
-                    yield Item(share.name, mesh.axis(share.spec.tied_over), share.data)
+                    homes[share.name, share.spec.tied_over].append(share.data)
                 yield from (Item(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
                             for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh)))
+        for (name, axis), (first, *again) in homes.items():
+            yield Item(name, mesh.axis(axis), first, again=tuple(again))
         if not trainer.optimizer.sharded:
             for slot, segment, tensor in trainer.optimizer.slots():
                 yield Item(f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device))
@@ -151,6 +159,8 @@ class Sentinel:
         findings: list[str] = []
         for found in groups:
             axis = found[0][0].axis
+            findings += [f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree" for item, number in found
+                         if any(int(self.hash(other)) != int(number) for other in item.again)]
             own = [(item.name, item.slot, int(number)) for item, number in found]
             for (name, _, _), held in zip(own, zip(*collectives.gather_objects(own, axis), strict=True), strict=True):
                 for slot in sorted({slot for _, slot, _ in held}):

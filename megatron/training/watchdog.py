@@ -115,7 +115,8 @@ class Watchdog:
         return "\n".join([*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"])
 
     def _watch(self, board: Board) -> None:
-        moves, since, pulse = -1, time.monotonic(), 0.0
+        moves, since, pulse = -1, time.monotonic(), time.monotonic()
+        board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
             if self.trail.moves != moves:

@@ -1,11 +1,12 @@
 """Runs of real processes in one of which something goes wrong, in a phase that the test chooses.
 
     case = Case("stop", "reduce", rank=1)
-    outcome = finished(started(case, folder))
+    (outcome,) = finished(started(case, folder))
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import pretrain_gpt
 from megatron.core.distributed import ddp
 from megatron.core.optimizer import optimizer
+from megatron.core.parallel.spec import spec_of
 from megatron.training import loop, step
 from megatron.training.arguments import read_args
 from megatron.training.checkpointing import Checkpoint
@@ -33,18 +36,25 @@ from tests.helpers.programme import TINY, write_tokens
 
 ITERATION = 2  # in which it happens
 PHASES = ("start-up", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluation")
-HOWS = ("raise", "kill", "stop", "sleep")
+HOWS = ("raise", "kill", "nan", "flip", "stop", "sleep")
 FLAGS = ("--train-iters 3 --eval-iters 1 --eval-interval 2 --save-interval 2 --num-layers 2 --global-batch-size 6 "
-         "--distributed-timeout-minutes 2 --hidden-dropout 0 --attention-dropout 0").split()
+         "--hidden-dropout 0 --attention-dropout 0").split()
+WATCHES = {"nan": ["--on-bad-step", "stop"], "flip": ["--check-weight-hash-across-dp-replicas-interval", "1"]}
 LAYOUTS = {"data": [], "tensor": ["--tensor-model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "24", "--ffn-hidden-size",
                                   "48"],
            "pipeline": ["--pipeline-model-parallel-size", "3", "--num-layers", "3"]}
+# A weight that other ranks hold too.
+SHARED = {"data": "layers.0.mlp.linear_fc1.weight", "tensor": "final_layernorm.weight", "pipeline": "word_embeddings.weight"}
 PATIENCE = 180.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What happens, in which phase of iteration ITERATION, on which rank. hang: seconds of --hang-timeout-minutes."""
+    """What happens, in which phase of iteration ITERATION, on which rank.
+
+    nan: a weight is no number any more; flip: a bit of a weight that others hold too is another. hang, longest: seconds of
+    --hang-timeout-minutes and --distributed-timeout-minutes.
+    """
 
     how: str
     phase: str
@@ -52,6 +62,12 @@ class Case:
     layout: str = "data"
     ranks: int = 3
     hang: float = 60.0
+    longest: float = 120.0
+
+    @property
+    def notice(self) -> float:
+        """Seconds until a hang is noticed; at the start, only what the transports allow counts."""
+        return 0.0 if self.how not in ("stop", "sleep") else 0.9 * self.longest if self.phase == "start-up" else self.hang
 
     @property
     def name(self) -> str:
@@ -81,15 +97,15 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks), OMP_NUM_THREADS="1",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    flags = [*TINY, *FLAGS, *LAYOUTS[case.layout], "--data-path", f"{folder}/text", "--split", "60,20,20", "--save", f"{folder}/saved", "--hang-timeout-minutes", str(case.hang / 60.0)]
+    flags = [*TINY, *FLAGS, *LAYOUTS[case.layout], *WATCHES.get(case.how, []), "--data-path", f"{folder}/text", "--split", "60,20,20",
+             "--save", f"{folder}/saved", "--hang-timeout-minutes", str(case.hang / 60.0),
+             "--distributed-timeout-minutes", str(case.longest / 60.0)]
 
     @entry
     def main() -> None:
         run = initialize_megatron(read_args(flags, world_size=case.ranks))
-        datasets, forward_step = pretrain_gpt.datasets, pretrain_gpt.forward_step
-        if rank == case.rank:
-            datasets, forward_step = _planted(case, run, folder)
-        loop.pretrain(run, datasets, pretrain_gpt.model, forward_step)
+        providers = _planted(case, run, folder) if rank == case.rank else (pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
+        loop.pretrain(run, *providers)
 
     try:
         main()
@@ -101,16 +117,24 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
         os._exit(1)
 
 
-def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The providers, one of which or of whose callees fails."""
+def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The providers of datasets, stages and the forward step, one of which or of whose callees fails."""
+    stages: list[nn.Module] = []
+    happened: list[bool] = []
+
     def fault(*, always: bool = False) -> None:
-        if always or run.progress.iteration == ITERATION - 1 or (case.phase in ("save", "evaluation") and run.progress.iteration == ITERATION):
+        now = always or run.progress.iteration == ITERATION - 1 or (case.phase in ("save", "evaluation") and run.progress.iteration == ITERATION)
+        if now and not happened:
+            happened.append(True)
             Path(folder, "when").write_text(str(time.time()))
             if case.how == "raise":
                 raise ValueError("the planted failure")
             if case.how == "sleep":
                 time.sleep(3600)
-            os.kill(os.getpid(), signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
+            if case.how in ("nan", "flip"):
+                _spoil(stages, case)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
 
     def before(owner: Any, name: str) -> None:
         plain = getattr(owner, name)
@@ -122,8 +146,13 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
         setattr(owner, name, faulty)
 
     def datasets(*arguments: Any) -> Any:
-        fault(always=True)
+        if case.phase == "start-up":
+            fault(always=True)
         return pretrain_gpt.datasets(*arguments)
+
+    def model(inner: Run, stage: Any) -> Any:
+        stages.append(pretrain_gpt.model(inner, stage))
+        return stages[-1]
 
     def forward_step(inner: Run, batches: Any, stage: Any) -> Any:
         if case.phase == "forward" or (case.phase == "evaluation" and not stage.training):
@@ -133,10 +162,20 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
             output.register_hook(lambda gradient: fault())
         return output, loss
 
-    owners = {"data": (step, "take"), "reduce": (ddp, "_start"), "optimizer": (optimizer, "finalize"), "save": (Checkpoint, "_weights")}
+    owners = {"data": (step, "take"), "reduce": (ddp, "_start"), "optimizer": (optimizer, "finalize"), "save": (Checkpoint, "weights")}
     if case.phase in owners:
         before(*owners[case.phase])
-    return (datasets if case.phase == "start-up" else pretrain_gpt.datasets), forward_step
+    return datasets, model, forward_step
+
+
+def _spoil(stages: list[nn.Module], case: Case) -> None:
+    """Change one element of a weight."""
+    part = SHARED[case.layout] if case.how == "flip" else "mlp.linear_fc1.weight"
+    weight = next(param for stage in stages for param in stage.parameters() if part in spec_of(param).name).data.view(-1)
+    if case.how == "nan":
+        weight[5] = math.nan
+    else:
+        weight.view(torch.int32)[5] ^= 1 << 22  # the highest of the mantissa, which no update rounds away
 
 
 @dataclass
@@ -147,6 +186,10 @@ class Going:
     folder: Path
     store: dist.TCPStore
     processes: list[Any]
+
+    def late(self) -> list[int]:
+        """The ranks that can end and have not."""
+        return [rank for rank, process in enumerate(self.processes) if process.is_alive() and (rank != self.case.rank or self.case.how != "stop")]
 
 
 def started(case: Case, folder: Path) -> Going:
@@ -163,20 +206,25 @@ def started(case: Case, folder: Path) -> Going:
     return Going(case, folder, store, processes)
 
 
-def finished(going: Going) -> Outcome:
+def finished(*going: Going) -> list[Outcome]:
     """Wait for all ranks that can end, end the others, and read what they left."""
-    case, deadline = going.case, time.monotonic() + PATIENCE
-    able = [process for rank, process in enumerate(going.processes) if rank != case.rank or case.how != "stop"]
-    ended = 0.0
-    while time.monotonic() < deadline and any(process.is_alive() for process in able):
+    deadline, ended = time.monotonic() + PATIENCE, {}
+    while time.monotonic() < deadline and len(ended) < len(going):
         time.sleep(0.1)
-    ended = time.time()
-    late = [rank for rank, process in enumerate(going.processes) if process in able and process.is_alive()]
+        for one in going:
+            if one.case.name not in ended and not one.late():
+                ended[one.case.name] = time.time()
+    return [_outcome(one, ended.get(one.case.name, time.time())) for one in going]
+
+
+def _outcome(going: Going, ended: float) -> Outcome:
+    late = going.late()
     for process in going.processes:
         process.kill()
         process.join()
-    output = [(going.folder / f"output{rank}").read_text() for rank in range(case.ranks)]
+    output = [(going.folder / f"output{rank}").read_text() for rank in range(going.case.ranks)]
     assert not late, f"ranks {late} did not end: {output}"
+    assert (going.folder / "when").exists(), f"it never happened: {output}"
     faults = going.folder / "saved" / "faults"
     files = "\n".join(path.read_text() for path in sorted(faults.glob("rank*.txt"))) if faults.is_dir() else ""
     return Outcome(ended - float((going.folder / "when").read_text()), output, files)

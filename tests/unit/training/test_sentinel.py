@@ -80,9 +80,11 @@ def plant_elsewhere(rank: int) -> tuple[str, str]:
      "final_layernorm.weight: rank 3 over tp differs from ranks 0, 1, 2"),
     ({"pipeline_model_parallel_size": 4}, 3, "word_embeddings", 11,
      "word_embeddings.weight: ranks 0, 3 over embed disagree, and there is no majority"),
+    ({"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-v", "num_layers": 8}, 0, "word_embeddings", 11,
+     "word_embeddings.weight: rank 0 over embed holds copies that disagree"),
     ({"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2}, 1, "linear_qkv.weight", -1,
      "linear_qkv.weight (shared heads, part 1): ranks 0, 1 over tp disagree"),
-], ids=["dp", "zero1", "tp", "tied", "shared heads"])
+], ids=["dp", "zero1", "tp", "tied", "tied on one rank", "shared heads"])
 def test_one_flipped_bit_is_found_and_named(world: Worlds, changes: dict[str, Any], rank: int, part: str, place: int, says: str) -> None:
     said = world(4).run(plant, changes, rank, part, place)
     assert len(set(said)) == 1, "all ranks say the same"
