@@ -44,8 +44,9 @@ PARALLEL=(
     --expert-model-parallel-size 64
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm
-    --recompute-granularity selective
-    --recompute-modules core_attn mla_up_proj moe_act layernorm
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
 )
 TRAINING=(
     --micro-batch-size 1

@@ -14,19 +14,23 @@ collective of tensor, context or expert ranks is counted in full, though some ru
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from megatron.core.config.run import RunConfig
 from megatron.core.models.flops import flops_per_sample
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.core.pipeline_parallel.timeline import Timeline, play
 from megatron.trust.hardware import Hardware, collective_seconds
-from megatron.trust.trace import DryRun, Event, Trace
+from megatron.trust.trace import DryRun, Event, Part, Trace, parts_of
 
+_ROOT = Path(__file__).resolve().parents[2]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
 ATTENTION = re.compile(r"attention|flash|sdpa")
 # What runs nothing: memory that is only taken, and tensors that share it.
@@ -34,6 +38,8 @@ FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fre
 # What reads a few rows of a table: it moves what it makes.
 PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
+# A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
+FEW_BITS, EMULATED = "megatron/core/kernels/fp8.py", ("exact", "product")
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
 BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
@@ -79,6 +85,14 @@ class Spent:
     traffic: Counter[str] = field(default_factory=Counter)
     launches: list[tuple[float, float]] = field(default_factory=list)
     beside: float = 0.0
+
+    def add(self, other: Spent, before: float) -> None:
+        """Events of a stretch that follows in an action. before: what had been spent here when the action began."""
+        self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
+        self.seconds += other.seconds
+        self.beside += other.beside
+        self.parts.update(other.parts)
+        self.traffic.update(other.traffic)
 
     @property
     def each(self) -> float:
@@ -142,37 +156,69 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, *, seconds
 def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
     """The time of everything that a rank does, by action."""
     spent: dict[str, Spent] = {}
-    message, gathers = 0.0, []
-    price = cache(lambda event: event_seconds(event, config, hardware, trace.rank))
-    for event in trace.events:
-        if event.action == "setup" or event.kind == "action":
+    meter = _Meter(config, hardware, trace.rank)
+    for part in parts_of(trace.events):
+        if part.again:
+            place = spent.setdefault(_key(part.action), Spent())
+            place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
             continue
-        key = _key(event.action)
-        place = spent.setdefault(key, Spent())
-        before = place.begun.setdefault(event.action, place.seconds)
-        seconds = price(_alike(event))
-        if event.kind in ("send", "receive"):
-            place.traffic["pp"] += bytes_of(event)
-            message = max(message, seconds)
-            continue
-        if event.kind == "collective":
-            place.traffic[event.axis] += bytes_of(event)
-            if event.axis in DATA_AXES and config.parallel.use_torch_fsdp2 and ACTION.match(key):
-                place.beside += seconds
-                continue
-            if event.axis in DATA_AXES and ACTION.match(key):
-                place.launches.append((place.seconds - before, seconds))
-                continue
-            if event.axis in DATA_AXES and event.name == "all_gather" and config.parallel.overlap_param_gather:
-                gathers.append(seconds)
-                continue
-        place.seconds += seconds
-        place.parts[part_of(event)] += seconds
+        for event in part.events:
+            if event.action != "setup" and event.kind != "action":
+                place = spent.setdefault(_key(event.action), Spent())
+                meter.count(event, place, place.begun.setdefault(event.action, place.seconds))
     for place in spent.values():
         shows = max(0.0, place.beside - place.seconds)
         place.seconds += shows
         place.parts["gathers and sums of FSDP2"] += shows
-    return RankTime(trace.place.get("pp", 0), spent, message, tuple(gathers))
+    return RankTime(trace.place.get("pp", 0), spent, meter.message, tuple(meter.gathers))
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Prices of one rank's events, equal ones and equal stretches looked at once. message, gathers: as in `RankTime`."""
+
+    config: RunConfig
+    hardware: Hardware
+    rank: int
+    message: float = 0.0
+    gathers: list[float] = field(default_factory=list)
+    _prices: dict[tuple[Any, ...], tuple[float, str]] = field(default_factory=dict)
+    _stretches: dict[tuple[int, str], Spent] = field(default_factory=dict)
+
+    def count(self, event: Event, place: Spent, before: float) -> None:
+        """Add an event to where its action's are counted. before: what had been spent there when the action began."""
+        acts = _acts(event.action)
+        where = event.where if event.where.startswith((*BLOCKS, FUSED, FEW_BITS)) else ""
+        alike = (event.kind, event.name, where, event.action[:1], event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape, event.dtype)
+        if alike not in self._prices:
+            self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), part_of(event)
+        seconds, part = self._prices[alike]
+        if event.kind in ("send", "receive"):
+            place.traffic["pp"] += bytes_of(event)
+            self.message = max(self.message, seconds)
+            return
+        if event.kind == "collective":
+            place.traffic[event.axis] += bytes_of(event)
+            if event.axis in DATA_AXES and self.config.parallel.use_torch_fsdp2 and acts:
+                place.beside += seconds
+                return
+            if event.axis in DATA_AXES and acts:
+                place.launches.append((place.seconds - before, seconds))
+                return
+            if event.axis in DATA_AXES and event.name == "all_gather" and self.config.parallel.overlap_param_gather:
+                self.gathers.append(seconds)
+                return
+        place.seconds += seconds
+        place.parts[part] += seconds
+
+    def again(self, part: Part) -> Spent:
+        """What a stretch that repeats an earlier one takes."""
+        key = id(part.events), part.action[:1]
+        if key not in self._stretches:
+            self._stretches[key] = found = Spent()
+            for event in part:
+                self.count(event, found, 0.0)
+        return self._stretches[key]
 
 
 def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
@@ -188,12 +234,34 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
     if hardware.fused and event.where.startswith(FUSED) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
         return hardware.attention_seconds(event.flops * _met(config), config.precision.dtype, backward=event.action.startswith("B"))
+    few = _few_bits(config, hardware)
+    if few and event.where in _emulated():
+        size = bytes_of(event)
+        moved = (event.moved - size) / item_size(event.dtype) + size * item_size(config.precision.dtype) / item_size(event.dtype)
+        return max(hardware.matmul_seconds(event.flops, few), moved / hardware.memory_rate) + hardware.launch if event.flops else 0.0
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
     else:
         busy = hardware.matmul_seconds(event.flops, dtype)
     moved = 2 * bytes_of(event) if PICKS.match(event.name) else event.moved
     return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
+
+
+def _few_bits(config: RunConfig, hardware: Hardware) -> str:
+    """The format of a run's linear layers that the machine multiplies by itself, at a rate that its profile knows; else nothing."""
+    low = config.precision.low
+    if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:
+        return ""
+    wanted = ("float4", "float8") if low.fp4_format is not None else ("float8",)
+    return next((name for name in wanted if name in hardware.peak), "")
+
+
+@cache
+def _emulated() -> frozenset[str]:
+    """The lines that emulate a product of few bits."""
+    tree = ast.parse((_ROOT / FEW_BITS).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
+    return frozenset(f"{FEW_BITS}:{line}" for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
 def _attention_flops(event: Event, config: RunConfig) -> float:
@@ -234,16 +302,17 @@ def part_of(event: Event) -> str:
     return "matrix products" if event.flops else "other operations"
 
 
-def _alike(event: Event) -> Event:
-    """The event without what does not change its time, so that equal ones are priced once."""
-    where = event.where if event.where.startswith((*BLOCKS, FUSED)) else ""
-    return replace(event, where=where, action=event.action[:1], module="", received=(), live=0)
-
-
+@cache
 def _key(action: str) -> str:
     """The kind of an action: F0 of F0.3; a phase is itself."""
     found = ACTION.match(action)
     return found[1] if found else action or "begin"
+
+
+@cache
+def _acts(action: str) -> bool:
+    """Whether this is an action of the schedule, and no phase around it."""
+    return ACTION.match(action) is not None
 
 
 def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:

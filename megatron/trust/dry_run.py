@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +44,10 @@ from megatron.training.step import train_step
 from megatron.training.timers import Timers
 from megatron.trust.blank import blank_batches, shares_of
 from megatron.trust.built import mesh_of
+from megatron.trust.copies import Copier, Unlike
 from megatron.trust.fake import FakeRecorder, FakeWorld
 from megatron.trust.recorder import Recorder
-from megatron.trust.trace import DryRun, Trace
+from megatron.trust.trace import DryRun, Events, Trace
 
 _MOST_KINDS = 8
 _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
@@ -117,26 +118,26 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     return trainer
 
 
-def record_step(trainer: Trainer, recorder: Recorder) -> Trace:
-    """One step of the trainer, with what it holds before named."""
+def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextManager[None] = nullcontext()) -> Trace:
+    """One step of the trainer, with what it holds before named. around: what stands around it meanwhile."""
     heap, mesh = recorder.heap, trainer.run.mesh
     if recorder.shared:
         gc.collect()  # rings of references that cutting weights leaves behind
     heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
     heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
-    heap.name((bucket.data for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())), "weights")
+    heap.name((whole for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ()) for whole in bucket.gathered), "weights")
     held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
     heap.name((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
     heap.name(trainer.optimizer.memory(), "optimizer")
-    recorder.events.clear()
+    recorder.events = Events()
     heap.begin_step()
     began = heap.clock
-    with recorder.naming(trainer.stages):
+    with recorder.naming(trainer.stages), around:
         train_step(trainer, blank_batches(trainer))
     recorder.enter("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     parameters = sum(param.numel() for param in held)
-    return Trace(mesh.world.rank, place, parameters, tuple(recorder.events), heap.peak, heap.peak_event, heap.at(heap.peak_clock),
+    return Trace(mesh.world.rank, place, parameters, recorder.events, heap.peak, heap.peak_event, heap.at(heap.peak_clock),
                  heap.at(heap.clock), heap.timeline(began), heap.left_behind(recorder.begins["reduction"]))
 
 
@@ -145,10 +146,11 @@ def _here(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = None, *, whole: bool = False) -> DryRun:
+def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = None, *, whole: bool = False, follows: bool = False) -> DryRun:
     """Run one step of every distinct kind of rank, or of these ranks. config: resolved, with its vocabulary.
 
-    whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself.
+    whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself. follows: every operation of each;
+    else what repeats itself in a stage is counted again (copies.py).
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a world of its own, and this process already belongs to one; start it in another process")
@@ -162,7 +164,7 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = No
     short = _with_microbatches(config, world_size, enough)
     world = FakeWorld()
     try:
-        traces = tuple(_of_more(fake_trace(short, lists, kind[0], world), enough, count) for kind in kinds)
+        traces = tuple(_of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count) for kind in kinds)
     finally:
         gc.unfreeze()
     if config.parallel.hybrid_context_parallel:  # whose ranks have microbatches of their own, all of which were run
@@ -242,13 +244,33 @@ def plan_of(config: RunConfig, count: int) -> Plan:
                                  group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
 
 
-def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld) -> Trace:
-    """One rank's step, in a world of tensors without data."""
-    with _fake_groups(len(lists["world"][0]), rank):
-        mesh, ranks = _mesh_of_own_groups(lists, rank)
-        recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel)
-        with world.mode, recorder, recorder.following():
-            return record_step(make_trainer(config, mesh, recorder), recorder)
+def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int = 0) -> Trace:
+    """One rank's step, in a world of tensors without data. copied: of so many microbatches, those that do as others did are counted
+    again; 0: every one is followed.
+    """
+    try:
+        with _fake_groups(len(lists["world"][0]), rank):
+            return _trace_in_groups(config, lists, rank, world, copied)
+    except Unlike as unlike:
+        logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
+    return fake_trace(config, lists, rank, world)
+
+
+def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int) -> Trace:
+    """As `fake_trace`; a function of its own, so that nothing of the rank is left when its groups end."""
+    mesh, ranks = _mesh_of_own_groups(lists, rank)
+    recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel)
+    with world.mode, recorder, recorder.following():
+        trainer = make_trainer(config, mesh, recorder)
+        around = Copier(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
+        return record_step(trainer, recorder, around)
+
+
+def _repeats(config: RunConfig) -> bool:
+    """Whether a stage does the same with all microbatches, one after the other, and all of a backward pass at once."""
+    parallel = config.parallel
+    return (parallel.pipeline_schedule == "1f1b" and not parallel.defers_weights and not parallel.hybrid_context_parallel
+            and not parallel.use_torch_fsdp2 and not config.offload.offloads)
 
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:

@@ -28,7 +28,7 @@ _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _FROM_NOTHING = (*_COUNTING, aten.zeros.default, aten.ones.default, aten.full.default)
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
 _MAKES_CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-_ROUNDS = 3  # what is repeated until a number is small enough is done so often
+ROUNDS = 3  # what is repeated until a number is small enough is done so often
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,17 @@ class FakeRecorder(Recorder):
 
     def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld, *, knows: bool = False) -> None:
         super().__init__(ranks, choices)
-        self.world, self.knows, self._asked = world, knows or choices is not None, 0
+        self.world, self.knows, self.asked = world, knows or choices is not None, 0
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
         """As `Recorder` says."""
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0], where), facts_of(func, args, kwargs, None)
+        if func is aten.randint.default:  # a seed, of which one is as good as another
+            result, facts = self._shaped(func, args, kwargs)
+            with torch._C._DisableTorchDispatch():
+                result.known = torch.zeros(result.shape, dtype=result.dtype)
+            return result, facts
         if not self.knows:
             return self._shaped(func, args, kwargs)
         known = self._evaluated(func, args, kwargs)
@@ -117,8 +122,8 @@ class FakeRecorder(Recorder):
         if tensor.dtype == torch.bool:
             return True
         if tensor.dtype.is_floating_point:
-            self._asked += 1
-            return float(self._asked % _ROUNDS != 0)
+            self.asked += 1
+            return float(self.asked % ROUNDS != 0)
         raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
 
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

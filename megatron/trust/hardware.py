@@ -133,10 +133,10 @@ BLACKWELL: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.28), (7e10, 0.52), (3e1
 CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.46), (1.1e12, 0.50)), (0.30, 0.22)
 
 
-def _peaks(half: float, tf32: float, single: float, double: float, eighth: float = 0.0) -> dict[str, float]:
-    """Peaks in TFLOP/s. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
+def _peaks(half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0) -> dict[str, float]:
+    """Peaks in TFLOP/s. eighth, fourth: of 8 and 4 bits, where units have them. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
     found = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
-    return {name: rate * 1e12 for name, rate in (found | ({"float8": eighth} if eighth else {})).items()}
+    return {name: rate * 1e12 for name, rate in (found | {"float8": eighth, "float4": fourth}).items() if rate}
 
 
 def _card(name: str, peak: dict[str, float], *, mebibytes: int, terabytes: float, link: float, ports: float = 25e9, node: int = 8,
@@ -151,8 +151,8 @@ PROFILES: Mapping[str, Hardware] = {card.name: card for card in (
     _card("a100-80", _peaks(312, 156, 19.5, 9.7), mebibytes=81_251, terabytes=2.039, link=300e9, reached=AMPERE),
     _card("h100-80", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=81_559, terabytes=3.35, link=450e9, ports=50e9),
     _card("h200", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=143_771, terabytes=4.8, link=450e9, ports=50e9),
-    _card("b200", _peaks(2250, 1125, 75, 37, 4500), mebibytes=183_359, terabytes=7.7, link=900e9, ports=50e9, reached=BLACKWELL),
-    _card("gb200", _peaks(2500, 1250, 80, 40, 5000), mebibytes=189_471, terabytes=8.0, link=900e9, ports=50e9, node=72, reached=BLACKWELL),
+    _card("b200", _peaks(2250, 1125, 75, 37, 4500, 9000), mebibytes=183_359, terabytes=7.7, link=900e9, ports=50e9, reached=BLACKWELL),
+    _card("gb200", _peaks(2500, 1250, 80, 40, 5000, 10000), mebibytes=189_471, terabytes=8.0, link=900e9, ports=50e9, node=72, reached=BLACKWELL),
     _card("mi300x", _peaks(1307.4, 653.7, 163.4, 163.4, 2614.9), mebibytes=196_592, terabytes=5.3, link=448e9, ports=50e9, reached=CDNA),
     # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
     Hardware("cpu", {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},

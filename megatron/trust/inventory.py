@@ -77,6 +77,23 @@ def _of_rule(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], lis
     return expected
 
 
+def _is_factored(name: str) -> bool:
+    """Whether a parameter of that name has rows and columns."""
+    return name.endswith("weight") and "norm" not in name
+
+
+def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    """Those of single elements, which Adafactor has of vectors."""
+    if settings["optimizer"] != "adafactor":
+        return _of_rule("exp_avg_sq", "adam")(settings, ranks, parameters)
+    return _slot("exp_avg_sq", lambda settings: True)(settings, ranks, [name for name in parameters if not _is_factored(name)])
+
+
+def _of_rows_and_columns(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    return [f"optimizer.exp_avg_sq_{what}.{name}" for what in ("row", "col") for name in parameters
+            if settings["optimizer"] == "adafactor" and _is_factored(name)]
+
+
 def _always(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
     return lambda settings, ranks, parameters: list(names)
 
@@ -111,7 +128,10 @@ INVENTORY = (
     Item("first moments (Adam)", ("optimizer.exp_avg.*",), ("trainer.optimizer.inner.state.*.exp_avg", "trainer.optimizer.entries.*.slots.exp_avg.*"),
          _of_rule("exp_avg", "adam", "lion")),
     Item("second moments (Adam)", ("optimizer.exp_avg_sq.*",),
-         ("trainer.optimizer.inner.state.*.exp_avg_sq", "trainer.optimizer.entries.*.slots.exp_avg_sq.*"), _of_rule("exp_avg_sq", "adam")),
+         ("trainer.optimizer.inner.state.*.exp_avg_sq", "trainer.optimizer.entries.*.slots.exp_avg_sq.*",
+          "trainer.optimizer.inner.wholes.*.held.second.*"), _second_moments),
+    Item("second moments by row and column (Adafactor)", ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
+         ("trainer.optimizer.inner.wholes.*.held.second.*",), _of_rows_and_columns),
     Item("momentum (SGD)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.inner.state.*.momentum_buffer",),
          _slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd")),
     Item("momentum (Muon)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.muon.held.*.momentum",),

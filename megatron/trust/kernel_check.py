@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,10 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield Trial("layer_norm", (rows, 1 + draw(width), draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.layer_norm)
     else:
         yield Trial("rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm)
+    if model.sums_before_norms:
+        shift = (draw(width),) if model.normalization == "LayerNorm" else ()
+        yield Trial("residual_norm", (rows, draw(8, 2, width), 1 + draw(width), *shift), partial(_both, epsilon=model.norm_epsilon),
+                    reference.residual_norm)
     if model.gated:
         gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset)
         yield Trial("gated_activation", (draw(8, 2, 2 * width),), lambda op, x: op(x, model.activation, gating), reference.gated_activation)
@@ -74,6 +79,7 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
         yield Trial("grouped_linear", (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
                     lambda op, x, weight: op(x, weight, counts.to(x.device)), reference.grouped_linear)
+        yield _permute(draw, width)
 
 
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
@@ -159,6 +165,28 @@ def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
         return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), rope.rotary_interleaved)
 
     return Trial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
+
+
+def _permute(draw: _Draw, width: int) -> Trial:
+    """12 choices of 6 tokens, of which one is dropped, among 14 rows, of which three are empty."""
+    rows = torch.tensor([12, 3, 0, 7, 5, 12, 1, 10, 8, 12, 2, 9, 6, 4])  # the choice that a row is
+    places = torch.full((13,), 14).scatter(0, rows, torch.arange(14))[:-1].view(6, 2)
+
+    def call(op: Op, x: Tensor) -> Tensor:
+        there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
+        return op(op(x, tokens, there, True, True), there, tokens, True, True)
+
+    return Trial("permute", (draw(6, width),), call, _picked)
+
+
+def _picked(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
+    """What `kernels.permute` computes: sums of rows, of which the one past the end is zero."""
+    return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
+
+
+def _both(op: Callable[..., tuple[Tensor, Tensor]], x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+          epsilon: float) -> Tensor:
+    return torch.cat(op(x, update, weight, bias, epsilon))
 
 
 def _outcome(call: Callable[..., Tensor], op: Op, inputs: list[Tensor]) -> list[Tensor]:

@@ -54,10 +54,11 @@ KIND_OF: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run was given at one of its starts, and the iteration it went on from."""
+    """What a run was given at one of its starts, and the iteration it went on from; loaded: from a checkpoint."""
 
     given: Mapping[str, Any]
     iteration: int
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def read_history(path: str | Path) -> History:
             starts.append(Start(event, 0))
             end = "nothing more was heard of it"
         elif event["event"] == "loaded" and starts:
-            starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"])
+            starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"], loaded=True)
             steps = {iteration: step for iteration, step in steps.items() if iteration <= event["iteration"]}
         elif event["event"] == "steps":
             steps |= _rows(event)
@@ -140,10 +141,13 @@ def difference(a: History, b: History, tolerance: float) -> Difference:
     parting = first.iteration if first else common[-1] if common else 1
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
-    found = list(differing_inputs(a.at(parting).given, b.at(parting).given))
-    known = sorted((one for one in found if one.kind in order), key=lambda one: order.index(one.kind))
+    mine, theirs = a.at(parting), b.at(parting)
+    found = list(differing_inputs(mine.given, theirs.given))
+    # A folder to go on from, which held nothing yet, is only where the run saves.
+    counts = [one for one in found if one.kind in order and (one.kind != "resumed state" or mine.loaded or theirs.loaded)]
+    known = sorted(counts, key=lambda one: order.index(one.kind))
     resumed = [{start.iteration for start in run.starts if start.iteration < parting} for run in (a, b)]
-    return Difference(common, first, beyond, tuple(known), tuple(one for one in found if one.kind not in order),
+    return Difference(common, first, beyond, tuple(known), tuple(one for one in found if one not in known),
                       tuple(sorted(resumed[0] ^ resumed[1])))
 
 

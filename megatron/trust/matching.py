@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
-from megatron.trust.trace import DryRun, Event
+from megatron.trust.trace import DryRun, Event, talks_of
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
@@ -126,7 +126,7 @@ def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str,
     """What a rank does, when another was traced that stands for it: the same, in its own groups."""
     groups = {axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None)) for axis, found in lists.items()}
     steps: list[Meeting | str] = []
-    for event in events:
+    for event in talks_of(events):
         if event.kind == "action":
             steps.append(event.name)
         elif event.talks:

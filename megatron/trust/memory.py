@@ -7,6 +7,8 @@ that never rounds. What allocators add (rounding, splitting) and what kernels ta
     activations     made or received by a forward pass, and still there when it ended
     communication   of the rest, what a collective or message read or wrote
     temporaries     of the rest, everything: what an operation made and a later one of the same action let go
+
+What happened before may happen once more (copies.py): a `Stretch` says what came and went in it, and `Heap.again` counts it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor, UntypedStorage
 
 from megatron.trust.trace import KINDS, DryRun, Held, Trace
@@ -27,7 +30,7 @@ _POINTS = 1000  # of a thinned timeline
 @dataclass(slots=True)
 class Life:
     """One storage. born, died: numbers of the heap's clock. forward: number of the forward pass that it belongs to, or -1.
-    travels: a collective or message touched it; sent: it left.
+    travels: a collective or message touched it; sent: it left. elsewhere: it lies in the host's memory, and takes nothing of this one.
     """
 
     size: int
@@ -37,6 +40,37 @@ class Life:
     kind: str = ""
     travels: bool = False
     sent: bool = False
+    elsewhere: bool = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it has not ended."""
+        return self.died == _FOREVER
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a heap saw between two moments, told from the first: live bytes, ticks of the clock and events count from there.
+
+    events: of every tick. sizes, born, died, kinds: of the storages that came and went in it (kinds: places in KINDS). births:
+    (tick, size, kind, travels, sent) of those that stayed. deaths: ticks of those that were there before. live: bytes at its end.
+    top: most bytes, and the tick and the event of it.
+    """
+
+    events: np.ndarray
+    sizes: np.ndarray
+    born: np.ndarray
+    died: np.ndarray
+    kinds: np.ndarray
+    births: tuple[tuple[int, int, str, bool, bool], ...]
+    deaths: tuple[int, ...]
+    live: int
+    top: tuple[int, int, int]
+
+    def like(self, other: Stretch) -> bool:
+        """Whether the same came and went at the same moments."""
+        return ((self.births, self.deaths, self.live, self.top) == (other.births, other.deaths, other.live, other.top)
+                and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("events", "sizes", "born", "died", "kinds")))
 
 
 class Heap:
@@ -47,18 +81,19 @@ class Heap:
         self.event = 0  # index of the event under way
         self.lives: list[Life] = []
         self.ticks = array("q")  # event at every tick of the clock
+        self._moves: list[Life | None] = []  # who came or went at it; nobody's name is known in what is counted again
+        self._again: list[tuple[int, Stretch]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[Life, weakref.ref]] = {}
         self._forward, self._forward_ends = -1, []
         self._microbatches: list[str] = []  # of each forward pass
 
-    def see(self, tensor: Tensor) -> int:
-        """Count the tensor's storage, if it is new. Returns its size if so, else 0."""
+    def see(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
+        """Count the tensor's storage, if it is new. elsewhere: it lies in another memory, and takes nothing of this one."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._open:
-            return 0
-        self._open[key] = self._begin(storage.nbytes()), weakref.ref(storage, lambda _: self._end(self._open.pop(key)[0]))
-        return storage.nbytes()
+        if storage._cdata not in self._open:
+            self._hold(self._begin(0 if elsewhere else storage.nbytes()), storage)
+            if elsewhere:
+                self._open[storage._cdata][0].elsewhere = True
 
     def resized(self, storage: UntypedStorage) -> None:
         """FSDP2 let go of what it had gathered, or takes the room for it again: weights that end, and weights that begin."""
@@ -109,6 +144,11 @@ class Heap:
         for life in self.lives:
             if life.born <= clock < life.died:
                 held[self.kind_of(life)] += life.size
+        for began, stretch in self._again:
+            if began <= clock < began + len(stretch.events):
+                alive = (stretch.born <= clock - began) & (clock - began < stretch.died)
+                for kind, size in zip(stretch.kinds[alive], stretch.sizes[alive], strict=True):
+                    held[KINDS[kind]] += int(size)
         return Held(**held)
 
     def left_behind(self, clock: int) -> int:
@@ -123,36 +163,103 @@ class Heap:
 
     def timeline(self, begin: int) -> tuple[tuple[int, Held], ...]:
         """(event, what was alive) from a tick on, the highest moment of every stretch."""
-        changes: list[tuple[int, str, int]] = []
-        held = dict.fromkeys(KINDS, 0)
+        places, held = {kind: place for place, kind in enumerate(KINDS)}, np.zeros(len(KINDS), np.int64)
+        changes: list[tuple[int, int, int]] = []  # tick, kind, bytes
         for life in self.lives:
-            kind = self.kind_of(life)
+            kind = places[self.kind_of(life)]
             if life.born >= begin:
                 changes.append((life.born, kind, life.size))
             elif life.died >= begin:
                 held[kind] += life.size
             if begin <= life.died < _FOREVER:
                 changes.append((life.died, kind, -life.size))
-        changes.sort()
-        stretch = max(1, len(changes) // _POINTS)
-        found, total, best = [], sum(held.values()), (-1, 0, Held())
-        for place, (clock, kind, size) in enumerate(changes):
-            held[kind] += size
-            total += size
-            if total > best[0]:
-                best = total, self.ticks[clock], Held(**held)
-            if (place + 1) % stretch == 0 or place + 1 == len(changes):
-                found.append(best[1:])
-                best = (-1, 0, Held())
-        return tuple(found)
+        parts = [np.array(changes, np.int64).reshape(-1, 3)]
+        for began, one in self._again:
+            parts += [np.stack((began + one.born, one.kinds, one.sizes), axis=1), np.stack((began + one.died, one.kinds, -one.sizes), axis=1)]
+        moves = np.concatenate(parts)
+        moves = moves[np.argsort(moves[:, 0])]
+        totals, stretch = held.sum() + np.cumsum(moves[:, 2]), max(1, len(moves) // _POINTS)
+        best = [low + int(np.argmax(totals[low:low + stretch])) for low in range(0, len(moves), stretch)]
+        by_kind = [held[place] + np.cumsum(np.where(moves[:, 1] == place, moves[:, 2], 0)) for place in range(len(KINDS))]
+        return tuple((self.ticks[moves[at, 0]], Held(*(int(one[at]) for one in by_kind))) for at in best)
 
-    def _tick(self) -> None:
+    # What happened before, once more.
+
+    def stretch(self, clock: int, event: int, live: int) -> tuple[Stretch, list[Life], list[Life]]:
+        """What came and went since this moment, when so much was alive and so many events were known; nothing of it was counted again.
+
+        Also the lives that began since then and go on, and those from before that ended, as `births` and `deaths` tell of them.
+        """
+        births, began, deaths, ended, inner = [], [], [], [], []
+        now, top = 0, (0, -1, -1)
+        for tick, life in enumerate(self._moves[clock:]):
+            assert life is not None, "what was counted again is not followed"
+            comes = life.born == clock + tick
+            now += life.size if comes else -life.size
+            if now > top[0]:
+                top = now, tick, self.ticks[clock + tick] - event
+            if not comes and life.born < clock:
+                deaths.append(tick)
+                ended.append(life)
+            elif comes and life.died < _FOREVER:
+                inner.append((life.size, tick, life.died - clock, KINDS.index(self.kind_of(life))))
+            elif comes:
+                births.append((tick, life.size, life.kind, life.travels, life.sent))
+                began.append(life)
+        assert now == self.live - live, "every byte comes and goes at a tick"
+        sizes, born, died, kinds = np.array(inner, np.int64).reshape(-1, 4).T
+        events = np.array(self.ticks[clock:], np.int64) - event
+        return Stretch(events, sizes, born, died, kinds, tuple(births), tuple(deaths), now, top), began, ended
+
+    def again(self, stretch: Stretch, event: int, ending: Iterable[Life]) -> list[Life]:
+        """Count a stretch once more, from the event of this number on. ending: the lives that end in it, as `deaths` tells of them.
+
+        Returns the lives that begin in it and go on, as `births` tells of them: nobody holds a storage for these.
+        """
+        clock = self.clock
+        for tick, life in zip(stretch.deaths, ending, strict=True):
+            life.died = clock + tick
+        found = [Life(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
+                 for tick, size, kind, travels, sent in stretch.births]
+        self.lives += found
+        if self.live + stretch.top[0] > self.peak:
+            self.peak, self.peak_clock, self.peak_event = self.live + stretch.top[0], clock + stretch.top[1], event + stretch.top[2]
+        self._again.append((clock, stretch))
+        self.ticks.frombytes((stretch.events + event).tobytes())
+        self._moves += [None] * len(stretch.events)
+        self.clock += len(stretch.events)
+        self.live += stretch.live
+        return found
+
+    def known(self, tensor: Tensor) -> Life | None:
+        """The life of a tensor's storage, if it was seen."""
+        return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
+
+    def embody(self, life: Life, tensor: Tensor) -> None:
+        """This tensor's storage is what lives: it ends when the storage does."""
+        self._hold(life, tensor.untyped_storage())
+
+    def release(self, tensor: Tensor) -> Life:
+        """The life of a tensor's storage, which from now on ends when somebody says so."""
+        return self._open.pop(tensor.untyped_storage()._cdata)[0]
+
+    def end(self, lives: Iterable[Life]) -> None:
+        """These lives, of which nobody holds a storage, end now."""
+        for life in lives:
+            self._end(life)
+
+    def _hold(self, life: Life, storage: UntypedStorage) -> None:
+        key = storage._cdata
+        self._open[key] = life, weakref.ref(storage, lambda _: self._end(self._open.pop(key)[0]))
+
+    def _tick(self, life: Life) -> None:
         self.clock += 1
         self.ticks.append(self.event)
+        self._moves.append(life)
 
     def _begin(self, size: int) -> Life:
         life = Life(size, self.clock, self._forward)
-        self._tick()
+        self._tick(life)
         self.lives.append(life)
         self.live += size
         if self.live > self.peak:
@@ -161,7 +268,7 @@ class Heap:
 
     def _end(self, life: Life) -> None:
         life.died = self.clock
-        self._tick()
+        self._tick(life)
         self.live -= life.size
 
 

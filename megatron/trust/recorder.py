@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from megatron.core.optimizer import optimizer
 from megatron.trust.memory import Heap
-from megatron.trust.trace import Event
+from megatron.trust.trace import Event, Events
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
 _LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/trail.py")
+_HOST = "megatron/core/parallel/device.py:"  # where room in the host's memory is asked for
 _FSDP = "/torch/distributed/fsdp/"
 # Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
 _STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
@@ -79,8 +81,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.ranks, self.choices, self.axis = ranks, choices, ""
-        self.heap, self.events = Heap(), []
+        self.heap, self.events = Heap(), Events()
         self.action, self.module = "setup", ""
+        self._offloads = False  # something lies in the host's memory
         self.shared: Mapping[str, str] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
         self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
         self._seen: dict[CodeType, str] = {}
@@ -111,8 +114,9 @@ class Recorder(TorchDispatchMode):
             return self._talk(func, args, kwargs)
         where, module = self._place()
         result, facts = self.perform(func, args, kwargs, where)
+        elsewhere = self._elsewhere(func, args, kwargs, where)
         for tensor in tensors_of((result,)):
-            heap.see(tensor)
+            heap.see(tensor, elsewhere=elsewhere)
         self.events.append(Event("op", facts.name, where, self.action, module, facts.flops, facts.moved,
                                  shape=facts.shape, dtype=facts.dtype, live=heap.live))
         return result
@@ -123,6 +127,17 @@ class Recorder(TorchDispatchMode):
         if self._chooses(func, args):
             result[1].copy_(chosen_in_turn(*result[1].shape, self.choices[0]))
         return result, facts_of(func, args, kwargs, result)
+
+    def _elsewhere(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
+        """Whether what an operation makes lies in the host's memory: room that was asked for there, and what is computed of that alone."""
+        if where.startswith(_HOST) and func is torch.ops.aten.empty.memory_format:
+            self._offloads = True
+        elif not self._offloads or "device" in kwargs:
+            return False
+        else:
+            lives = [self.heap.known(tensor) for tensor in tensors_of(args)]
+            return bool(lives) and all(life is not None and life.elsewhere for life in lives)
+        return True
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a collective or message gives.
@@ -205,7 +220,8 @@ class Recorder(TorchDispatchMode):
     def following(self) -> Iterator[None]:
         """Know what FSDP2 does beside operations: it takes room for whole layers, and lets go of it.
 
-        It also asks for numbers: for its ranks, which are true ones; and whether a share still lies where it did, as it does.
+        It also asks for numbers: for its ranks, which are true ones; and whether a share still lies where it did, as it does. And an
+        optimizer that keeps its state in the host's memory is told that there is one, though the step runs on a CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
 
@@ -219,7 +235,8 @@ class Recorder(TorchDispatchMode):
                 return from_group(*args, **options)
 
         with (_replaced(torch.UntypedStorage, "resize_", resized), _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
-              _replaced(FSDPParam, "reset_sharded_param", lambda param: None)):
+              _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
+              _replaced(optimizer, "has_own_memory", lambda device: True)):
             yield
 
     @contextmanager
@@ -250,8 +267,8 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    """A method of a class of torch's, replaced for a while."""
+def _replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+    """A method of a class, or a function that a module uses, replaced for a while."""
     plain, own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)
     try:

@@ -79,6 +79,7 @@ EXAMPLES: Mapping[str, Example] = {
     "activation": Example("--swiglu --squared-relu"),
     "recompute": Example("--recompute-granularity full"),
     "compilation": Example("--compile-backend aot_eager"),
+    "cuda-graphs": Example("--cuda-graph-impl local --hidden-dropout 0"),
     "fully-sharded": Example("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
     "overlap": Example("--overlap-param-gather", ranks=2),
     "data": Example("--data-path corpus_text_document"),

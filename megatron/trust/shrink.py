@@ -408,6 +408,11 @@ def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
         why = "what is over capacity depends on how tokens lie on tensor and context ranks"
         lost |= {"moe_expert_capacity_factor": (None, why), "moe_pad_expert_input_to_capacity": (False, why),
                  "moe_token_drop_policy": ("probs", why)}
+    kinds = moe.moe_router_load_balancing_type
+    if moe.num_experts and "global_aux_loss" in kinds and degrees.dp > 1:
+        other = next(kind for kind in ("aux_loss", "seq_aux_loss", "none") if kind not in kinds)
+        lost["moe_router_load_balancing_type"] = (tuple(other if kind == "global_aux_loss" else kind for kind in kinds),
+                                                  "it looks at the microbatches so far, which are others on one rank")
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
     if model.attention_backend not in ("auto", "fused", "unfused", "local"):

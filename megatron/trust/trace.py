@@ -1,6 +1,7 @@
 """What one rank does in a training step, as records: the dry run writes them; cost, matching and reports read them.
 
     Event   one thing that happened: an operation on tensors, a collective, a message, the beginning of a phase
+    Events  many of them, of which stretches may repeat earlier ones
     Held    bytes alive at one moment, by kind
     Trace   one rank's step: its events in order, the peak and what was alive then
     DryRun  the traces of all distinct kinds of rank, and which ranks each stands for
@@ -10,8 +11,10 @@ Sizes are bytes of storages: what tensors really occupy, each storage once howev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, overload
 
 from megatron.core.config.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Plan
@@ -58,6 +61,83 @@ class Event:
         return self.kind in ("collective", "send", "receive")
 
 
+@dataclass(slots=True)
+class Part:
+    """A stretch of events. again: these are of an earlier one, and happened once more in this action, with so many more bytes alive."""
+
+    events: list[Event] | tuple[Event, ...]
+    again: bool = False
+    action: str = ""
+    live: int = 0
+
+    def said(self, event: Event) -> Event:
+        """One of the events, as it was here."""
+        return replace(event, action=self.action, live=event.live + self.live) if self.again else event
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(self.said, self.events) if self.again else iter(self.events)
+
+
+@dataclass(slots=True)
+class Events(Sequence[Event]):
+    """Events in order, told once where they repeat. begins: of each part, its first event's index."""
+
+    parts: list[Part] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    _count: int = 0
+
+    def append(self, event: Event) -> None:
+        """One more event."""
+        if not self.parts or self.parts[-1].again:
+            self._add(Part([]))
+        self.parts[-1].events.append(event)
+        self._count += 1
+
+    def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:
+        """These events once more, in this action. live: bytes that are alive more than were then."""
+        self._add(Part(events, True, action, live))
+        self._count += len(events)
+
+    def _add(self, part: Part) -> None:
+        self.begins.append(self._count)
+        self.parts.append(part)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Event]:
+        for part in self.parts:
+            yield from part
+
+    @overload
+    def __getitem__(self, place: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Event, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Event | tuple[Event, ...]:
+        if isinstance(place, slice):
+            low, high, step = place.indices(self._count)
+            assert step == 1, "events are taken in order"
+            parts = zip(self.begins, self.parts, strict=True)
+            inside = ((part, part.events[max(0, low - begin):max(0, high - begin)]) for begin, part in parts if begin < high)
+            return tuple(part.said(event) for part, events in inside for event in events)
+        place = range(self._count)[place]
+        at = bisect_right(self.begins, place) - 1
+        return self.parts[at].said(self.parts[at].events[place - self.begins[at]])
+
+
+def parts_of(events: Sequence[Event]) -> Sequence[Part]:
+    """The stretches that events come in."""
+    return events.parts if isinstance(events, Events) else (Part(tuple(events)),)
+
+
+def talks_of(events: Sequence[Event]) -> Iterator[Event]:
+    """Collectives, messages and the beginnings of actions alone."""
+    for part in parts_of(events):
+        yield from (part.said(event) for event in part.events if event.kind != "op")
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """Bytes alive at one moment.
@@ -93,7 +173,7 @@ class Trace:
     rank: int
     place: dict[str, int]
     parameters: int
-    events: tuple[Event, ...]
+    events: Sequence[Event]
     peak: int
     peak_event: int
     at_peak: Held

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.parity import rounding_rows
+from tests.parity import rounding_rows, state_rows
 
 Changes = dict[str, Any]
 
@@ -21,7 +21,7 @@ PRECISIONS: dict[str, Changes] = {"fp64": {"fp64": True, "adam_eps": 1e-6}, "fp3
 
 # What must not change any result: switches.
 LAYOUT_WORDS: dict[str, Changes] = {
-    "sp": {"sequence_parallel": True}, **rounding_rows.WORDS,
+    "sp": {"sequence_parallel": True}, **rounding_rows.WORDS, **state_rows.WORDS,
     "gpipe": {"pipeline_schedule": "gpipe"},
     "zb": {"pipeline_schedule": "zb-h1"},
     "zbv": {"pipeline_schedule": "zb-v"},
@@ -117,7 +117,7 @@ _SHARED: Changes = {**_MOE, "moe_shared_expert_intermediate_size": 16}
 _MUON: Changes = {"optimizer": "muon", "muon_fp32_matmul_prec": "high", "lr": 3e-3, "min_lr": 1e-3}
 
 MODELS: dict[str, Changes] = {
-    "gpt": {}, **rounding_rows.MODELS,
+    "gpt": {}, **rounding_rows.MODELS, **state_rows.MODELS,
     "gpt2": {"openai_gelu": True, "init_method_std": 0.15, "embedding_init_method_std": 0.05},
     "untied": {"untie_embeddings_and_output_weights": True},
     "llama": _LLAMA,
@@ -288,7 +288,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp4 zb mb2", "llama"),
     ("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),
     ("pp2 zb recompute-uniform tp2", "untied"),
-    ("pp2 zb ep2 dp2", "moe"),
+    ("pp2 zb ep2 dp2", "moe"), ("pp2 zb recompute-moe-parts", "moe-shared"),
     ("pp2 zb", "t5-rope"),
     ("pp2 zbv", "gpt"), ("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"), ("pp2 zbv", "mtp2-tied-packed"),
     ("pp2 zbv layout=Et|tt|tmm|L mb2", "mtp2-tied-packed"), ("pp2 zbv layout=Et|tt|tt|tL", "t5-rope"),
@@ -523,7 +523,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp2 ep2 alltoall", "moe-balanced"),
     ("cp2 ep2 dp2 average", "moe-shared"),
     ("cp2 tp2 sp ep2 zero alltoall", "moe-bias"),
-    *rounding_rows.ROWS,
+    *rounding_rows.ROWS, *state_rows.ROWS,
     # encoders of pairs of texts
     ("tp2", "bert"),
     ("tp2 sp mb2", "bert"),

@@ -96,6 +96,14 @@ def test_a_step_that_was_run_twice_counts_as_it_was_run_last(tool: ModuleType, c
     assert [one["name"] for one in found["inputs"]] == ["--lr"], "the settings of the last start were in force there"
 
 
+def test_a_folder_to_go_on_from_counts_only_where_something_was_loaded(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    a = write(tmp_path / "a", LOSSES, settings={"lr": 1.0, "load": "a"})
+    _, found = asked(tool, capsys, a, write(tmp_path / "b", LOSSES | {2: 9.0}, settings={"lr": 2.0, "load": "b"}))
+    assert [one["name"] for one in found["inputs"]] == ["--lr"] and [one["name"] for one in found["idle"]] == ["--load"], found
+    _, found = asked(tool, capsys, a, write(tmp_path / "c", LOSSES | {2: 9.0}, loaded=0, settings={"lr": 2.0, "load": "c"}))
+    assert [one["name"] for one in found["inputs"]] == ["--load", "--lr"], found
+
+
 def test_a_loss_that_is_no_number_parts_them(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     a = write(tmp_path / "a", {1: 3.0, 2: float("nan")})
     assert asked(tool, capsys, a, write(tmp_path / "b", {1: 3.0, 2: float("nan")}))[0] == 0

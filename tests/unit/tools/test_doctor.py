@@ -111,7 +111,7 @@ def test_a_broken_kernel_fails(planted: str) -> None:
     op, = PLANTED[planted]
     assert len(failed) == 1 and failed[0].found.startswith(op) and "rank 0 (machine0)" in failed[0].found, rows
     assert {row.found.split()[0] for row in rows} == {"attention", "rms_norm", "gated_activation", "rotary", "cross_entropy",
-                                                 "grouped_linear"}
+                                                 "grouped_linear", "permute"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
@@ -127,7 +127,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
     tried = {row.found.split(" in ")[0] for row in doctor.numbers(one)}
     assert tried == {"attention by fused", "attention by unfused", "attention by local", "rms_norm by torch", "rms_norm by reference",
                      "gated_activation by torch", "rotary by torch", "cross_entropy by linear", "grouped_linear by grouped",
-                     "grouped_linear by loop"}
+                     "grouped_linear by loop", "permute by torch"}
     broken = tuple(replace(each, call=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES)
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
     failed, = (row for row in doctor.numbers(one) if row.status == "FAIL")

@@ -18,8 +18,10 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import Action, choose, num_stages, with_reduction
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.trust.cost import bytes_of, cost, event_seconds, rank_time
+from megatron.trust.dry_run import dry_run
 from megatron.trust.hardware import PROFILES, Link, between, collective_seconds, from_json, hardware_of, to_json
 from megatron.trust.trace import Event
+from tests.helpers import tiny
 from tests.helpers.world import World
 from tests.unit.trust.hand_made import PLAIN, config_of, op, run_of, summed
 
@@ -88,6 +90,23 @@ def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_o
     assert event_seconds(mask, config, replace(machine, fused=False), 0) == 1001.0
     # In the number format of the run, in whatever the CPU multiplied.
     assert event_seconds(product, config_of("--bf16"), replace(machine, peak={"float32": 1.0, "bfloat16": 8.0}), 0) == 50.0
+
+
+def test_products_of_8_bits_run_at_the_rate_that_the_machine_has_for_them() -> None:
+    """Through the linear layers of a dry run: all their arithmetic, and none of the passes that emulate it."""
+    machine = replace(PLAIN, peak={"float32": 1.0, "bfloat16": 2.0, "float8": 16.0})
+    small = {"num_layers": 1, "hidden_size": 16, "seq_length": 8, "global_batch_size": 1, "bf16": True, "add_bias_linear": False,
+             "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    found = {}
+    for emulated in (False, True):
+        config = tiny.config(1, **{**tiny.BASE, **small, "fp8_emulation": emulated})
+        run = dry_run(config, 1)
+        found[emulated] = cost(run, machine).time.parts["matrix products"]
+    h, s = 16, 8
+    # Of a layer: q, k, v, what attention gives, and an MLP of 4 h; forward, and the gradients of inputs and weights.
+    few = 3 * 2 * s * (4 * h * h + 8 * h * h)
+    assert found[True] - found[False] == pytest.approx(few / 1.0 - few / 16.0)
+    assert cost(run, replace(machine, peak={"float32": 1.0, "bfloat16": 2.0})).time.parts["matrix products"] == found[True]
 
 
 def test_shares_lie_straight_between_the_points_of_a_table() -> None:

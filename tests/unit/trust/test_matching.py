@@ -134,11 +134,12 @@ def traced(layout: str, model: str) -> DryRun:
 
 
 def agrees(layout: str, model: str) -> None:
-    """A good row is left alone, and much of it was looked at."""
+    """A good row is left alone, and something of it was looked at."""
     ranks, _ = read_layout(layout)
     found = match(traced(layout, model))
     assert found.problems == (), found.text
-    assert found.played == ranks and found.collectives + found.messages >= 10 * (ranks > 1)
+    # At the least, gradients are summed, and then tokens and the norm counted.
+    assert found.played == ranks and found.collectives + found.messages >= 3 * (ranks > 1)
 
 
 @pytest.mark.parametrize("layout, model", SAMPLE, ids=[named(*row) for row in SAMPLE])

@@ -62,8 +62,9 @@ def agrees(world: Worlds, layout: str, model: str) -> None:
     """A good row is said to be good, and enough of it was looked at."""
     found = checked(world, layout, model)
     assert found.same and found.start is None, (found.start, [str(one) for one in found.problems])
-    kinds = [one.kind for one in found.checked]
-    assert kinds.count("norm") == 2 and kinds.count("gradient") == kinds.count("weight") > 10
+    names = {kind: [one.name for one in found.checked if one.kind == kind] for kind in ("norm", "gradient", "weight")}
+    assert len(names["norm"]) == 2 and len(names["gradient"]) > 10
+    assert all(name.endswith("router.expert_bias") for name in {*names["weight"]} ^ {*names["gradient"]}), "only what follows the load has no gradient"
     assert found.compared > 100 or "hybrid" in layout, "hardly any activation was compared"
 
 

@@ -114,6 +114,9 @@ def test_what_cannot_be_compared_is_switched_off_and_said() -> None:
                   "--moe-expert-capacity-factor 1.2 --moe-input-jitter-eps 0.01 --attention-backend flash", 2)
     lost = {change.name: change.after for change in found.changes if change.lost}
     assert lost == {"hidden_dropout": 0.0, "moe_input_jitter_eps": None, "moe_expert_capacity_factor": None, "attention_backend": "auto"}
+    counts = "--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
+    assert [change.after for change in small(counts, 2).changes if change.lost] == [("aux_loss",)], "ranks of data see other microbatches so far"
+    assert not any(change.lost for change in small(f"{counts} --tensor-model-parallel-size 2", 2).changes)
     alone = small("--hidden-dropout 0.1 --recompute-granularity full --recompute-method uniform", 1)
     assert alone.config.model.hidden_dropout == 0.1, "recomputation draws what the first pass drew"
 
