@@ -4,8 +4,8 @@
 #   bash tests/run.sh
 #   bash tests/run.sh tests/unit/datasets -k blend
 #
-# Arguments go to pytest, and its exit code comes back. One thread a process, as the tests start many ranks; two files of
-# tests at a time (-n 0: one).
+# Arguments go to pytest, and its exit code comes back. One thread a process, as the tests start many ranks; three files
+# of tests at a time, since many wait for processes (-n 0: one).
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,4 +13,4 @@ source examples/setup.sh requirements-dev.txt
 
 # The models and data sets of others are never fetched: a test that needs the network is broken.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
+exec "$PYTHON" -m pytest -n 3 --dist loadfile "$@"

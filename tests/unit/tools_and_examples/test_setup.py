@@ -19,7 +19,7 @@ from tests.helpers.architecture import ROOT, arrows, imported, repository
 SERVER = "megatron/inference/server/"  # nothing else of the library imports it
 OPTIONAL = {"megatron/core/pipeline_parallel/picture.py": {"matplotlib"}, f"{SERVER}app.py": {"fastapi", "starlette"},
             f"{SERVER}run.py": {"uvicorn"},
-            **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "pointwise")}}
+            **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")}}
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
