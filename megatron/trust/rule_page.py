@@ -57,6 +57,8 @@ EXAMPLES: Mapping[str, Example] = {
     "sequence-parallel": Example("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
     "pipeline-split": Example("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
     "global-batch": Example("--global-batch-size 20", ranks=4),
+    "interleaved-groups": Example("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
+                                  "--global-batch-size 6 --micro-batch-size 2", ranks=2),
     "vocabulary": Example("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
     "encoder-and-decoder": Example("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
     "layer-patterns": Example("--window-size 4,0 --window-attn-skip-freq [1,0]"),

@@ -316,3 +316,15 @@ def _near(value: int, step: int, offset: int = 0) -> str:
     """The closest positive offset + k * step, k >= 1, on both sides of `value`, as words: `28 or 32`."""
     below = max(1, (value - offset) // step)
     return " or ".join(str(number) for k in (below, below + 1) if (number := offset + k * step) > 0)
+
+
+def group_problem(pp: int, m: int, group: int) -> str:
+    """Why m microbatches cannot be interleaved in groups of this size, or nothing. A single group, full or not, always can."""
+    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    if group < pp:
+        return f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"
+    if m > group and 0 < m % group < pp:
+        full = m - m % group
+        return (f"{flag} leaves a last group of {m % group} of {m} microbatches, smaller than --pipeline-model-parallel-size {pp}, "
+                f"which can deadlock; choose --global-batch-size so that a step has {full} or {full + pp} microbatches")
+    return ""

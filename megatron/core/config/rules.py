@@ -13,7 +13,7 @@ from pathlib import PurePath
 from megatron.core.config import attention_rules, context_rules, expert_rules, graph_rules, latent_rules, low_precision_rules, optimizer_rules, overlap_rules, routing_rules
 from megatron.core.config.compilation import compilation
 from megatron.core.config.flags import ConfigError, spelling
-from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
+from megatron.core.config.plan import StageSpec, group_problem, layer_rows, partition, virtual_size
 from megatron.core.config.run import RunConfig
 
 
@@ -172,6 +172,21 @@ def _batch(s: Setting) -> str:
     near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
     return (f"--global-batch-size {size} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
             f"size {unit // train.micro_batch_size} = {unit}; choose {near}")
+
+
+def _interleaved(s: Setting) -> str:
+    parallel, train = s.run.parallel, s.run.train
+    unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
+    try:
+        chunks = len(stages_of(s.run)) // parallel.pp
+    except ConfigError:  # another rule says so
+        return ""
+    if parallel.pipeline_schedule != "1f1b" or chunks < 2 or parallel.pp == 1 or not unit:
+        return ""
+    start, step, _ = train.rampup_batch_size if train.rampup_batch_size and len(train.rampup_batch_size) == 3 else (train.global_batch_size, 1, 0)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+    sizes = (size for size in range(start, train.global_batch_size + 1, max(1, step)) if size % unit == 0)
+    return next(filter(None, (group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
 def _duration(s: Setting) -> str:
@@ -491,6 +506,7 @@ RULES = (
     Rule("sequence-parallel", _sequence_parallel, "under sequence parallelism, sequences can be cut over the tensor ranks"),
     Rule("pipeline-split", _pipeline, "the layers can be cut into the pipeline's stages, in one way"),
     Rule("global-batch", _batch, "the global batch is a whole number of microbatches on every data-parallel rank"),
+    Rule("interleaved-groups", _interleaved, "virtual stages take microbatches in groups, none of which is shorter than the pipeline"),
     Rule("vocabulary", _vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"),
     Rule("encoder-and-decoder", _lengths, "encoder and decoder of a T5 have one depth and one length each"),
     Rule("layer-patterns", lambda s: attention_rules.patterns(s.run),

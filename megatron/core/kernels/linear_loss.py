@@ -128,7 +128,7 @@ class _Gradients:
             torch.addmm(self.weight, exponentials.t(), block.x * factor[:, None], out=self.weight)
             self.weight.index_add_(0, block.row, block.x * -hit[:, None])
         if self.bias is not None:
-            self.bias.add_(factor @ exponentials).index_add_(0, block.row, -hit)
+            self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
 
     def times(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """All of them times a number, or as they are, in this format."""

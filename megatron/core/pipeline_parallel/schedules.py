@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.flags import ConfigError, refuse
-from megatron.core.config.plan import Placement
+from megatron.core.config.plan import Placement, group_problem
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,7 +60,7 @@ def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
-    refuse(_group_problems(pp, m, group))
+    refuse(filter(None, [group_problem(pp, m, group)]))
     return interleaved(pp, vpp, m, min(group, m))
 
 
@@ -203,16 +203,3 @@ def _turns(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
         for chunk in range(vpp):
             for microbatch in range(start, min(start + group, m)):
                 yield chunk, microbatch
-
-
-def _group_problems(pp: int, m: int, group: int) -> list[str]:
-    """Why m microbatches cannot be interleaved in groups of this size. A single group, full or not, always can."""
-    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-    if group < pp:
-        return [f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"]
-    if m > group and 0 < m % group < pp:
-        full = m - m % group
-        return [f"{flag} leaves a last group of {m % group} of {m} microbatches, smaller than "
-                f"--pipeline-model-parallel-size {pp}, which can deadlock; choose --global-batch-size so that a step "
-                f"has {full} or {full + pp} microbatches"]
-    return []

@@ -46,6 +46,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--num-virtual-stages-per-pipeline-rank 2", "pipeline-split", 1),
     (5, f"pretrain_t5.py {PP} 5", "pipeline-split", 1),
     (8, "--global-batch-size 100", "global-batch", 1),
+    (8, f"{PP} 8 --num-virtual-stages-per-pipeline-rank 3 --global-batch-size 20", "interleaved-groups", 1),
     (8, "--micro-batch-size 3", "global-batch", 1),
     (8, "--rampup-batch-size 16 24 1000", "batch-over-time", 1),
     (8, "--rampup-batch-size 8 8 1000", "batch-over-time", 1),
