@@ -98,6 +98,8 @@ def main() -> None:
         total, count = collectives.all_reduce(step.losses["lm loss"], mesh.world).tolist()
         if mesh.world.is_first:
             print(f"step {step.iteration:3d}  loss {total / count:.4f}  grad norm {float(step.grad_norm):.3f}")
+    if dist.is_torchelastic_launched():
+        dist.destroy_process_group()  # or its threads may be at work when the process ends
 
 
 if __name__ == "__main__":
