@@ -127,7 +127,8 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         times |= {op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])] for op in "FB"}
         message = -message
     whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
-    timeline = play(run.whole_plan, forward=times["F"], backward=whole, weight=times["W"], message=message)
+    timeline = play(run.whole_plan, forward=times["F"], backward=whole, weight=times["W"], message=message,
+                    together=run.config.parallel.overlap_moe_expert_parallel_comm)
     ends = [_reduced(rank, run, timeline) for rank in ranks]
     tails = [sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key))
              + _exposed_gather(rank) for rank in ranks]
@@ -165,7 +166,8 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
                 place = spent.setdefault(_key(event.action), Spent())
-                meter.count(event, place, place.begun.setdefault(event.action, place.seconds))
+                # A message is under way before the action that it is for.
+                meter.count(event, place, 0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds))
     for place in spent.values():
         shows = max(0.0, place.beside - place.seconds)
         place.seconds += shows

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import OffloadConfig, RunConfig
 from megatron.core.kernels.table import available, select
@@ -35,6 +34,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.trail import Trail
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
+from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.initialize import kernel_need
 from megatron.training.microbatches import BatchSchedule
@@ -92,10 +92,11 @@ class _Told(Trail):
         if name and not name.startswith("data of"):
             self.recorder.enter(name)
 
-    def note(self, what: str, axis: str, ranks: tuple[int, ...], size: int) -> None:
+    def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
         """As `Trail` says."""
         super().note(what, axis, ranks, size)
         self.recorder.axis = axis
+        self.recorder.taker = str(what.taken_by) if isinstance(what, Transfer) else ""
 
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
@@ -154,9 +155,6 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = No
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a world of its own, and this process already belongs to one; start it in another process")
-    if config.parallel.overlap_moe_expert_parallel_comm:
-        raise ConfigError("a dry run does one pass at a time, and --overlap-moe-expert-parallel-comm two in turns; plan without it: it hides "
-                          "what goes to experts and back, and keeps one more microbatch's activations on every rank")
     lists = axis_ranks(config.parallel, world_size) | block_ranks(config.parallel, world_size)
     count = _microbatches(config, world_size)
     enough = count if whole else _enough(config, count)
@@ -224,7 +222,7 @@ def _enough(config: RunConfig, count: int) -> int:
     if parallel.pipeline_schedule != "1f1b" or parallel.hybrid_context_parallel:
         return count
     if chunks == 1:
-        return min(count, parallel.pp + 2 if parallel.pp > 1 else 2)
+        return min(count, (parallel.pp + 2 if parallel.pp > 1 else 2) + parallel.overlap_moe_expert_parallel_comm)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
     rounds = -(-(warm + 1) // (group * chunks)) + 1
@@ -241,6 +239,7 @@ def plan_of(config: RunConfig, count: int) -> Plan:
     """The schedule of a step of so many microbatches."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     return with_reduction(choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule,
+                                 together=parallel.overlap_moe_expert_parallel_comm,
                                  group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
 
 
@@ -259,8 +258,9 @@ def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world:
 def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int) -> Trace:
     """As `fake_trace`; a function of its own, so that nothing of the rank is left when its groups end."""
     mesh, ranks = _mesh_of_own_groups(lists, rank)
-    recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel)
-    with world.mode, recorder, recorder.following():
+    recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel,
+                             masks=config.model.kernels.cross_entropy_fusion_impl == "linear")
+    with world.mode, recorder, recorder.following((world.mode,)):
         trainer = make_trainer(config, mesh, recorder)
         around = Copier(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
         return record_step(trainer, recorder, around)
@@ -270,7 +270,7 @@ def _repeats(config: RunConfig) -> bool:
     """Whether a stage does the same with all microbatches, one after the other, and all of a backward pass at once."""
     parallel = config.parallel
     return (parallel.pipeline_schedule == "1f1b" and not parallel.defers_weights and not parallel.hybrid_context_parallel
-            and not parallel.use_torch_fsdp2 and not config.offload.offloads)
+            and not parallel.overlap_moe_expert_parallel_comm and not parallel.use_torch_fsdp2 and not config.offload.offloads)
 
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:

@@ -11,6 +11,7 @@ is finite, or small enough: it is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +63,14 @@ class FakeWorld:
 
 class FakeRecorder(Recorder):
     """A recorder over tensors without data. world: its FakeTensorMode must be active below. knows: whole numbers matter, even without
-    routers.
+    routers; masks: and numbers that say what counts, where shapes follow from these.
     """
 
-    def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld, *, knows: bool = False) -> None:
+    def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld, *, knows: bool = False,
+                 masks: bool = False) -> None:
         super().__init__(ranks, choices)
-        self.world, self.knows, self.asked = world, knows or choices is not None, 0
+        self.world, self.knows, self.asked = world, knows or masks or choices is not None, 0
+        self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
         """As `Recorder` says."""
@@ -129,9 +132,11 @@ class FakeRecorder(Recorder):
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What the operation gives on values that are known; None if they are not, or are no whole numbers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
-        if not inputs and not (func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in _WHOLE):
+        if not inputs and not (func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept):
             return None
-        if func in _LIKE and inputs[0].dtype in _WHOLE:
+        if not inputs and func not in _COUNTING and math.prod(args[0]) > _MOST_KNOWN:
+            return None
+        if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
             with torch._C._DisableTorchDispatch():
                 return torch.full(inputs[0].shape, _LIKE[func] if func is not aten.full_like.default else args[1], dtype=inputs[0].dtype)
         if any(getattr(tensor, "known", None) is None for tensor in inputs):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
-from megatron.trust.trace import DryRun, Event, talks_of
+from megatron.trust.trace import TOGETHER, DryRun, Event, talks_of
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
@@ -303,7 +303,7 @@ def _waits(line: Line, *, overlap: bool) -> Iterator[tuple[str, Meeting, int]]:
         if isinstance(step, str):
             yield from (("through", *one) for one in leaving[1])
             leaving = [[], leaving[0]]
-            yield from (("through", *one) for one in arriving.pop(step, ()))
+            yield from (("through", *one) for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
         elif not message:
             yield "meet", step, 0
         else:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from megatron.trust.trace import KINDS, DryRun, Held, Trace
+from megatron.trust.trace import KINDS, TOGETHER, DryRun, Held, Trace
 
 _FOREVER = 1 << 62
 _POINTS = 1000  # of a thinned timeline
@@ -84,7 +84,7 @@ class Heap:
         self._moves: list[Life | None] = []  # who came or went at it; nobody's name is known in what is counted again
         self._again: list[tuple[int, Stretch]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[Life, weakref.ref]] = {}
-        self._forward, self._forward_ends = -1, []
+        self._forward, self._forward_ends, self._forwards = -1, [], {}  # the pass under way, when each ended, its number
         self._microbatches: list[str] = []  # of each forward pass
 
     def see(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
@@ -121,12 +121,14 @@ class Heap:
         self.peak, self.peak_clock, self.peak_event = self.live, self.clock, self.event
 
     def enter(self, action: str) -> None:
-        """Another action begins; what is born in a forward pass (F0.3) belongs to it."""
+        """Another action begins, or one goes on; what is born in a forward pass (F0.3) belongs to it."""
         if self._forward >= 0:
             self._forward_ends[self._forward] = self.clock
         self._forward = -1
-        if action.startswith("F"):
-            self._forward = len(self._forward_ends)
+        if action in self._forwards:
+            self._forward = self._forwards[action]
+        elif action.startswith("F") and TOGETHER not in action:
+            self._forward = self._forwards[action] = len(self._forward_ends)
             self._forward_ends.append(_FOREVER)
             self._microbatches.append(action.partition(".")[2])
 
@@ -274,7 +276,8 @@ class Heap:
 
 def forwards_waiting(trace: Trace) -> int:
     """Forward passes at the peak whose backward pass had not ended."""
-    passes = [event.name[0] for event in trace.events[:trace.peak_event + 1] if event.kind == "action" and event.name[0] in "FB"]
+    passes = [name[0] for event in trace.events[:trace.peak_event + 1] if event.kind == "action"
+              for name in event.name.split(TOGETHER) if name[0] in "FB"]
     return passes.count("F") - passes.count("B") + (passes[-1:] == ["B"])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.optimizer import optimizer
+from megatron.core.parallel.turns import Turns
 from megatron.trust.memory import Heap
-from megatron.trust.trace import Event, Events
+from megatron.trust.trace import TOGETHER, Event, Events
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
@@ -73,16 +74,17 @@ def chosen_in_turn(tokens: int, each: int, experts: int) -> Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what passes. ranks: name of a process group -> its global ranks. axis: of the mesh, of the next collective.
+    """Writes down what passes. ranks: name of a process group -> its global ranks. axis: of the mesh, of the next collective; taker:
+    the action that the next message is for.
 
     choices: (experts, how many a token chooses), if there are routers. heap: where storages are counted.
     """
 
     def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self.ranks, self.choices, self.axis = ranks, choices, ""
+        self.ranks, self.choices, self.axis, self.taker = ranks, choices, "", ""
         self.heap, self.events = Heap(), Events()
-        self.action, self.module = "setup", ""
+        self.action, self._entered, self.module = "setup", "setup", ""
         self._offloads = False  # something lies in the host's memory
         self.shared: Mapping[str, str] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
         self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
@@ -96,12 +98,17 @@ class Recorder(TorchDispatchMode):
 
     def enter(self, action: str) -> None:
         """Another action or phase begins."""
-        if action != self.action:
-            self.action = action
+        if action != self._entered:  # and not back in it, after data was read
+            self.action = self._entered = action
             self.begins[action] = self.heap.clock
             self.heap.enter(action)
             self.heap.event = len(self.events)
             self.events.append(Event("action", action, action=action, live=self.heap.live))
+
+    def resume(self, action: str, module: str = "") -> None:
+        """Go on with one of the two actions that are done in turns."""
+        self.action, self.module = action, module
+        self.heap.enter(action)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if DTensor in types:  # its local tensor comes by itself
@@ -181,7 +188,7 @@ class Recorder(TorchDispatchMode):
         peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
         kind = name if name in ("send", "receive") else "collective"
         self.events.append(Event(
-            kind, name, where, self.action, module, moved=sum(t.numel() * t.itemsize for t in (*given, *got)), axis=axis,
+            kind, name, where, self.taker if name == "receive" and self.taker else self.action, module, moved=sum(t.numel() * t.itemsize for t in (*given, *got)), axis=axis,
             ranks=ranks, peer=peer, shape=tuple(larger[0].shape), received=tuple((got if name == "all_to_all" else larger)[0].shape),
             dtype=str(larger[0].dtype).removeprefix("torch."), live=self.heap.live))
         return result
@@ -217,13 +224,36 @@ class Recorder(TorchDispatchMode):
         return self._seen[code]
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Know what FSDP2 does beside operations: it takes room for whole layers, and lets go of it.
+    def following(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
+        """Go along with the second of two passes in turns, on its own thread; below: the modes under this one. And know what FSDP2
+        does beside operations: it takes room for whole layers, and lets go of it.
 
         It also asks for numbers: for its ranks, which are true ones; and whether a share still lies where it did, as it does. And an
         optimizer that keeps its state in the host's memory is told that there is one, though the step runs on a CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
+        run, pass_on = Turns.run, Turns.pass_on
+
+        def run_both(turns: Turns, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
+            first, _, second = self.action.partition(TOGETHER)
+
+            def forward() -> None:
+                self.resume(first)
+                main()
+
+            def backward() -> None:
+                with ExitStack() as stack:
+                    for mode in (*below, self):
+                        stack.enter_context(mode)
+                    self.resume(second)
+                    beside()
+
+            run(turns, forward, backward, device)
+
+        def pass_on_and_resume(turns: Turns) -> None:
+            action, module = self.action, self.module
+            pass_on(turns)
+            self.resume(action, module)
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
@@ -236,6 +266,7 @@ class Recorder(TorchDispatchMode):
 
         with (_replaced(torch.UntypedStorage, "resize_", resized), _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
               _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
+              _replaced(Turns, "run", run_both), _replaced(Turns, "pass_on", pass_on_and_resume),
               _replaced(optimizer, "has_own_memory", lambda device: True)):
             yield
 

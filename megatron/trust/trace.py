@@ -20,6 +20,7 @@ from megatron.core.config.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Plan
 
 EventKind = Literal["op", "collective", "send", "receive", "action"]
+TOGETHER = " and "  # between the names of two actions that are done in turns
 KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "temporaries")
 
 
@@ -28,8 +29,8 @@ class Event:
     """One thing that a rank did.
 
     kind: `action` is the beginning of an action of the schedule or of a phase, and does nothing itself. name: `aten.mm`,
-    `all_reduce`, `F0.3`. where: file and line of the innermost line of the framework that asked for it. action: what the
-    schedule was at: `F0.3`, `B0.3`, `R0`, or the phase `setup`, `begin`, `reduction`, `optimizer`, `end`. module: the
+    `all_reduce`, `F0.3`; `F0.3 and B0.1` of two in turns. where: file and line of the innermost line of the framework that asked for it. action: what the
+    schedule was at: `F0.3`, `B0.3`, `R0`; of a receive, what it is for; or the phase `setup`, `begin`, `reduction`, `optimizer`, `end`. module: the
     innermost module at work in a forward pass, by its name in the stage; in a backward pass, that which the
     recomputation runs, or nothing. flops: multiplications and additions of matrix products and attention, else 0.
     moved: bytes read and written, each tensor once.

@@ -20,7 +20,7 @@ from megatron.core.parallel.device import Stopwatch
 _KEPT = 16  # the last collectives
 _OPERATIONS = {"F": "forward", "B": "backward", "W": "weights", "R": "reduce"}
 # What began, its axis, ranks and bytes; file and line; activity, iteration and action.
-Note = tuple[str, str, tuple[int, ...], int, str, int, str, int, object]
+Note = tuple[object, str, tuple[int, ...], int, str, int, str, int, object]
 _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"), (1, "bytes"))
 
 
@@ -54,8 +54,8 @@ class Trail:
         self.action = action
         self.moves += 1
 
-    def note(self, what: str, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """A collective over an axis begins, or a message between two ranks; size: bytes on this rank."""
+    def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
+        """A collective over an axis begins, or a message between two ranks; size: bytes on this rank. What it is, it says when asked."""
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
         file, line = _caller(sys._getframe(1))

@@ -131,7 +131,7 @@ class _Walk:
         axis = self.axes[transfer.kind]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
         tensors = self.made.pop(transfer.made_by) if sends else self._buffers(transfer.taken_by)
-        axis.trail.note("message", axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
+        axis.trail.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
         if sends:
             payload = _Payload(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(payload)

@@ -39,6 +39,9 @@ class Transfer:
         """The action that waits for it."""
         return Action(self.kind, self.stage + TOWARDS[self.kind], self.microbatch)
 
+    def __str__(self) -> str:
+        return f"message for {self.taken_by}"
+
 
 @dataclass(frozen=True, slots=True)
 class Script:

@@ -24,7 +24,7 @@ from megatron.trust.cost import cost
 from megatron.trust.dry_run import dry_run, real_trace
 from megatron.trust.hardware import PROFILES
 from megatron.trust.memory import forwards_waiting, why_worst
-from megatron.trust.trace import Trace
+from megatron.trust.trace import TOGETHER, Trace
 from tests.helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,9 +49,10 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"micro_batch_size": 2}, {"reset_attention_mask": True}, {"calculate_per_token_loss": True}, {"mtp_num_layers": 1},
     {"cross_entropy_fusion_impl": "linear"}, {"optimizer": "sgd"}, {"attention_backend": "unfused"}, {"log_num_zeros_in_grad": True},
     {"bf16": True, "optimizer_cpu_offload": True}, {"use_torch_fsdp2": True}, {"use_torch_fsdp2": True, "torch_fsdp2_no_reshard_after_forward": True, "ffn_hidden_size": 33},
+    {"num_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True},
     {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4, "reset_attention_mask": True, "calculate_per_token_loss": True},
 )
-FSDP, HYBRID = {"use_torch_fsdp2": True}, CHANGES[-1]
+FSDP, HYBRID, TURNS = {"use_torch_fsdp2": True}, CHANGES[-1], CHANGES[-2]
 SHARED: tuple[tuple[int, dict[str, Any]], ...] = (  # rows that no rank holds whole: of weights, and of texts
     (2, {**FSDP, "fp16": True, "initial_loss_scale": 1.0, "ffn_hidden_size": 33, "recompute_granularity": "full",
          "recompute_method": "uniform"}),
@@ -59,6 +60,8 @@ SHARED: tuple[tuple[int, dict[str, Any]], ...] = (  # rows that no rank holds wh
     (2, {**HYBRID, "mtp_num_layers": 1, "use_distributed_optimizer": True}),
     (4, {**HYBRID, "cp_comm_type": ("allgather",), "max_seqlen_per_dp_cp_rank": 2}),
 )
+# Labels that do not count have no logits, so that shapes follow from masks.
+MASKED = {"mtp_num_layers": 1, "cross_entropy_fusion_impl": "linear", "reset_attention_mask": True}
 
 
 def random_changes(seed: int, count: int) -> list[tuple[int, dict[str, Any]]]:
@@ -108,7 +111,7 @@ def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
 
 
 def test_what_a_dry_run_counts_is_what_real_tensors_hold_byte_for_byte(world):
-    compare(world, random_changes(seed=3, count=3))
+    compare(world, [*random_changes(seed=3, count=3), (2, {**SMALL, **MASKED})])
 
 
 @pytest.mark.parametrize("shared", [SHARED[0:3:2], pytest.param(SHARED[1::2], marks=pytest.mark.nightly)], ids=["two", "four"])
@@ -172,11 +175,18 @@ def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatche
     assert found.traffic["dp_cp"] == 2 * (2 * layers + rest) + 4 * (layers + rest)
 
 
-def test_passes_in_turns_are_not_run_dry_and_it_is_said_what_that_leaves_out():
-    config = tiny.config(2, **SMALL, num_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
-                         overlap_moe_expert_parallel_comm=True)
-    with pytest.raises(ConfigError, match="plan without it.*one more microbatch"):
-        dry_run(config, 2)
+@pytest.mark.parametrize("changes", [{}, pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.nightly)])
+def test_two_passes_in_turns_are_counted_byte_for_byte_each_as_what_it_is(world, changes):
+    changes = {**SMALL, **TURNS, **changes, "global_batch_size": 8}
+    ranks = 2 * changes.get("pipeline_model_parallel_size", 1)
+    compare(world, [(ranks, changes)])
+    config = tiny.config(ranks, **{**changes, "global_batch_size": 16})
+    short, whole = dry_run(config, ranks), dry_run(config, ranks, whole=True)
+    assert short.num_microbatches < whole.num_microbatches
+    for few, all_ in zip(short.traces, whole.traces, strict=True):
+        assert (few.peak, few.at_peak) == (all_.peak, all_.at_peak)
+        together = {action for event in all_.events if event.kind == "action" and TOGETHER in event.name for action in event.name.split(TOGETHER)}
+        assert together and {event.action for event in all_.events if event.axis == "ep"} >= together, "both passes send tokens"
 
 
 def test_ranks_with_other_shares_of_the_documents_are_of_other_kinds_even_where_a_rank_has_nobody_to_share_with():

@@ -16,7 +16,8 @@ from tests.parity.table import MODELS, ROWS, named, read_layout
 
 ROW = "tp2 sp pp2 mb2", "qk-norm"
 SAMPLE = (ROW, ("pp2 vpp2 blocking", "llama"), ("cp4 two-level mb2", "llama"), ("ep2 dp2 alltoall", "moe-balanced"),
-          ("pp2 vpp2 dp2 fsdp keep-layers mb2", "llama-tied"), ("hybrid dp4 a2a mb2", "packed"))
+          ("pp2 vpp2 dp2 fsdp keep-layers mb2", "llama-tied"), ("hybrid dp4 a2a mb2", "packed"),
+          ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias"))
 
 
 def meets(group: tuple[int, ...], name: str = "all_reduce", shape: tuple[int, ...] = (4, 2), dtype: str = "float32", peer: int = -1,
@@ -147,13 +148,23 @@ def test_a_layout_that_runs_is_left_alone(layout: str, model: str) -> None:
     agrees(layout, model)
 
 
-FOLLOWED = [row for row in ROWS if "turns" not in row[0].split()]  # two passes in turns are refused: a dry run does one at a time
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout, model", FOLLOWED, ids=[named(*row) for row in FOLLOWED])
+@pytest.mark.parametrize("layout, model", ROWS, ids=[named(*row) for row in ROWS])
 def test_no_row_of_the_table_is_said_to_hang(layout: str, model: str) -> None:
     agrees(layout, model)
+
+
+def test_what_a_pass_takes_holds_it_where_it_begins() -> None:
+    run = traced(*ROW)
+    events = list(run.traces[0].events)
+    first = next(event for event in events if event.kind == "receive")
+    taker = next(number for number, event in enumerate(events) if event.kind == "action" and event.name == first.action)
+    assert first.action == "B0.0" and events.index(first) < taker
+    begun = events[:taker + 1]
+    # What the other stage needs for its forward passes leaves when the gradient of one of them has come.
+    late = [event for event in begun if event.kind != "send"] + [event for event in begun if event.kind == "send"] + events[taker + 1:]
+    found = match(replace(run, traces=(replace(run.traces[0], events=tuple(late)), *run.traces[1:])))
+    assert [problem.kind for problem in found.problems] == ["waiting"], found.text
 
 
 def with_events(run: DryRun, place: int, change: str, where: int) -> DryRun:
