@@ -66,6 +66,7 @@ QUESTIONS = (
     Question("ring", "tests/benchmarks/ring.py --ranks 2"),
     Question("overlap", "tests/benchmarks/overlap.py"),
     Question("many ranks", "tests/benchmarks/many_ranks.py"),
+    Question("planning", "tests/benchmarks/planning.py --rounds 3"),
     Question("experts", "tests/benchmarks/experts.py", on="any"),
     Question("sentinel", "tests/benchmarks/sentinel.py"),
     Question("decode", "tests/benchmarks/decode.py 124m --rounds 3"),

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules import broken, stages_of
-from megatron.core.config.run import RunConfig
 from megatron.core.models.flops import BYTES, layer_parameters, rank_memory
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.cost import cost
@@ -25,6 +20,7 @@ from megatron.trust.dry_run import dry_run, real_trace
 from megatron.trust.hardware import PROFILES
 from megatron.trust.memory import forwards_waiting, why_worst
 from megatron.trust.trace import TOGETHER, Trace
+from tests.benchmarks.planning import MODELS, planned
 from tests.helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -260,39 +256,9 @@ def test_ranks_of_a_stage_share_a_trace_and_every_rank_has_one():
     assert not dist.is_initialized()
 
 
-MODELS = {
-    "gpt3 175B": (1024, {
-        "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "max_position_embeddings": 2048,
-        "micro_batch_size": 1, "global_batch_size": 1536, "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16,
-        "sequence_parallel": True, "recompute_activations": True, "use_distributed_optimizer": True, "bf16": True}),
-    "mixture of experts 1T": (1024, {
-        "num_layers": 64, "hidden_size": 8192, "ffn_hidden_size": 20480, "num_attention_heads": 64, "group_query_attention": True,
-        "num_query_groups": 8, "seq_length": 4096, "max_position_embeddings": 4096, "micro_batch_size": 1, "global_batch_size": 1024,
-        "num_experts": 32, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "swiglu": True,
-        "add_bias_linear": False, "tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_model_parallel_size": 8,
-        "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 16, "recompute_activations": True,
-        "use_distributed_optimizer": True, "bf16": True}),
-}
-
-
-def plan_large(name: str) -> None:
-    """In a process of its own: plan, and print processor seconds, megabytes and parameters."""
-    torch.set_num_threads(1)
-    ranks, changes = MODELS[name]
-    common = {"mock_data": True, "lr": 1e-4, "train_iters": 10, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    config = from_values(RunConfig, {**common, **changes}).resolve(ranks)
-    config = replace(config, model=config.model.with_vocabulary(50257, config.parallel.tp))
-    begin = time.process_time()
-    dry = dry_run(config, ranks)
-    assert sorted({trace.place["pp"] for trace in dry.traces}) == list(range(config.parallel.pp))
-    print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, dry.worst.peak / 2**30)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, most_seconds", [("gpt3 175B", 60), ("mixture of experts 1T", 60)])
-def test_a_thousand_ranks_are_planned_in_minutes_and_a_gigabyte(name, most_seconds):
-    code = f"from tests.unit.trust.test_dry_run import plan_large; plan_large({name!r})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds, megabytes, peak = map(float, result.stdout.split())
-    assert seconds < most_seconds and megabytes < 1024, f"{seconds:.0f} s, {megabytes:.0f} MB"
-    assert 5 < peak < 141, f"a peak of {peak:.1f} GiB fits no GPU"
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_ranks_are_planned_in_a_gigabyte(name):
+    found = planned(name)
+    assert found.stages == 16 and found.megabytes < 1024, f"{found.megabytes:.0f} MB"
+    assert 5 < found.peak < 141, f"a peak of {found.peak:.1f} GiB fits no GPU"
