@@ -146,6 +146,13 @@ class FakeRecorder(Recorder):
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Facts]:
         """What the operation gives, from what it gave before on such shapes."""
+        if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
+            self.world.mode.cache_enabled = False
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self.world.mode.cache_enabled = True
+            return result, facts_of(func, args, kwargs, result)
         inputs: list[Tensor] = []
         key = (func, _key(args, inputs), _key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)

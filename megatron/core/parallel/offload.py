@@ -75,7 +75,7 @@ class _Group:
 
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
         """Send a tensor away, if it is worth it."""
-        if type(tensor) is not Tensor or tensor.numel() < max(1, self.owner.smallest):
+        if isinstance(tensor, nn.Parameter) or tensor.numel() < max(1, self.owner.smallest):
             return tensor
         storage = tensor.untyped_storage()
         if storage._cdata in self.stay:
@@ -134,7 +134,7 @@ class Offload:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
             return
-        stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters() if type(param) is nn.Parameter}
+        stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters()}
         self._last = group = _Group(self, stay, self._last)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield

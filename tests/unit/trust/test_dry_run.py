@@ -124,6 +124,15 @@ def test_state_in_the_memory_of_the_host_takes_nothing_of_the_device():
     assert (away.steady.weights, away.steady.gradients) == (plain.steady.weights, plain.steady.gradients)
 
 
+def test_activations_in_the_memory_of_the_host_take_nothing_of_the_device(world):
+    small = {**SMALL, "num_layers": 4, "seq_length": 32, "max_position_embeddings": 32}
+    layers = {**small, "cpu_offloading_num_layers": 3, "min_offloaded_tensor_size": 1}
+    modules = {**small, "fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "attn_proj"), "min_offloaded_tensor_size": 16}
+    compare(world, [(1, layers), (1, modules)])
+    plain, away = (dry_run(tiny.config(1, **changes), 1).traces[0] for changes in (small, layers))
+    assert away.at_peak.activations < plain.at_peak.activations / 10
+
+
 def test_a_ring_that_draws_a_seed_for_its_dropout_is_run_dry(world):
     compare(world, [(2, {**SMALL, "context_parallel_size": 2, "attention_dropout": 0.1})])
 
