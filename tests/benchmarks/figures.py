@@ -55,7 +55,7 @@ _CORPUS = f"{sys.executable} tests/benchmarks/corpus.py {WORK / 'corpus'} {CORPU
 QUESTIONS = (
     Question("startup", "tests/benchmarks/startup.py --rounds 5"),
     Question("train tiny", f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
-    Question("train 124m", f"tests/benchmarks/train_cpu.py 124m --rounds 5 --beside {BESIDE} --peers {_LARGE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
+    Question("train 124m", f"tests/benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
     Question("loop", "tests/benchmarks/loop.py"),
     Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
     Question("index", f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),

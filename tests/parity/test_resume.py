@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpointing import Checkpoint
-from tests.helpers import tiny
-from tests.helpers.training import Held, Outcome, differences, held_weights, outcome, train_on, weights_of
+from tests.helpers.resuming import AFTER, BEFORE, never_stopped_run, resume_and_train, train_and_save
+from tests.helpers.training import Outcome, differences, outcome
 from tests.helpers.world import Worlds
 
-BEFORE, AFTER = 2, 2
 MODEL: dict[str, Any] = {"fp64": True, "num_layers": 4, "group_query_attention": True, "num_query_groups": 2, "swiglu": True,
                          "ffn_hidden_size": 64}
 
@@ -56,34 +54,10 @@ PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS
          if (b not in FEW or a in FEW[b][0]) and (a not in FEW or b in FEW[a][1] or (b in FEW and a in FEW[b][0]))]
 
 
-def train_and_save(changes: dict[str, Any], folder: str | None, steps: int) -> tuple[list[float], list[float], Held]:
-    """Train from the start, and save at the end."""
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, save=folder)))
-    losses, norms = train_on(trainer, steps)
-    if folder:
-        Checkpoint(trainer).save()
-    return losses, norms, held_weights(trainer)
-
-
-def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[list[float], list[float], Held]:
-    """Load a checkpoint and train on."""
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder, seed=7)))
-    for placed in weights_of(trainer).values():  # whatever is not loaded would show
-        for _, value in placed.pieces:
-            value.fill_(float("nan"))
-    assert Checkpoint(trainer).resume()
-    assert trainer.progress.iteration == BEFORE
-    losses, norms = train_on(trainer, steps)
-    return losses, norms, held_weights(trainer)
-
-
 @pytest.fixture(scope="module")
 def never_stopped() -> Outcome:
-    """The serial run that goes on; its losses and norms after the save."""
-    losses, norms, held = train_and_save(MODEL, None, BEFORE + AFTER)
-    return outcome([(losses[BEFORE:], norms[BEFORE:], held)])
+    """The serial run that goes on."""
+    return never_stopped_run(MODEL)
 
 
 @pytest.fixture(scope="module")

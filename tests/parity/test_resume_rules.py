@@ -1,8 +1,7 @@
-"""State of other update rules, in other formats and in other memory: saved by one, resumed by another, or by itself to the last bit."""
+"""State of updates in other formats and in other memory: saved by one, resumed by another, or by itself to the last bit."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,15 @@ import torch
 
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.optimizer import optimizer
-from tests.helpers.training import Held, Outcome, differences, outcome
+from tests.helpers.resuming import AFTER, BEFORE, resume_and_train, train_and_save
+from tests.helpers.training import Held, outcome
 from tests.helpers.world import Worlds
 from tests.parity.table import MODELS, Changes, read_layout
-from tests.parity.test_resume import AFTER, BEFORE, resume_and_train, train_and_save
 
-PAIRS = (("muon", "", "tp2 muon-distributed dp2 zero mb2"), ("muon", "dp4 zero bucket600 mb2", "tp2 dp2 fsdp mb2"),
-         ("muon-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"),
-         ("adafactor-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"), ("adafactor-gqa", "dp2 fsdp mb2", "tp4 mb2"),
-         pytest.param("muon-joined", "tp2 pp2 mb2", "", marks=pytest.mark.nightly), pytest.param("lion", "tp2 dp2 zero mb2", "", marks=pytest.mark.nightly))
 PLAIN: Changes = {**MODELS["llama"], "bf16": True}
 FP8: Changes = {**PLAIN, "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 HALF: Changes = {**PLAIN, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16",
                  "main_grads_dtype": "bf16"}
-
-
-@cache
-def never_stopped(model: str) -> Outcome:
-    """The serial run that goes on; its losses and norms after the save."""
-    losses, norms, held = train_and_save({**MODELS[model], "fp64": True}, None, BEFORE + AFTER)
-    return outcome([(losses[BEFORE:], norms[BEFORE:], held)])
-
-
-@pytest.mark.parametrize("model, writer, reader", PAIRS)
-def test_a_run_with_another_update_rule_goes_on_under_another_layout(world: Worlds, tmp_path: Path, model: str, writer: str, reader: str) -> None:
-    ranks, changes = read_layout(writer)
-    world(ranks).run(train_and_save, {**MODELS[model], "fp64": True, **changes}, str(tmp_path), BEFORE)
-    ranks, changes = read_layout(reader)
-    resumed = outcome(world(ranks).run(resume_and_train, {**MODELS[model], "fp64": True, **changes}, str(tmp_path), AFTER))
-    problems = differences(resumed, never_stopped(model), 1e-10)
-    assert not problems, "\n".join(problems)
 
 
 def assert_same_bits(resumed: list[tuple[list[float], list[float], Held]], through: list[tuple[list[float], list[float], Held]]) -> None:

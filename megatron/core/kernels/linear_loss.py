@@ -98,9 +98,10 @@ class _Gradients:
 
     @staticmethod
     def begin(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
-        """Before the first block."""
+        """Before the first block, which writes that of the words where the others add to it."""
+        words = torch.empty_like if len(x) else torch.zeros_like
         return _Gradients(torch.empty_like(x) if wanted[0] else None,
-                          torch.zeros_like(weight, dtype=wide(x.dtype)) if wanted[1] else None,
+                          words(weight, dtype=wide(x.dtype)) if wanted[1] else None,
                           torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and wanted[2] else None)
 
     def add(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, weights: Tensor | float) -> None:
@@ -112,7 +113,9 @@ class _Gradients:
         change = shares.gradient(factor, hit)
         if self.x is not None:
             torch.mm(change, weight, out=self.x[block.tokens])
-        if self.weight is not None:
+        if self.weight is not None and block.tokens.start == 0:
+            self.weight.copy_(change.t() @ block.x)
+        elif self.weight is not None:
             self.weight.add_(change.t() @ block.x)
         if self.bias is not None:
             self.bias.add_(change.sum(0, dtype=self.bias.dtype))
@@ -125,7 +128,7 @@ class _Gradients:
             own = torch.mm(exponentials, weight, out=self.x[block.tokens])
             own.mul_(factor[:, None]).sub_(weight.index_select(0, block.row) * hit[:, None])
         if self.weight is not None:
-            torch.addmm(self.weight, exponentials.t(), block.x * factor[:, None], out=self.weight)
+            torch.addmm(self.weight, exponentials.t(), block.x * factor[:, None], beta=min(1, block.tokens.start), out=self.weight)
             self.weight.index_add_(0, block.row, block.x * -hit[:, None])
         if self.bias is not None:
             self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
