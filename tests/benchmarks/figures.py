@@ -55,6 +55,7 @@ _CORPUS = f"{sys.executable} tests/benchmarks/corpus.py {WORK / 'corpus'} {CORPU
 QUESTIONS = (
     Question("startup", "tests/benchmarks/startup.py --rounds 5"),
     Question("train tiny", f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
+    Question("train llama", f"tests/benchmarks/train_cpu.py llama --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "torchtitan"),
     Question("train 124m", f"tests/benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
     Question("loop", "tests/benchmarks/loop.py"),
     Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),

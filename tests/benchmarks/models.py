@@ -1,5 +1,5 @@
 """The peers of the training benchmark, each as step(x, y) -> loss: a loop around a plain PyTorch GPT, transformers' GPT-2, litgpt's and
-megatron-core's, and our own training step.
+megatron-core's, and our own training step; of sizes with Llama's blocks, those of `llamas.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import llamas
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 shape, and one step's batch."""
+    """A GPT-2 shape, and one step's batch. gated: the width of the MLP in Llama's blocks, with a head of its own; 0: GPT-2's."""
 
     layers: int
     hidden: int
@@ -24,6 +25,7 @@ class Size:
     vocabulary: int
     length: int
     batch: int
+    gated: int = 0
 
     @property
     def tokens(self) -> int:
@@ -33,13 +35,15 @@ class Size:
     @property
     def flops(self) -> float:
         """FLOPs of one step, attention counted over the causal half."""
-        matrices = self.layers * 12 * self.hidden**2 + self.vocabulary * self.hidden
+        layer = 4 * self.hidden**2 + (3 * self.hidden * self.gated or 8 * self.hidden**2)
+        matrices = self.layers * layer + self.vocabulary * self.hidden
         return self.tokens * (6 * matrices + 6 * self.layers * self.hidden * self.length)
 
 
 SIZES = {
     "10m": Size(layers=6, hidden=256, heads=4, vocabulary=20096, length=256, batch=8),
     "tiny": Size(layers=6, hidden=384, heads=6, vocabulary=50304, length=256, batch=8),
+    "llama": Size(layers=6, hidden=384, heads=6, vocabulary=32256, length=512, batch=4, gated=1024),
     "124m": Size(layers=12, hidden=768, heads=12, vocabulary=50304, length=512, batch=4),
 }
 
@@ -165,9 +169,11 @@ def ours(size: Size, *, compiled: bool) -> Step:
     from megatron.training.step import train_step
     from tests.helpers import tiny
 
+    llama = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+             "untie_embeddings_and_output_weights": True, "ffn_hidden_size": size.gated}
     settings = tiny.config(
-        num_layers=size.layers, hidden_size=size.hidden, num_attention_heads=size.heads, seq_length=size.length,
-        max_position_embeddings=size.length, micro_batch_size=size.batch, global_batch_size=size.batch, openai_gelu=True,
+        **(llama if size.gated else {"openai_gelu": True}), num_layers=size.layers, hidden_size=size.hidden, num_attention_heads=size.heads, seq_length=size.length,
+        max_position_embeddings=size.length, micro_batch_size=size.batch, global_batch_size=size.batch,
         init_method_std=0.02, lr=1e-4, min_lr=1e-4, lr_decay_style="constant", padded_vocab_size=size.vocabulary,
         train_iters=1000)
     trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, size.vocabulary)))
@@ -182,5 +188,12 @@ def ours(size: Size, *, compiled: bool) -> Step:
     return step
 
 
-PEERS = {"plain": partial(loop_over, plain), "transformers": partial(loop_over, transformers_gpt2), "litgpt": partial(loop_over, litgpt),
+_GPT2 = {"plain": partial(loop_over, plain), "transformers": partial(loop_over, transformers_gpt2), "litgpt": partial(loop_over, litgpt),
          "megatron-core": partial(loop_over, megatron_core), "ours": ours}
+_LLAMA = {"transformers": partial(loop_over, llamas.transformers_llama), "litgpt": partial(loop_over, llamas.litgpt_llama),
+          "torchtitan": partial(loop_over, llamas.torchtitan), "ours": ours}
+
+
+def peers_of(size: Size) -> dict[str, Callable[..., Step]]:
+    """Who can train a network of this shape."""
+    return _LLAMA if size.gated else _GPT2

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Training steps on the CPU: ours, eager and compiled, against loops around other implementations, in turn.
 
-    python tests/benchmarks/train_cpu.py tiny --install FOLDER        (once: litgpt and megatron-core from PyPI, a folder each)
+    python tests/benchmarks/train_cpu.py tiny --install FOLDER        (once: litgpt, megatron-core and torchtitan from PyPI, a folder each)
     python tests/benchmarks/train_cpu.py tiny --rounds 6 --beside FOLDER
 
 A step is everything from the zeroed gradient to the updated weights (fp32, fused AdamW, dropout off, the same shapes). Each
@@ -26,8 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"megatron-core": ("megatron-core==0.16.1",),
             "litgpt": ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0",
-                       "psutil==7.2.2")}
-NAMES = ("plain", "plain+compile", "transformers", "transformers+compile", "litgpt", "litgpt+compile", "megatron-core", "ours", "ours+compile")
+                       "psutil==7.2.2"),
+            "torchtitan": ("torchtitan==0.2.0", "tyro==1.0.17", "docstring_parser==0.18.0", "torchdata==0.11.0")}
+NAMES = ("plain", "plain+compile", "transformers", "transformers+compile", "litgpt", "litgpt+compile", "megatron-core", "torchtitan",
+         "torchtitan+compile", "ours", "ours+compile")
 
 
 class Peer:
@@ -72,7 +74,7 @@ def serve(name: str, size_name: str, threads: int) -> None:
     try:
         import torch
 
-        from models import PEERS, SIZES
+        from models import SIZES, peers_of
 
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -80,7 +82,7 @@ def serve(name: str, size_name: str, threads: int) -> None:
         generator = torch.Generator().manual_seed(1)
         x, y = (torch.randint(0, size.vocabulary - 64, (size.batch, size.length), generator=generator) for _ in range(2))
         kind, _, how = name.partition("+")
-        step = PEERS[kind](size, compiled=how == "compile")
+        step = peers_of(size)[kind](size, compiled=how == "compile")
         for _ in sys.stdin:
             began, spent = time.perf_counter(), time.process_time()
             loss = step(x, y)
@@ -133,10 +135,10 @@ def compared(peer: Peer, other: Peer) -> list[float]:
 def main() -> None:
     """Measure and print one line an implementation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=("10m", "tiny", "124m"))
+    parser.add_argument("size", choices=("10m", "tiny", "llama", "124m"))
     parser.add_argument("--peers", nargs="+", choices=NAMES)
     parser.add_argument("--beside", type=Path, help="folder of --install")
-    parser.add_argument("--install", type=Path, metavar="FOLDER", help="fetch litgpt and megatron-core into this folder, and end")
+    parser.add_argument("--install", type=Path, metavar="FOLDER", help="fetch litgpt, megatron-core and torchtitan into this folder, and end")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -145,7 +147,12 @@ def main() -> None:
         return serve(options.serve, options.size, options.threads)
     if options.install:
         return install(options.install)
-    names = options.peers or [name for name in NAMES if options.beside or name.partition("+")[0] not in PACKAGES]
+    from models import SIZES, peers_of
+
+    there = [name for name in NAMES if name.partition("+")[0] in peers_of(SIZES[options.size])]
+    names = options.peers or [name for name in there if options.beside or name.partition("+")[0] not in PACKAGES]
+    if unfit := [name for name in names if name not in there]:
+        parser.error(f"{' and '.join(unfit)} cannot be had for {options.size}; choose of {', '.join(there)}")
     if lacking := [name for name in names if name.partition("+")[0] in PACKAGES and not (options.beside and options.beside.is_dir())]:
         parser.error(f"{' and '.join(lacking)}: give --beside, the folder of an earlier --install")
     peers: dict[str, Peer] = {}

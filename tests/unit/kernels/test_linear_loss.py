@@ -160,7 +160,7 @@ def settings() -> Iterator[Any]:
     yield pytest.param({"architecture": "t5", "decoder_seq_length": 8, "scale_tied_logits": True}, id="t5")
 
 
-@pytest.mark.parametrize("changes", settings())
+@pytest.mark.parametrize("changes", list(settings()))
 def test_training_goes_as_with_all_logits(changes: dict[str, Any]) -> None:
     rows = {impl: train_on(tiny.trainer_of(tiny.run_of(tiny.config(fp64=True, cross_entropy_fusion_impl=impl, **changes))), 3)
             for impl in ("native", "linear")}
