@@ -217,10 +217,12 @@ def _microbatches(config: RunConfig, world_size: int) -> int:
 
 
 def _enough(config: RunConfig, count: int) -> int:
-    """Microbatches after which 1F1B has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
+    """Microbatches after which a schedule has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
-    if parallel.pipeline_schedule != "1f1b" or parallel.hybrid_context_parallel:
+    if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
         return count
+    if parallel.splits_backward:
+        return min(count, chunks * parallel.pp + 2)
     if chunks == 1:
         return min(count, (parallel.pp + 2 if parallel.pp > 1 else 2) + parallel.overlap_moe_expert_parallel_comm)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp

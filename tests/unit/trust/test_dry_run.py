@@ -206,6 +206,8 @@ def test_ranks_with_other_shares_of_the_documents_are_of_other_kinds_even_where_
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+                                     {"num_layers": 4, "pipeline_schedule": "zb-v"},
+                                     pytest.param({"pipeline_schedule": "zb-h1"}, marks=pytest.mark.nightly),
                                      {"pipeline_model_parallel_size": 1, "context_parallel_size": 2},
                                      {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}])
 def test_a_dry_run_that_is_cut_short_finds_the_peak_of_the_whole_step(changes):
