@@ -36,3 +36,11 @@ def test_what_needs_a_gpu_is_left_out_without_one() -> None:
 
 def test_the_machine_is_described() -> None:
     assert "cores of" in figures.machine() and "torch" in figures.machine()
+
+
+@pytest.mark.parametrize("question", figures.QUESTIONS, ids=lambda question: question.name)
+def test_a_script_finds_the_project_from_wherever_it_is_called(question: figures.Question) -> None:
+    text = (figures.ROOT / shlex.split(question.command)[0]).read_text()
+    lines = text.splitlines()
+    first = next((place for place, line in enumerate(lines) if line.startswith(("from megatron", "from tests"))), None)
+    assert first is None or any(line.lstrip().startswith("sys.path.insert(0") for line in lines[:first])

@@ -14,12 +14,15 @@ import argparse
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

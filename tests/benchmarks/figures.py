@@ -61,7 +61,7 @@ QUESTIONS = (
     Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
     Question("index", f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
     Question("loader", f"tests/benchmarks/loader.py --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
-    Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 5"),
+    Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 7"),
     Question("convert", "tests/benchmarks/convert.py --gigabytes 2"),
     Question("bytes", "tests/benchmarks/bytes.py", on="any"),
     Question("attention", "tests/benchmarks/attention.py", on="any"),

@@ -100,7 +100,7 @@ def run(role: str, args: argparse.Namespace, prefix: Path, total: int, epochs: i
     """`measure` in a process of its own, with an empty cache."""
     cache = prefix.with_name("cache")
     shutil.rmtree(cache, ignore_errors=True)
-    place = ROOT if role == "ours" else Path(args.megatron)
+    place = ROOT if role == "ours" else Path(args.megatron).resolve()
     command = [sys.executable, __file__, "--role", role, "--prefix", str(prefix), "--cache", str(cache), "--total", str(total),
                "--length", str(args.length), "--epochs", str(epochs)]
     done = subprocess.run(command, cwd=prefix.parent, env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},

@@ -138,7 +138,7 @@ def main() -> None:
         for role in roles * args.rounds:
             command = [sys.executable, __file__, "--role", role, "--prefix", str(prefix), "--length", str(args.length),
                        "--samples", str(args.samples)]
-            place = args.megatron if role == "megatron" else str(ROOT)
+            place = str(Path(args.megatron).resolve() if role == "megatron" else ROOT)
             done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": place, "OMP_NUM_THREADS": "1"},
                                   capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
