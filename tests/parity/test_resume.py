@@ -71,8 +71,8 @@ def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def every_pair() -> list[Any]:
-    """All pairs, of which every fifth is run by day, and those with layouts that have few."""
-    return [pytest.param(*pair, id="-to-".join(pair), marks=[pytest.mark.nightly] if place % 5 and not FEW.keys() & set(pair) else [])
+    """All pairs, of which every eighth is run by day, and those with layouts that have few."""
+    return [pytest.param(*pair, id="-to-".join(pair), marks=[pytest.mark.nightly] if place % 8 and not FEW.keys() & set(pair) else [])
             for place, pair in enumerate(PAIRS)]
 
 

@@ -338,6 +338,7 @@ def test_who_finds_no_room_to_wait_is_told_to_come_again() -> None:
     with serving(bytes_engine(together=1, waiting=1)) as server:
         with server.begin("/v1/completions", {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}) as first:
             assert first.recv(12) == b"HTTP/1.1 200"
+            until(lambda: server.service.engine.metrics().running)  # until then it waits itself
             answer = server.complete(prompt=["a"] * 4, max_tokens=2)
             assert answer.status == 429 and answer.headers["retry-after"] == "1" and "wait already" in answer.json["error"]["message"]
             # Of a call that is refused nothing is decoded, not even what there was room for.
