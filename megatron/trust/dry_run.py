@@ -224,7 +224,7 @@ def _enough(config: RunConfig, count: int) -> int:
     if parallel.splits_backward:
         return min(count, chunks * parallel.pp + 2)
     if chunks == 1:
-        return min(count, (parallel.pp + 2 if parallel.pp > 1 else 2) + parallel.overlap_moe_expert_parallel_comm)
+        return min(count, 2 * parallel.pp + 1 if parallel.overlap_moe_expert_parallel_comm else parallel.pp + 2 if parallel.pp > 1 else 2)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
     rounds = -(-(warm + 1) // (group * chunks)) + 1

@@ -308,7 +308,7 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     if parallel.splits_backward:
         return chunks * min(num_microbatches, parallel.pp)
     if chunks == 1:
-        return min(num_microbatches, parallel.pp - position + parallel.overlap_moe_expert_parallel_comm)
+        return min(num_microbatches, (parallel.pp - position) * (2 if parallel.overlap_moe_expert_parallel_comm else 1))
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 

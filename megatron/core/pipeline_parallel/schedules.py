@@ -48,7 +48,7 @@ def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "
     """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size; together: see `are_together`."""
     if together:
         assert (name, vpp) == ("1f1b", 1), "rules let no other schedule do two passes together"
-        return one_f_one_b(pp, m, ahead=1)
+        return two_by_two(pp, m)
     if name == "gpipe":
         return gpipe(pp, m, vpp=vpp)
     if name == "zb-h1" or (name == "zb-v" and pp == 1):
@@ -69,9 +69,16 @@ def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
     return _plan(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
-def one_f_one_b(pp: int, m: int, *, ahead: int = 0) -> Plan:
-    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations; or so many more `ahead`."""
-    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1 + ahead)
+def one_f_one_b(pp: int, m: int) -> Plan:
+    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations."""
+    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
+
+
+def two_by_two(pp: int, m: int) -> Plan:
+    """1F1B for passes that are done together. What a pair makes leaves when all of it is done; so to the last rank and back a
+    microbatch is twice as many pairs on its way as in 1F1B, and a rank holds at most 2 (pp - rank) activations.
+    """
+    return _plan(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
 
 
 def zero_bubble(pp: int, m: int) -> Plan:
@@ -148,12 +155,12 @@ def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
     """Whether a forward pass and the backward pass of another microbatch stand there that can be done as one: what either sends
     inside a layer travels while the other computes. stages: how many there are.
 
-    A gradient is as many passes behind as there are stages from here to the end and back, two by two: 1F1B with one more
-    microbatch `ahead` keeps that distance.
+    The gradient must not come of what such a pair waits for: it is of a microbatch as far behind as there are stages from here to the
+    end and back, as `two_by_two` has it.
     """
     pair = row[place:place + 2]
     return ([action.op for action in pair] == ["F", "B"]
-            and pair[0].microbatch - pair[1].microbatch >= stages - pair[0].stage)
+            and pair[0].microbatch - pair[1].microbatch >= 2 * (stages - pair[0].stage) - 1)
 
 
 def placement_of(plan: Plan) -> Placement:

@@ -104,16 +104,18 @@ def test_there_and_back_ends_for_any_number_of_microbatches_and_holds_no_more_th
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
-def test_with_one_more_microbatch_ahead_every_forward_after_the_warm_up_stands_beside_another_microbatchs_backward(pp: int) -> None:
+def test_two_by_two_every_forward_after_the_warm_up_stands_beside_another_microbatchs_backward_and_no_rank_waits_longer(pp: int) -> None:
     for m in MICROBATCHES:
         plan = with_reduction(choose(pp, 1, m, together=True))
         played = play(plan, together=True)
         for rank, row in enumerate(plan):
             beside = [place for place in range(len(row)) if are_together(row, place, pp)]
-            assert len(beside) == max(0, m - (pp - rank)), f"m={m}"
+            assert len(beside) == max(0, m - 2 * (pp - rank) + 1), f"m={m}"
             assert all((played.start[rank][place], played.end[rank][place]) == (played.start[rank][place + 1], played.end[rank][place + 1])
                        for place in beside)
-        assert played.peak == tuple(min(m, pp - rank + 1) for rank in range(pp))
+        assert played.peak == tuple(min(m, 2 * (pp - rank)) for rank in range(pp))
+        alone = play(with_reduction(one_f_one_b(pp, m)))
+        assert max(row[-1] for row in played.end) == max(row[-1] for row in alone.end), f"m={m}"
 
 
 def test_a_plan_whose_weights_come_before_their_backward_pass_or_after_the_reduction_is_refused() -> None:

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
+    two_by_two,
     with_reduction,
     zero_bubble_v,
 )
@@ -74,7 +75,7 @@ def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, ov
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pp, m", [(2, 1), (2, 5), (3, 7), (4, 16), (8, 9)])
 def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(pp: int, m: int, overlap: bool) -> None:
-    plan = with_reduction(one_f_one_b(pp, m, ahead=1))
+    plan = with_reduction(two_by_two(pp, m))
     scripts = [script(plan, rank, overlap=overlap, together=True) for rank in range(pp)]
     for own, row in zip(scripts, plan, strict=True):
         assert tuple(step for step in own.steps if isinstance(step, Action)) == row
