@@ -372,7 +372,7 @@ def _batch(config: RunConfig, world_size: int, degrees: Degrees, chunks: int, ke
         count = 2 * small if count >= 2 * group else small
     else:
         values["microbatch_group_size_per_virtual_pipeline_stage"] = None
-        count = min(count, degrees.pp + 1)
+        count = min(count, (2 if parallel.overlap_moe_expert_parallel_comm else 1) * degrees.pp + 1)
     values["global_batch_size"] = values["micro_batch_size"] * degrees.dp * count
     return values
 

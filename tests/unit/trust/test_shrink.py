@@ -11,6 +11,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken, stages_of
 from megatron.core.config.run import RunConfig
+from megatron.core.pipeline_parallel.schedules import are_together, choose
 from megatron.training.arguments import examine
 from megatron.trust.command import read_command
 from megatron.trust.edits import Given
@@ -70,6 +71,16 @@ def test_what_is_large_becomes_small_and_numbers_become_exact() -> None:
     assert found.serial.train == found.config.train
     said = [str(change) for change in found.changes]
     assert "ranks 64 -> 8" in said and "--num-layers 32 -> 2" in said and not any(change.lost for change in found.changes)
+
+
+def test_passes_in_turns_stay_so_on_every_stage() -> None:
+    found = small("--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --pipeline-model-parallel-size 4 "
+                  "--overlap-moe-expert-parallel-comm", 32)
+    train, pp = found.config.train, found.config.parallel.pp
+    count = train.global_batch_size // (train.micro_batch_size * sizes(found)["dp"])
+    assert pp > 1
+    for row in choose(pp, 1, count, together=True):
+        assert any(are_together(row, place, pp) for place in range(len(row))), f"{count} microbatches are too few"
 
 
 def test_a_pipeline_without_chunks_keeps_a_middle_stage_where_it_fits() -> None:
