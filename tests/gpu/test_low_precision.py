@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.core.config.low_precision import LowPrecisionConfig
 from megatron.core.kernels import fp8, fp8_native, recipes
-from megatron.core.kernels.fp8 import Quantised
-from megatron.core.kernels.recipes import Recipe, recipe_of
+from megatron.core.kernels.recipes import recipe_of
 from tests.helpers import tiny
+from tests.helpers.low_precision import operands
 from tests.helpers.training import train_on
 
 pytestmark = pytest.mark.gpu
@@ -29,24 +28,13 @@ def fitting(name: str) -> dict[str, Any]:
     return RECIPES[name]
 
 
-def operands(recipe: Recipe) -> dict[str, tuple[Quantised, Quantised]]:
-    """The operands of the three products of a layer from 512 to 384, of 300 tokens."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    x, weight, gradient = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, 512), (384, 512), (300, 384)))
-
-    def rounded(operand: recipes.Operand, matrix: Tensor) -> Quantised:
-        return recipe.quantise(operand, matrix, fp8.largest_of(matrix))
-
-    turned = rounded("weight", weight).t() if recipe.turns("weight") else rounded("weight", weight.t())
-    return {"output": (rounded("input", x), rounded("weight", weight)), "input's gradient": (rounded("gradient", gradient), turned),
-            "weight's gradient": (rounded("gradient", gradient.t()), rounded("input", x.t()))}
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_native_products_are_the_emulated_ones(name: str) -> None:
     recipe = recipe_of(LowPrecisionConfig(**fitting(name)), torch.device("cuda"))
     assert recipe is not None and recipe.native
-    for what, (a, b) in operands(recipe).items():
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, weight, gradient = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, 512), (384, 512), (300, 384)))
+    for what, (a, b) in operands(recipe, x, weight, gradient).items():
         found, expected = fp8_native.product(a, b, torch.bfloat16).float(), fp8.product(a, b, torch.float32)
         assert torch.allclose(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())), what
 

@@ -78,7 +78,7 @@ def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
     if x.block == (1, 128):
         return x.blocks.float().t().contiguous().t(), kinds.BlockWise1x128, plain
     if x.block == (128, 128):
-        return F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).t(), kinds.BlockWise128x128, plain
+        return F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).contiguous().t(), kinds.BlockWise128x128, plain  # may come turned
     assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
     return in_tiles(x.blocks), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
 

@@ -9,12 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.low_precision import LowPrecisionConfig
 from megatron.core.kernels import fp8, fp8_native
 from megatron.core.kernels.fp8 import E4M3, E5M2, Number, Quantised
 from megatron.core.kernels.recipes import recipe_of
+from tests.helpers.low_precision import operands
 
 THEIRS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -142,6 +144,30 @@ def test_the_native_product_of_scaled_tensors_is_the_emulated_one(rows: int, oth
     found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS: of 1 x 128 [rows, k / 128], of 128 x 128 [k / 128 up to a multiple of 4, rows / 128], both column by column."""
+    seen = []
+
+    def unit(a: Tensor, b: Tensor, scale_a: Tensor, kind_a: object, scale_b: Tensor, kind_b: object, **others: object) -> Tensor:
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        for scales, kind, rows in ((scale_a, kind_a, a.shape[0]), (scale_b, kind_b, b.shape[1])):
+            blocks = a.shape[1] // 128
+            shape = (rows, blocks) if kind == F.ScalingType.BlockWise1x128 else (-(-blocks // 4) * 4, rows // 128)
+            assert scales.shape == shape and scales.stride() == (1, shape[0]) and scales.dtype == torch.float32
+            seen.append(kind)
+        return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(F, "scaled_mm", unit)
+    recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise"), torch.device("cuda"))
+    assert recipe is not None and recipe.native
+    generator = torch.Generator().manual_seed(5)
+    for out in (384, 512):
+        x, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((300, 512), (out, 512), (300, out)))
+        for a, b in operands(recipe, x, weight, gradient).values():
+            recipe.product(a, b, torch.bfloat16)
+    assert {kind.name for kind in seen} == {"BlockWise1x128", "BlockWise128x128"} and len(seen) == 12
 
 
 def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
