@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class DataParallel:
         self.before_reduction: Callable[[Bucket], None] = lambda bucket: None  # sees each bucket while it is this rank's alone
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
-                param.register_post_accumulate_grad_hook(partial(self._arrived, view))
+                param.register_post_accumulate_grad_hook(partial(_came, ref(self), view))
         if overlap_gather:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
@@ -127,13 +128,6 @@ class DataParallel:
             for param in params:
                 self._arrive(self._place.get(param, -1))  # state of a module is in no bucket
 
-    def _arrived(self, view: torch.Tensor, param: nn.Parameter) -> None:
-        """A gradient was accumulated: bring it into the buffer, and count."""
-        if param.grad is not None and memory_of(param.grad) != memory_of(view):
-            view.add_(param.grad)
-            param.grad = None
-        self.arrived(param)
-
     def arrived(self, param: torch.Tensor) -> None:
         """A gradient is in the buffer, whoever brought it there: count."""
         if self._missing is None:
@@ -151,6 +145,17 @@ class DataParallel:
             bucket.grad /= self.divisor
             op = "sum"
         self._reducing.append(_start(bucket, op))
+
+
+def _came(owner: ReferenceType[DataParallel], view: torch.Tensor, param: nn.Parameter) -> None:
+    """A gradient was accumulated: bring it into the buffer, and count. A parameter that knew its owner would never let go of it:
+    Python's collector does not look into the hooks of autograd.
+    """
+    if param.grad is not None and memory_of(param.grad) != memory_of(view):
+        view.add_(param.grad)
+        param.grad = None
+    if (one := owner()) is not None:
+        one.arrived(param)
 
 
 def _start(bucket: Bucket, op: str) -> collectives.Work:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -83,6 +85,16 @@ def test_bf16_gradients_are_accumulated_in_fp32() -> None:
         module["third"](torch.tensor(value, dtype=torch.bfloat16)).backward()
     (segment,) = (segment for segment in parallel.segments() if segment.name == "third.weight")
     assert (segment.grad == 1.0 + 8 * 2.0**-9).all() and module["third"].weight.grad is None
+
+
+def test_parameters_and_gradients_are_let_go_of_with_their_owner() -> None:
+    module, parallel = wrapped(overlap=True)
+    parallel.zero_gradients()
+    sum(child(torch.ones(())) for child in module.values()).backward()
+    held = [ref(one) for one in (parallel, *module.parameters())]
+    del module, parallel
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
 
 
 class Late:
