@@ -5,10 +5,13 @@
     1 x 32                 Blackwell and newer  torch.nn.functional.scaled_mm
     1 x 16 of 4 bits       Blackwell and newer  the same, of two values a byte; a block of 16 x 16 is 16 of 1 x 16
 
-These units want rows of whole blocks, of at least 16 elements: what is short of it is filled up with zeros here.
+These units want rows of whole blocks, of at least 16 elements, and whole blocks or sixteens of rows: what is short of it is
+filled up with zeros here.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,10 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
     if 0 in (*a.values.shape, *b.values.shape):
         return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+    if (rows := b.values.shape[0]) % max(b.block[0], _ROW):
+        return product(a, _of_whole_blocks(b), dtype)[:, :rows]
+    if a.block == (1, 128) and (rows := a.values.shape[0]) % _SCALES:  # whose scales stand column by column, in lines of 16 bytes
+        return product(_of_whole_blocks(a), b, dtype)[:rows]
     if a.block[1] == fp4.BLOCK:
         return _product_of_4_bits(a, b, dtype)
     along = max(a.block[1], b.block[1], _ROW)
@@ -64,12 +71,25 @@ def packed(values: Tensor) -> Tensor:
     return (place[:, ::2] | place[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
+def _of_whole_blocks(x: Quantised) -> Quantised:
+    """x with more rows, of zeros."""
+    blocks = x.blocks
+    if blocks is not None and x.block[0] == 1:
+        blocks = _padded(blocks, 0, -x.values.shape[0] % _ROW)
+    return replace(x, values=_padded(x.values, 0, -x.values.shape[0] % max(x.block[0], _ROW)), blocks=blocks)
+
+
 def _filled(values: Tensor, multiple: int) -> Tensor:
     """Rows of a multiple of elements, one after the other in memory."""
     missing = -values.shape[1] % multiple
-    if not missing:
-        return values.contiguous()
-    return F.pad(values.view(torch.uint8), (0, missing)).view(values.dtype)  # a byte of zeros is a zero
+    return _padded(values, missing, 0) if missing else values.contiguous()
+
+
+def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+    """x with so many more columns and rows of zeros."""
+    if x.dtype.itemsize > 1:
+        return F.pad(x, (0, columns, 0, rows))
+    return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # a byte of zeros is a zero
 
 
 def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:

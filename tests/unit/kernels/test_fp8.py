@@ -135,7 +135,7 @@ def test_a_transposed_matrix_keeps_its_blocks() -> None:
         assert torch.equal(found.t().whole(torch.float32), found.whole(torch.float32).t())
 
 
-@pytest.mark.parametrize("rows, others, along", [(5, 16, 32), (16, 32, 21), (0, 16, 16), (4, 16, 0)])
+@pytest.mark.parametrize("rows, others, along", [(5, 16, 32), (16, 32, 21), (5, 9, 32), (0, 16, 16), (4, 16, 0)])
 def test_the_native_product_of_scaled_tensors_is_the_emulated_one(rows: int, others: int, along: int) -> None:
     generator = torch.Generator().manual_seed(4)
     a, b = (torch.randn(size, along, generator=generator) for size in (rows, others))
@@ -148,26 +148,29 @@ def test_the_native_product_of_scaled_tensors_is_the_emulated_one(rows: int, oth
 
 def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS: of 1 x 128 [rows, k / 128], of 128 x 128 [k / 128 up to a multiple of 4, rows / 128], both column by column."""
-    seen = []
+    seen, whole = [], []
 
     def unit(a: Tensor, b: Tensor, scale_a: Tensor, kind_a: object, scale_b: Tensor, kind_b: object, **others: object) -> Tensor:
-        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0]) and a.shape[1] % 128 == b.shape[1] % 16 == 0
         for scales, kind, rows in ((scale_a, kind_a, a.shape[0]), (scale_b, kind_b, b.shape[1])):
             blocks = a.shape[1] // 128
             shape = (rows, blocks) if kind == F.ScalingType.BlockWise1x128 else (-(-blocks // 4) * 4, rows // 128)
-            assert scales.shape == shape and scales.stride() == (1, shape[0]) and scales.dtype == torch.float32
+            assert scales.shape == shape and scales.stride() in ((1, shape[0]), (1, 1) if shape[1] == 1 else ()) and scales.dtype == torch.float32
+            assert rows % (4 if kind == F.ScalingType.BlockWise1x128 else 128) == 0
+            whole.append(scales.repeat_interleave(128, 1)[:rows] if kind == F.ScalingType.BlockWise1x128 else
+                         scales.t()[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1))
             seen.append(kind)
-        return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+        return ((a.float() * whole[-2]) @ (b.t().float() * whole[-1]).t()).bfloat16()
 
     monkeypatch.setattr(F, "scaled_mm", unit)
     recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise"), torch.device("cuda"))
     assert recipe is not None and recipe.native
     generator = torch.Generator().manual_seed(5)
-    for out in (384, 512):
-        x, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((300, 512), (out, 512), (300, out)))
+    for tokens, out in ((300, 384), (300, 512), (37, 200)):
+        x, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((tokens, 512), (out, 512), (tokens, out)))
         for a, b in operands(recipe, x, weight, gradient).values():
-            recipe.product(a, b, torch.bfloat16)
-    assert {kind.name for kind in seen} == {"BlockWise1x128", "BlockWise128x128"} and len(seen) == 12
+            torch.testing.assert_close(recipe.product(a, b, torch.bfloat16), fp8.product(a, b, torch.bfloat16))
+    assert {kind.name for kind in seen} == {"BlockWise1x128", "BlockWise128x128"} and len(seen) == 18
 
 
 def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
