@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.training.stages import Trainer, build_trainer
 from megatron.training.timers import Timers
 from megatron.trust.rehearsal import batches, rows, samples
 
+DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
 BASE: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16, "micro_batch_size": 1, "global_batch_size": 8,
@@ -47,7 +49,7 @@ def with_vocabulary(settings: RunConfig, size: int) -> RunConfig:
     return replace(settings, model=settings.model.with_vocabulary(size, settings.parallel.tp))
 
 
-def run_of(settings: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
+def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     """A run on this process's ranks (or alone)."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)

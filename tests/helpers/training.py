@@ -56,7 +56,7 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
 
 def held_weights(trainer: Trainer) -> Held:
     """The rectangles of every parameter that this rank holds."""
-    return [(name, placed.shape, box, value.clone()) for name, placed in weights_of(trainer).items() for box, value in placed.pieces]
+    return [(name, placed.shape, box, value.detach().to("cpu", copy=True)) for name, placed in weights_of(trainer).items() for box, value in placed.pieces]
 
 
 def weights_of(trainer: Trainer) -> dict[str, Placed]:
