@@ -22,6 +22,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.tokenizers.build import size_before_a_run
 from megatron.training.arguments import examine
 from megatron.trust.command import ENTRIES, Command, read_command
 from megatron.trust.edits import WORLD, Answer, Broken, Given, fewest_edits
@@ -36,7 +37,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--why-not", action="append", default=[], metavar="FLAG=VALUE",
                         help="what this change would break, and what else would have to change; may be given more than once")
     parser.add_argument("--build", action="store_true", help="build every rank's place without memory, and count what is there")
-    parser.add_argument("--true-vocab-size", type=int, help="--build: ids of the tokenizer (default: those of NullTokenizer, else GPT-2's 50257)")
+    parser.add_argument("--true-vocab-size", type=int, help="--build: ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)")
     parser.add_argument("--tries", type=int, default=10_000, help="configurations that the search for changes may look at (default: 10000)")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
@@ -89,7 +90,7 @@ def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
     from megatron.trust.built import check_build  # needs torch, which no other answer waits for
     setting = setting.as_started()
     config, _ = examine(setting.config, setting.world_size)
-    return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size or config.tokenizer.known_size))
+    return asdict(check_build(config, setting.world_size, true_vocab_size=true_vocab_size or size_before_a_run(config.tokenizer)[0]))
 
 
 def main(argv: list[str] | None = None) -> None:

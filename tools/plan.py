@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.run import RunConfig
+from megatron.core.tokenizers.build import size_before_a_run
 from megatron.training.arguments import examine
 from megatron.trust.command import ENTRIES, read_command
 from megatron.trust.cost import StepTime
@@ -46,7 +47,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
-    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: those of NullTokenizer, else GPT-2's 50257)")
+    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)")
     parser.add_argument("--search", action="store_true", help="look at all layouts, instead of the one that is given")
     parser.add_argument("--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)")
     parser.add_argument("--seconds", type=float, default=120.0, help="--search, and changes that would make it fit: when to stop (default: 120)")
@@ -82,7 +83,10 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
     if setting.world_size < command.setting.world_size:
         note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
     config, _ = examine(setting.config, setting.world_size)
-    options.true_vocab_size = options.true_vocab_size or config.tokenizer.known_size
+    if options.true_vocab_size is None:
+        options.true_vocab_size, doubt = size_before_a_run(config.tokenizer)
+        if doubt:
+            note(f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)")
     return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
 
 

@@ -22,6 +22,7 @@ from megatron.core.models.flops import active_parameters, count_parameters, rank
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play
+from megatron.core.tokenizers.build import size_before_a_run
 from megatron.training.arguments import read_flags
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
@@ -35,7 +36,7 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     """The tool's own options, and the config of the run it is to show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
-    parser.add_argument("--true-vocab-size", type=int, default=50257, help="ids of the tokenizer (default: GPT-2's 50257)")
+    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)")
     parser.add_argument("--picture", type=Path, help="draw the schedule into this .png or .svg file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of the run")
     options = parser.parse_args(argv)
@@ -47,6 +48,8 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     config = from_namespace(RunConfig, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
         refuse(said for rule in rules if (said := rule.says(Setting(config, options.world_size))))
+    if options.true_vocab_size is None:
+        options.true_vocab_size, _ = size_before_a_run(config.tokenizer)
     return options, config
 
 

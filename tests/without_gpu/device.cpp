@@ -361,17 +361,6 @@ at::Scalar local_scalar(const Tensor& t) {
   return at::_local_scalar_dense(here(t));
 }
 
-// Which attention: cuDNN on Hopper and newer, then flash, efficient, and by hand, as far as they are allowed and take these inputs.
-int64_t attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double, bool, std::optional<double>, bool groups) {
-  const auto& allowed = at::globalContext();
-  const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16, masked = mask && mask->defined();
-  const bool in_lines = q.stride(-1) == 1 && k.stride(-1) == 1 && v.stride(-1) == 1;
-  if (allowed.userEnabledCuDNNSDP() && half && !masked && !groups && q.size(-1) <= 128 && q.size(-1) % 8 == 0 && in_lines) return 3;
-  if (allowed.userEnabledFlashSDP() && half && !masked && q.size(-1) == v.size(-1) && q.size(-1) <= 256 && in_lines) return 1;
-  if (allowed.userEnabledMemEfficientSDP() && !groups && in_lines) return 2;
-  return allowed.userEnabledMathSDP() ? 0 : -1;
-}
-
 Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>, std::optional<bool>,
              std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic(size, &memory, kKeys, c10::dtype_or_default(dtype), format);
@@ -426,7 +415,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", [](Tensor&, Stream) {});
   m.impl("copy_", copy_);
   m.impl("_local_scalar_dense", local_scalar);
-  m.impl("_fused_sdp_choice", attention);
 }
 }  // namespace
 

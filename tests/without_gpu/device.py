@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +151,7 @@ def install() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    F.scaled_dot_product_attention = attention  # torch itself looks for its kernels in a table that knows real devices only
     for name, kernel in KERNELS.items():
         LIBRARY.impl(name, kernel, "CUDA")
 
@@ -177,38 +178,80 @@ def scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     return found
 
 
-def kept(shape: torch.Size, rate: float, seed: Tensor) -> Tensor | float:
+def kept(shares: Tensor, rate: float, seed: Tensor) -> Tensor | float:
     """What dropout multiplies by."""
     if not rate:
         return 1.0
-    return (torch.rand(shape, generator=torch.Generator("cuda").manual_seed(int(seed.cpu())), device="cuda") >= rate) / (1 - rate)
+    generator = torch.Generator(shares.device).manual_seed(int(seed.cpu()))
+    return (torch.rand(shares.shape, generator=generator, device=shares.device) >= rate) / (1 - rate)
+
+
+def near(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same bytes for a formula, whose own tensors no GPU would hold; a graph records what is done on the device."""
+    return [one if one is None or device.is_recording() else device.here(one) for one in tensors]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     """(output, logarithms of the sums, seed)."""
+    seed = torch.randint(0, 2**31, (1,), device="cuda") if how.rate else torch.zeros(1, dtype=torch.long, device="cuda")
+    output = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]) if q.shape[-1] != v.shape[-1] else q)  # laid as the queries are
+    q, k, v, bias = near(q, k, v, how.bias)
+    how = replace(how, bias=bias)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     found = scores(q, k, how)
     sums = found.logsumexp(-1)
     shares = (found - sums[..., None]).exp().nan_to_num(0.0)
-    seed = torch.randint(0, 2**31, (1,), device="cuda") if how.rate else torch.zeros(1, dtype=torch.long, device="cuda")
-    output = ((shares * kept(shares.shape, how.rate, seed)) @ v.float()).to(q.dtype)
-    return output.transpose(1, 2).contiguous().transpose(1, 2), sums, seed
+    output.copy_((shares * kept(shares, how.rate, seed)) @ v.float())
+    return output, sums.to("cuda"), seed
 
 
-def gradients(gradient: Tensor, inputs: Sequence[Tensor], sums: Tensor, seed: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients(gradient: Tensor, inputs: Sequence[Tensor], sums: Tensor, seed: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of q, k, v and the bias."""
-    q, k, v = inputs
+    gradient, q, k, v, sums, bias = near(gradient, *inputs, sums, how.bias)
+    how = replace(how, bias=bias)
     batch, groups, keys, _ = k.shape
     all_k, all_v = (x.repeat_interleave(q.shape[1] // groups, 1).float() for x in (k, v))
     shares = (scores(q, all_k, how) - sums[..., None]).exp().nan_to_num(0.0)
-    factor = kept(shares.shape, how.rate, seed)
+    factor = kept(shares, how.rate, seed)
     of_v = (shares * factor).transpose(-1, -2) @ gradient.float()
     of_shares = (gradient.float() @ all_v.transpose(-1, -2)) * factor
     of_bias = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
     of_scores = of_bias * (q.shape[-1]**-0.5 if how.scale is None else how.scale)
     of_k = of_scores.transpose(-1, -2) @ q.float()
     of_k, of_v = (x.view(batch, groups, -1, keys, x.shape[-1]).sum(2) for x in (of_k, of_v))
-    return (of_scores @ all_k).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_bias
+    of_bias = None if bias is None else of_bias.sum_to_size(bias.shape).to("cuda", bias.dtype)
+    return (of_scores @ all_k).to("cuda", q.dtype), of_k.to("cuda", k.dtype), of_v.to("cuda", v.dtype), of_bias
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> str:
+    """The first of torch's kernels on a Hopper that is allowed and takes these inputs."""
+    half, in_lines = q.dtype in (torch.float16, torch.bfloat16), all(x.stride(-1) == 1 for x in (q, k, v))
+    allowed = torch.backends.cuda
+    if allowed.cudnn_sdp_enabled() and half and in_lines and mask is None and not gqa and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
+        return "cudnn"
+    if allowed.flash_sdp_enabled() and half and in_lines and mask is None and q.shape[-1] == v.shape[-1] <= 256:
+        return "flash"
+    if allowed.mem_efficient_sdp_enabled() and in_lines and not gqa:
+        return "efficient"
+    if not allowed.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return "math"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+              **others: Any) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention."""
+    kernel = choose(q, k, v, attn_mask, others.get("enable_gqa", False)) if q.is_cuda else "math"
+    rest, scale = (dropout_p, is_causal), {"scale": others.get("scale")}
+    if attn_mask is not None and attn_mask.dtype == torch.bool and kernel == "efficient":
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -math.inf)
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, *rest, **scale)[0]
+    if kernel == "flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *rest, **scale)[0]
+    if kernel == "efficient":
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, q.requires_grad, *rest, **scale)[0]
+    return _plain_attention(q, k, v, attn_mask, *rest, **others)
 
 
 def _nothing() -> Tensor:
@@ -237,7 +280,7 @@ def efficient_backward(gradient: Tensor, *given: Any, scale: float | None = None
     """aten::_scaled_dot_product_efficient_attention_backward."""
     q, k, v, bias, _, sums, seed, _, rate, wanted, *causal = given
     *found, of_bias = gradients(gradient, (q, k, v), sums, seed, How(bias, rate, bool(causal and causal[0]), scale))
-    return *found, of_bias.sum_to_size(bias.shape).to(bias.dtype) if wanted[3] and bias is not None else None
+    return *found, of_bias if wanted[3] else None
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, *given: Any, scale: float | None = None) -> tuple:
@@ -260,7 +303,8 @@ def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *given: Any, 
     dtype = given[2] if len(given) > 2 else out_dtype
     checks.meta_scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, **named)
     assert scale_a.numel() == scale_b.numel() == 1 and CAPABILITY >= (8, 9)
-    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(dtype or a.dtype)
+    a, b, scale_a, scale_b = near(a, b, scale_a, scale_b)
+    return ((a.float() * scale_a) @ (b.float() * scale_b)).to("cuda", dtype)
 
 
 def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
@@ -271,7 +315,7 @@ def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
     of_hopper = kinds[0][0] in (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
     assert CAPABILITY[0] == 9 if of_hopper else CAPABILITY[0] >= 10
     checks.meta_scaled_mm_v2(a, b, scale_a, kinds[0], orders[0], scale_b, kinds[1], orders[1], bias, dtype, *others)
-    return (whole(a, scale_a, kinds[0][0]) @ whole(b.t(), scale_b, kinds[1][0]).t()).to(dtype or a.dtype)
+    return (whole(*near(a), near(*scale_a), kinds[0][0]) @ whole(near(b)[0].t(), near(*scale_b), kinds[1][0]).t()).to("cuda", dtype)
 
 
 def whole(x: Tensor, scales: list[Tensor], kind: Any) -> Tensor:
@@ -309,6 +353,7 @@ def grouped(a: Tensor, b: Tensor, ends: Tensor, bias: Any = None, dtype: torch.d
     return output
 
 
+_plain_attention = F.scaled_dot_product_attention
 LIBRARY = torch.library.Library("aten", "IMPL")
 KERNELS = {
     "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_flash_attention_backward": flash_backward,

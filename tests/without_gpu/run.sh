@@ -8,7 +8,9 @@
 #   bash tests/without_gpu/run.sh tests/parity/test_layouts.py     the table of layouts on stand-ins, over a stand-in for NCCL
 #   MEGATRON_STAND_IN=10.0 bash tests/without_gpu/run.sh tests/gpu/test_low_precision.py -m gpu      as a Blackwell
 #
-# It needs a C++ compiler (CXX, or g++) and a build of torch without CUDA. Arguments go to pytest.
+#   bash tests/without_gpu/run.sh pretrain_gpt.py FLAGS            a program
+#
+# It needs a C++ compiler (CXX, or g++) and a build of torch without CUDA. Other arguments go to pytest.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -29,6 +31,10 @@ fi
 export MEGATRON_STAND_IN="${MEGATRON_STAND_IN:-9.0}" MEGATRON_TEST_DEVICE=cuda TRITON_INTERPRET=1
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export PYTHONPATH="$PWD/tests/without_gpu:$MEGATRON_STAND_IN_FOLDER${PYTHONPATH:+:$PYTHONPATH}"
+case "${1:-}" in
+    tests/*) ;;
+    *.py) exec "$PYTHON" "$@" ;;
+esac
 if [ $# = 0 ]; then # without torch's compiler, and what takes the interpreter of Triton very long
     set -- -m gpu tests/gpu --ignore tests/gpu/test_compiling.py --deselect "tests/gpu/test_kernels.py::test_the_loss_of_blocks_takes_far_less_memory_than_the_logits[True]"
 fi

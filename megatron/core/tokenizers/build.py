@@ -203,6 +203,19 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
+def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
+    """(ids of the tokenizer, why they may be others): as its files say where they are at hand, else as many as GPT-2's."""
+    files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
+    if absent := [file for file in files if not Path(file).exists()]:
+        return config.known_size, f"{', '.join(absent)}: not here"
+    if not files and config.tokenizer_type != "ByteTokenizer":
+        return config.known_size, "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named"
+    try:
+        return build_tokenizer(config).vocab_size, ""
+    except (ConfigError, OSError, ValueError) as error:
+        return config.known_size, str(error)
+
+
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

@@ -1,6 +1,8 @@
 """Settings to tokenizer, the kinds without files, and the padding of the vocabulary."""
 
+import json
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import around, flat, marked
-from megatron.core.tokenizers.build import KINDS, READS, ByteTokenizer, NullTokenizer, build_tokenizer
+from megatron.core.tokenizers.build import KINDS, READS, ByteTokenizer, NullTokenizer, build_tokenizer, size_before_a_run
 
 
 @pytest.mark.parametrize("text", ["", "Hello", "na\u00efve \u6771\u4eac \U0001f30d\n\x00"])
@@ -142,3 +144,14 @@ def test_names_of_special_tokens_are_found_the_longest_first(text, expected):
         return [60 if letter == "<" else ord(letter) - 96 for letter in part]
 
     assert marked(text, {"<e>": 9, "<e>f": 8, "e>b": 7}, spell) == expected
+
+
+def test_before_a_run_the_size_is_that_of_the_files_or_gpt_2s(tmp_path: Path) -> None:
+    data = Path(__file__).resolve().parents[3] / "examples" / "data"
+    files = {"vocab_file": str(data / "demo-vocab.json"), "merge_file": str(data / "demo-merges.txt")}
+    assert size_before_a_run(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files)) == (len(json.loads((data / "demo-vocab.json").read_text())), "")
+    assert size_before_a_run(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)) == (100, "")
+    for config, word in ((TokenizerConfig(), "no file"), (TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="away.json"), "away.json: not here"),
+                         (TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(data / "demo-vocab.json")), "demo-vocab.json")):
+        size, doubt = size_before_a_run(config)
+        assert size == 50257 and word in doubt
