@@ -69,6 +69,17 @@ def test_a_run_that_fits_is_planned_on_one_screen_and_one_page(tool: ModuleType,
     assert written.count("<svg") >= 2 and out.splitlines()[0].split(":")[0] in written
 
 
+@pytest.mark.parametrize("vocabulary, size, says", [("demo-vocab.json", 8000, ""), ("away.json", 50257, "away.json: not here; so 50,257 ids are taken")])
+def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(tool: ModuleType, capsys: pytest.CaptureFixture[str], vocabulary: str, size: int,
+                                                           says: str) -> None:
+    data = ROOT / "examples" / "data"
+    flags = f"{RUN} --tokenizer-type GPT2BPETokenizer --vocab-file {data / vocabulary} --merge-file {data / 'demo-merges.txt'}".split()
+    options, words = tool.read(["--world-size", "1", "--", *flags])
+    _, config = tool.set_up(options, words)
+    assert config.model.true_vocab_size == size
+    assert says in capsys.readouterr().err
+
+
 def test_ranks_that_would_wait_forever_are_found(tool: ModuleType, capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     dry_run = tool.dry_runner()
