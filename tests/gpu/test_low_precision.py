@@ -41,12 +41,11 @@ def test_native_products_are_the_emulated_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_native_training_stays_near_the_emulated_one(name: str) -> None:
-    settings = {**fitting(name), "bf16": True, "use_cpu_initialization": True, "hidden_size": 256, "ffn_hidden_size": 512, "lr": 1e-3}
+    settings = {**fitting(name), "bf16": True, "use_cpu_initialization": True, "hidden_size": 256, "ffn_hidden_size": 512}
     losses = [train_on(tiny.trainer_of(tiny.run_of(tiny.config(**settings, fp8_emulation=emulated), torch.device("cuda"))), 4)[0]
               for emulated in (False, True)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)
-    # From the first update on, sums in another order end in other roundings, and neighbours of 4 bits are a third apart.
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2 if name == "nvfp4" else 1e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])

@@ -304,7 +304,7 @@ def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *given: Any, 
     checks.meta_scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, **named)
     assert scale_a.numel() == scale_b.numel() == 1 and CAPABILITY >= (8, 9)
     a, b, scale_a, scale_b = near(a, b, scale_a, scale_b)
-    return ((a.float() * scale_a) @ (b.float() * scale_b)).to("cuda", dtype)
+    return ((a.float() @ b.float()) * (scale_a * scale_b)).to("cuda", dtype)
 
 
 def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
@@ -315,23 +315,27 @@ def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
     of_hopper = kinds[0][0] in (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
     assert CAPABILITY[0] == 9 if of_hopper else CAPABILITY[0] >= 10
     checks.meta_scaled_mm_v2(a, b, scale_a, kinds[0], orders[0], scale_b, kinds[1], orders[1], bias, dtype, *others)
-    return (whole(*near(a), near(*scale_a), kinds[0][0]) @ whole(near(b)[0].t(), near(*scale_b), kinds[1][0]).t()).to("cuda", dtype)
+    (a, *scale_a), (b, *scale_b) = near(a, *scale_a), near(b, *scale_b)
+    found = but_for_the_scale_of_all(a, scale_a[0], kinds[0][0]) @ but_for_the_scale_of_all(b.t(), scale_b[0], kinds[1][0]).t()
+    if len(scale_a) > 1:
+        found = found * (scale_a[1] * scale_b[1])  # after the sum, as on a GPU
+    return found.to("cuda", dtype)
 
 
-def whole(x: Tensor, scales: list[Tensor], kind: Any) -> Tensor:
-    """The matrix [m, k] in fp32."""
+def but_for_the_scale_of_all(x: Tensor, scales: Tensor, kind: Any) -> Tensor:
+    """The matrix [m, k] in fp32, with the scales of its blocks."""
     kinds, rows = F.ScalingType, x.shape[0]
     if kind == kinds.BlockWise1x128:
-        return x.float() * scales[0].repeat_interleave(128, 1)
+        return x.float() * scales.repeat_interleave(128, 1)
     if kind == kinds.BlockWise128x128:
-        return x.float() * scales[0].t()[:, :x.shape[1] // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return x.float() * scales.t()[:, :x.shape[1] // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
     if kind == kinds.BlockWise1x32:
-        return x.float() * from_tiles(scales[0], rows, -(-x.shape[1] // 32)).repeat_interleave(32, 1)[:, :x.shape[1]]
+        return x.float() * from_tiles(scales, rows, -(-x.shape[1] // 32)).repeat_interleave(32, 1)[:, :x.shape[1]]
     assert kind == kinds.BlockWise1x16
     numbers = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], device=x.device)
     held = x.view(torch.uint8)
     values = numbers[torch.stack((held & 15, held >> 4), -1).flatten(1).long()]
-    return values * from_tiles(scales[0], rows, values.shape[1] // 16).repeat_interleave(16, 1) * scales[1]
+    return values * from_tiles(scales, rows, values.shape[1] // 16).repeat_interleave(16, 1)
 
 
 def from_tiles(scales: Tensor, rows: int, columns: int) -> Tensor:
