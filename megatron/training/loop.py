@@ -320,7 +320,8 @@ class Session:
             tensor = torch.tensor(int(vote), device=self.mesh.device)
             return bool(collectives.all_reduce(tensor, self.mesh.world, "max")) if self.mesh.world.size > 1 else vote
 
-        return Watch(config.train, agree=agree, started=self.trainer.run.started, tolerates_overflow=dynamic, profile=profile)
+        run = self.trainer.run
+        return Watch(config.train, agree=agree, started=run.started, ending=run.ending, tolerates_overflow=dynamic, profile=profile)
 
     def _describe(self) -> None:
         """Sizes, once: what each rank of the first replica holds, and the footprint that follows from the config."""

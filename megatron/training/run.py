@@ -37,6 +37,13 @@ class Progress:
     floating_point_operations: int = 0
 
 
+@dataclass(slots=True)
+class Ending:
+    """The signal that told this process to end, "" so far. `Watch` notes it."""
+
+    signal: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One process's handle on the run."""
@@ -51,6 +58,7 @@ class Run:
     log: logging.Logger
     ledger: Ledger = field(default_factory=Ledger)
     progress: Progress = field(default_factory=Progress)
+    ending: Ending = field(default_factory=Ending)
     started: float = field(default_factory=time.monotonic)
     deferred: Deferred = field(default_factory=Deferred)
 

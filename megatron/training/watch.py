@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.core.config.run import LogConfig, TrainConfig
 from megatron.training.metrics import Step
+from megatron.training.run import Ending
 
 
 class NotFinite(Exception):
@@ -45,7 +46,7 @@ class Watch:
     """Looks after one run. A context manager: signals, the garbage collector and the profiler are put back at the end.
 
     agree: whether any rank said True; called by all ranks at the same points. started: `time.monotonic()` at the start of
-    the job, from which --exit-duration-in-mins counts. tolerates_overflow: a step that is not finite is skipped by the
+    the job, from which --exit-duration-in-mins counts. ending: where a signal is noted. tolerates_overflow: a step that is not finite is skipped by the
     loss scaler (dynamic loss scale), so it is no error.
     """
 
@@ -55,6 +56,7 @@ class Watch:
         *,
         agree: Callable[[bool], bool] = _alone,
         started: float | None = None,
+        ending: Ending | None = None,
         tolerates_overflow: bool = False,
         profile: Profile | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Watch:
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
-        self._was_signalled = False
+        self._ending = Ending() if ending is None else ending
         self._handlers_before: dict[int, object] = {}
         self._collected_before = True
 
@@ -88,12 +90,13 @@ class Watch:
             self._profile.finish()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._was_signalled = True
+        self._ending.signal = signal.Signals(number).name
 
     def reason_to_stop(self, iteration: int) -> str:
         """Why the run ends after this many steps, in words; "" to go on. The same on every rank."""
-        if self._agree(self._was_signalled or self._is_late()):
-            if self._agree(self._was_signalled):
+        signalled = bool(self._ending.signal)
+        if self._agree(signalled or self._is_late()):
+            if self._agree(signalled):
                 return f"exiting program after receiving {self._train.exit_signal}"
             minutes = (time.monotonic() - self._started) / 60.0
             return f"exiting program after {minutes:.1f} minutes (--exit-duration-in-mins {self._train.exit_duration_in_mins})"

@@ -90,7 +90,11 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Say who is gone, if that is why the run ends here."""
-        found = self._who_is_gone() if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)) else ""
+        found = ""
+        if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
+            found = self._who_is_gone()
+            if not found and self.run.ending.signal:  # whoever sent it knows already: there is nothing to wait for (entry.py)
+                found = f"{self.run.ending.signal} came, and a connection to another rank broke"
         self._over.set()
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
             self._thread.join(_PATIENCE["lost"])

@@ -17,7 +17,8 @@ from megatron.training.board import FIRST_FAILURE, Board, lacks_board
 from megatron.training.failures import described, origin
 from megatron.training.ledger import Ledger, read_events
 from megatron.training.place import Place
-from megatron.training.watchdog import Answer, Watchdog, waited_for
+from megatron.training.run import Ending
+from megatron.training.watchdog import Answer, RankLost, Watchdog, waited_for
 from tests.helpers import tiny
 
 
@@ -94,6 +95,17 @@ def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(monkeypatc
     ledger.add("end", reason="RuntimeError: connection closed")
     (end,) = read_events(ledger.path)
     assert end["reason"] == "first failure: rank 1 on node b: ValueError: wrong" and end["failed"]
+
+
+@pytest.mark.parametrize("signal, raised", [("SIGTERM", RankLost), ("", RuntimeError)])
+def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: str, raised: type[Exception]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    place = Place(0, 0, 2, f"127.0.0.1:{store.port}", "")
+    Board.connect(place).claim(FIRST_FAILURE, "rank 1 is gone")
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=Ending(signal))
+    with pytest.raises(Exception) as caught, Watchdog(run, place):
+        raise RuntimeError("Connection closed by peer")
+    assert caught.type is raised and signal in str(caught.value)
 
 
 def test_ranks_without_a_launchers_store_are_told_what_they_cannot_do() -> None:
