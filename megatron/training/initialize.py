@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels import recipes
 from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import backend_of, claim, lacks_compiler, name_of, pick_device, synchronize
+from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, lacks_compiler, name_of, pick_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
@@ -56,6 +56,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     log = _logger(config)
     device = pick_device()
     claim(device)
+    keep_freed_memory(device)
     _deterministic(config)
     mesh = join(config, device)
     kernels = select(kernel_need(config, device), config.model.kernel_wishes)

@@ -91,7 +91,7 @@ IGNORED = (
           switches="use-mcore-models use-legacy-models enable-experimental"),
     Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
-                   "no-rope-fusion cross-entropy-loss-fusion no-gradient-accumulation-fusion no-persist-layer-norm "
+                   "no-rope-fusion cross-entropy-loss-fusion no-persist-layer-norm "
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
                    "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",

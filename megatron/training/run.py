@@ -69,7 +69,13 @@ class Run:
                      dtype=getattr(torch, self.config.precision.dtype),
                      sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
                      cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.defers_weights else None,
-                     low_precision=self.config.precision.low, rings=self._rings)
+                     low_precision=self.config.precision.low, rings=self._rings, sums=self._sums)
+
+    @property
+    def _sums(self) -> bool:
+        """Whether layers add the gradients of their weights themselves: a compiled or recorded layer gives them to autograd."""
+        layer_wise = self.config.compilation.compile or self.config.graphs.cuda_graph_impl != "none"
+        return self.config.parallel.gradient_accumulation_fusion and not layer_wise
 
     @property
     def _rings(self) -> Rings:

@@ -264,6 +264,9 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
                              masks=config.model.kernels.cross_entropy_fusion_impl == "linear")
     with world.mode, recorder, recorder.following((world.mode,)):
         trainer = make_trainer(config, mesh, recorder)
+        for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
+            for one in bucket.sums:  # as on the GPUs of the plan
+                one.widens = one.total.dtype == torch.float32 and bucket.data.dtype in (torch.float16, torch.bfloat16)
         around = Copier(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
         return record_step(trainer, recorder, around)
 

@@ -150,7 +150,7 @@ INVENTORY = (
 # Patterns of places -> why what is there need not be saved.
 DERIVED = {
     ("trainer.parallels.*.buckets.*.grad", "trainer.optimizer.segments.*.grad",
-     "trainer.parallels.*.buckets.*.params.*.grad"): "gradients are made anew in every step",
+     "trainer.parallels.*.buckets.*.sums.*"): "gradients are made anew in every step",
     ("trainer.optimizer.inner.param_groups.*.lr", "trainer.optimizer.inner.param_groups.*.weight_decay", "trainer.optimizer.muon.lr",
      "trainer.optimizer.muon.weight_decay"):
         "set from the schedule and the counters before every update",

@@ -61,7 +61,8 @@ def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Fac
     """What follows from the shapes of what an operation took and gave."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
-    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]  # torch's formulas know of no product into another format
+    flops = 0 if count is None else int(count(*shaped, **kwargs, out_val=result))
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
     return Facts(str(func._overloadpacket), flops, moved, () if first is None else tuple(first.shape),

@@ -164,6 +164,7 @@ def loop_over(make: Callable[[Size], tuple[nn.Module, Loss]], size: Size, *, com
 
 def ours(size: Size, *, compiled: bool) -> Step:
     """One whole training step of ours: reduce, clip, schedule and counters included."""
+    from megatron.core.parallel.device import keep_freed_memory
     from megatron.training.batch import Batch
     from megatron.training.compiling import Compiler
     from megatron.training.step import train_step
@@ -179,6 +180,7 @@ def ours(size: Size, *, compiled: bool) -> Step:
     trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, size.vocabulary)))
     if compiled:
         Compiler(trainer)
+    keep_freed_memory(trainer.run.mesh.device)  # as initialize_megatron does
     mask = torch.ones(size.batch, size.length)
 
     def step(x: Tensor, y: Tensor) -> float:

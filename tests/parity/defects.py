@@ -31,6 +31,7 @@ from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
 from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.gradient_sum import GradientSum
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Part
@@ -249,9 +250,9 @@ def _another_activation(self: _Walk, action: Any) -> Any:
     return _walk_backward(self, action)
 
 
-def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool) -> tuple[Tensor, ...]:
+def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool, into: Any) -> tuple[Tensor | None, ...]:
     first = gradient.tensor_split(region.axis.size)[region.axis.rank] if region.sequence_parallel else gradient
-    return linear._weight_gradients(x, first, bias=bias)
+    return linear._weight_gradients(x, first, bias=bias, into=into)
 
 
 def _another_batch_at_the_end(self: StepWork, microbatch: int) -> Any:
@@ -400,6 +401,8 @@ DEFECTS: tuple[Defect, ...] = (
            ((DataParallel, "start_gather", _keep_the_last_piece),)),
     Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
            ((DataParallel, "zero_gradients", _keep_gradients),)),
+    Defect("a matrix forgets what it has added for earlier microbatches", (("dp2", "gpt"), ("mb2", "gpt")),
+           ((GradientSum, "add_product", lambda self, left, right: self.total.copy_(left.mm(right))),)),
     Defect("gradients of shares are averaged and scaled", (("dp2 fsdp", "gpt"),), ((FullySharded, "__init__", _always_average_shares),)),
     Defect("gradients of shares are not zeroed between steps", (("dp2 fsdp", "gpt"),), ((FullySharded, "zero_gradients", nothing),)),
     Defect("gradients of shares are those of the last microbatch", (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),

@@ -322,6 +322,14 @@ def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
     return found.to("cuda", dtype)
 
 
+def widened(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
+    """aten::addmm.dtype_out: a product of half precision, added to fp32."""
+    assert {a.dtype, b.dtype} <= {torch.float16, torch.bfloat16} and a.dtype == b.dtype and dtype == total.dtype == out.dtype == torch.float32
+    own, sums, a, b = near(out, total, a, b)
+    own.copy_(beta * sums + alpha * (a.float() @ b.float()))
+    return out
+
+
 def but_for_the_scale_of_all(x: Tensor, scales: Tensor, kind: Any) -> Tensor:
     """The matrix [m, k] in fp32, with the scales of its blocks."""
     kinds, rows = F.ScalingType, x.shape[0]
@@ -364,4 +372,5 @@ KERNELS = {
     "_scaled_dot_product_efficient_attention": efficient, "_scaled_dot_product_efficient_attention_backward": efficient_backward,
     "_scaled_dot_product_cudnn_attention": cudnn, "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_scaled_mm": scaled, "_scaled_mm_v2": scaled_by_blocks, "_grouped_mm": grouped,
+    "addmm.dtype_out": widened,
 }

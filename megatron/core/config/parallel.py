@@ -46,6 +46,7 @@ class ParallelConfig:
     ddp_bucket_size: int | None = flag(None, "elements in one bucket of gradients; left out: max(40M, 1M * data-parallel size)")
     ddp_num_buckets: int | None = flag(None, "number of buckets, instead of their size")
     ddp_average_in_collective: bool = flag(False, "let the collective average gradients instead of scaling them before")
+    gradient_accumulation_fusion: bool = flag(True, "matrix products add gradients of weights to the sum over microbatches themselves")
     overlap_p2p_communication: bool = flag(True, "overlap messages between pipeline stages with compute")
     tp_comm_overlap: bool = flag(False, "--sequence-parallel: pieces of the sequence travel round the tensor ranks while others are multiplied")
     tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap: where a product's input is gathered")

@@ -18,6 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parallel.device import widens_products
+from megatron.core.parallel.gradient_sum import GradientSum
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, spec_of
 
@@ -78,13 +80,8 @@ class Bucket:
             view = self.data[start:start + param.numel()].view_as(param)
             view.copy_(param.data)
             param.data = view
-        self.attach_gradients()
-
-    def attach_gradients(self) -> None:
-        """Let autograd accumulate straight into the buffer, where formats agree."""
-        for param, view in zip(self.params, self.gradient_views(), strict=True):
-            if self.grad.dtype == param.dtype:
-                param.grad = view
+        widens = widens_products(device, self.data.dtype, grad_dtype)
+        self.sums = [GradientSum(view, widens=widens) for view in self.gradient_views()]
 
     def gradient_views(self) -> list[Tensor]:
         """Each parameter's gradient, in its shape."""

@@ -15,11 +15,12 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
 from megatron.core.distributed.rounded import RoundedBucket, holders_of
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import memory_of
+from megatron.core.parallel.gradient_sum import GradientSum
 from megatron.core.parallel.mesh import Mesh
 
 
@@ -42,9 +43,7 @@ class DataParallel:
         self._launched = 0
         self._gathering: dict[int, list[collectives.Work]] = {}
         self.before_reduction: Callable[[Bucket], None] = lambda bucket: None  # sees each bucket while it is this rank's alone
-        for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
-                param.register_post_accumulate_grad_hook(partial(_came, ref(self), view))
+        self._nodes = [self._listen(param, bucket_sum) for bucket in self.buckets for param, bucket_sum in zip(bucket.params, bucket.sums, strict=True)]
         if overlap_gather:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
@@ -79,7 +78,8 @@ class DataParallel:
         """Begin a step."""
         for bucket in self.buckets:
             bucket.grad.zero_()
-            bucket.attach_gradients()
+            for one in bucket.sums:
+                one.open, one.touched = True, False
         self._missing, self._launched = None, 0
 
     def before_last_backward(self) -> None:
@@ -128,6 +128,16 @@ class DataParallel:
             for param in params:
                 self._arrive(self._place.get(param, -1))  # state of a module is in no bucket
 
+    def _listen(self, param: nn.Parameter, gradient_sum: GradientSum) -> Node:
+        """Hear of every backward pass that ends at a parameter: through its node, which also hears of gradients that layers have
+        added themselves. It holds on to nothing: what a node knew would never be let go of, as Python's collector does not look into
+        autograd, and a trainer's memory is free with its last name.
+        """
+        param.gradient_sum, node = gradient_sum, get_gradient_edge(param).node  # type: ignore[attr-defined]
+        gradient_sum.came = partial(_came, ref(self), ref(gradient_sum), ref(param))
+        node.register_hook(lambda *_: gradient_sum.came())
+        return node
+
     def arrived(self, param: torch.Tensor) -> None:
         """A gradient is in the buffer, whoever brought it there: count."""
         if self._missing is None:
@@ -139,6 +149,8 @@ class DataParallel:
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
+        for one in bucket.sums:
+            one.open = False
         self.before_reduction(bucket)
         op = "sum" if self.divisor is None else "avg"
         if self.divisor is not None and self.divisor != bucket.axis.size:
@@ -147,15 +159,17 @@ class DataParallel:
         self._reducing.append(_start(bucket, op))
 
 
-def _came(owner: ReferenceType[DataParallel], view: torch.Tensor, param: nn.Parameter) -> None:
-    """A gradient was accumulated: bring it into the buffer, and count. A parameter that knew its owner would never let go of it:
-    Python's collector does not look into the hooks of autograd.
-    """
-    if param.grad is not None and memory_of(param.grad) != memory_of(view):
-        view.add_(param.grad)
+def _came(owner: ReferenceType[DataParallel], sums: ReferenceType[GradientSum], parameter: ReferenceType[nn.Parameter]) -> None:
+    """All that one backward pass says of a parameter was said: what autograd made of it is added, and it counts."""
+    one, gradient_sum, param = owner(), sums(), parameter()
+    if one is None or gradient_sum is None or param is None:
+        return
+    if param.grad is not None:
+        gradient_sum.add(param.grad)
         param.grad = None
-    if (one := owner()) is not None:
+    if gradient_sum.touched:
         one.arrived(param)
+    gradient_sum.touched = False
 
 
 def _start(bucket: Bucket, op: str) -> collectives.Work:

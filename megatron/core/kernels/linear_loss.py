@@ -27,6 +27,7 @@ from megatron.core.kernels.reference import wide
 
 _FEWEST = 512  # tokens a block: of fewer, adding to the words' gradient would take over 2% of a CPU's time
 _PARTS = 8  # blocks of a large batch
+_Taker = Callable[[Tensor, Tensor | None], None]
 _ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in its cache
 
 
@@ -43,15 +44,16 @@ class Words:
     gather: Callable[[Tensor], Tensor]
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words, *, fused: bool = False) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words, *, fused: bool = False,
+                         into: _Taker | None = None) -> Tensor:
     """The loss of every token: the logarithm of the share that the softmax of all words' logits gives to its target, negated.
 
     x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for none. Returns [t], in fp32 (fp64 for fp64 states).
     Gradients of x are this rank's share of a sum over the ranks that share the vocabulary. fused: the softmax by Triton's kernels,
-    where logits are not capped.
+    where logits are not capped. into: takes the gradient of the words, which autograd does not get then, and a number to multiply it by.
     """
     begin = _fused_shares if fused and words.softcap is None else _shares
-    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin), torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, into), torch.is_grad_enabled())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,11 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is done with every block. begin: makes shares of logits."""
+    """What is done with every block. begin: makes shares of logits. into: takes the gradient of the words, if somebody does."""
 
     words: Words
     begin: Callable[[Tensor, _Block, Words], _Shares]
+    into: _Taker | None = None
 
 
 @dataclass(slots=True)
@@ -133,8 +136,11 @@ class _Gradients:
         if self.bias is not None:
             self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
 
-    def times(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """All of them times a number, or as they are, in this format."""
+    def times(self, factor: Tensor | None, dtype: torch.dtype, into: _Taker | None) -> tuple[Tensor | None, ...]:
+        """All of them times a number, or as they are, in this format; None for the words', if somebody takes these."""
+        if into is not None and self.weight is not None:
+            into(self.weight, factor)
+            self.weight = None
         return tuple(None if one is None else (one if factor is None else one.mul_(factor)).to(dtype)
                      for one in (self.x, self.weight, self.bias))
 
@@ -166,14 +172,14 @@ class _LinearCrossEntropy(Function):
         made, context.made = context.made, None
         weights, = _chosen(rows, gradient)
         if made is not None and (not len(weights) or bool((weights == weights[0]).all())):
-            found = made.times(weights[0] if len(weights) else None, x.dtype)
+            found = made.times(weights[0] if len(weights) else None, x.dtype, context.task.into)
         else:
             some, some_targets = _chosen(rows, x, targets)
             again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
             for block, shares in _blocks(some, some_targets, weight, bias, context.task):
                 (top, total), mine = totals[:, block.tokens], weights[block.tokens]
                 again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
-            found = again.times(None, x.dtype)
+            found = again.times(None, x.dtype, context.task.into)
         of_x, of_weight, of_bias = found
         if rows is not None and of_x is not None:
             of_x = torch.zeros_like(x).index_copy_(0, rows, of_x)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.parallel.gradient_sum import GradientSum
+
 Key = tuple[int, int]  # stage, microbatch
 # Where gradients of some parameters go, and what computes them when they are asked for.
-WeightWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor]]]
+WeightWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor | None]], GradientSum | None]
 
 
 class Deferred:
@@ -44,11 +46,11 @@ class Deferred:
         finally:
             self._now = None
 
-    def leave(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        """Work for later. compute: the gradients, one a parameter."""
+    def leave(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]], into: GradientSum | None = None) -> None:
+        """Work for later. compute: the gradients, one a parameter; None for one that it has added `into` its sum."""
         assert self._now is not None, "no backward pass is collecting"
         # What hooks of saved tensors hand back is not the parameter: it leads there only while this backward pass lasts.
-        self._waiting[self._now].append(([get_gradient_edge(parameter) for parameter in parameters], compute))
+        self._waiting[self._now].append(([get_gradient_edge(parameter) for parameter in parameters], compute, into))
 
     def catch_up(self, key: Key) -> None:
         """Add what the backward pass left to the parameters' gradients, as autograd would, hooks included."""
@@ -62,7 +64,10 @@ class Deferred:
 
 
 def _add(left: Sequence[WeightWork]) -> None:
-    for edges, compute in left:
+    for edges, compute, into in left:
         with torch.no_grad():
-            gradients = compute()
-        torch.autograd.backward(edges, gradients)
+            pairs = [pair for pair in zip(edges, compute(), strict=True) if pair[1] is not None]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        if into is not None:
+            into.came()

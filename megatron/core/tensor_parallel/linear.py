@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.parallel import collectives
+from megatron.core.parallel.gradient_sum import GradientSum
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
@@ -24,10 +25,13 @@ from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.rings import gathered_product, summed_product
 
 
-def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool) -> tuple[Tensor, ...]:
-    """Of y = x W^T + b: dW, and db if there is one. x: [..., in]; gradient: [..., out]."""
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    weight_gradient = flat.t().matmul(x.reshape(-1, x.shape[-1]))
+def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: GradientSum | None) -> tuple[Tensor | None, ...]:
+    """Of y = x W^T + b: dW, and db if there is one. x: [..., in]; gradient: [..., out]. into: where dW is added, and then None for it."""
+    flat, x, weight_gradient = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]), None
+    if into is None:
+        weight_gradient = flat.t().matmul(x)
+    else:
+        into.add_product(flat.t(), x)
     return (weight_gradient, flat.sum(0)) if bias else (weight_gradient,)
 
 
@@ -37,7 +41,7 @@ class _EnterLinear(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.bias = region, bias
+        context.region, context.bias, context.into = region, bias, region.sum_of(weight)
         if region.rings.gathers:
             return gathered_product(x, weight.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
@@ -64,9 +68,10 @@ class _EnterLinear(Function):
             sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None))
+            region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None, context.into),
+                                  context.into)
         else:
-            gradients = _weight_gradients(whole, gradient, bias=bias is not None)
+            gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
         collectives.see_through(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
@@ -77,12 +82,12 @@ def _start_gather(x: Tensor, region: Region) -> tuple[Tensor, collectives.Work]:
     return whole, collectives.start_all_gather(whole, x.contiguous(), region.axis)
 
 
-def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool) -> tuple[Tensor, ...]:
+def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool, into: GradientSum | None) -> tuple[Tensor | None, ...]:
     """The weight's and bias's gradients of a layer that enters a region."""
     if region.sequence_parallel:
         x, gathering = _start_gather(x, region)
         collectives.wait(gathering)
-    return _weight_gradients(x, gradient, bias=bias)
+    return _weight_gradients(x, gradient, bias=bias, into=into)
 
 
 class _ExitLinear(Function):
@@ -91,7 +96,7 @@ class _ExitLinear(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region = region
+        context.region, context.into = region, region.sum_of(weight)
         if region.rings.sums:
             return summed_product(x, weight.t(), region.axis)
         return collectives.reduce_scatter(x.matmul(weight.t()), region.axis)
@@ -106,29 +111,31 @@ class _ExitLinear(Function):
             whole = collectives.all_gather(gradient, region.axis)
             own = whole.matmul(weight)
         if region.deferred is not None and region.deferred.collects and context.needs_input_grad[1]:
-            region.deferred.leave([weight], partial(_weight_gradients, x, whole, bias=False))
+            region.deferred.leave([weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into)
             return own, None, None
-        return own, _weight_gradients(x, whole, bias=False)[0], None
+        gradients = _weight_gradients(x, whole, bias=False, into=context.into) if context.needs_input_grad[1] else (None,)
+        return own, gradients[0], None
 
 
 class _Multiply(Function):
-    """x W^T + b, whose weight gradient may wait."""
+    """x W^T + b, whose weight gradient may wait, and is added to what others have said by the matmul that makes it."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.bias = region, bias
+        context.region, context.bias, context.into = region, bias, region.sum_of(weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors
-        deferred, bias = context.region.deferred, context.bias
-        own, gradients = gradient.matmul(weight), (None,)
-        if deferred.collects and context.needs_input_grad[1]:
-            deferred.leave([weight] if bias is None else [weight, bias], partial(_weight_gradients, x, gradient, bias=bias is not None))
-        else:
-            gradients = _weight_gradients(x, gradient, bias=bias is not None)
+        deferred, bias, gradients = context.region.deferred, context.bias, (None,)
+        own = gradient.matmul(weight) if context.needs_input_grad[0] else None
+        if deferred is not None and deferred.collects and context.needs_input_grad[1]:
+            compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)
+            deferred.leave([weight] if bias is None else [weight, bias], compute, context.into)
+        elif context.needs_input_grad[1]:
+            gradients = _weight_gradients(x, gradient, bias=bias is not None, into=context.into)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -141,7 +148,8 @@ def enter_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region)
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
-    return F.linear(x, weight, bias) if region.deferred is None else _Multiply.apply(x, weight, bias, region)
+    by_autograd = region.deferred is None and region.sum_of(weight) is None
+    return F.linear(x, weight, bias) if by_autograd else _Multiply.apply(x, weight, bias, region)
 
 
 class ColumnLinear(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.gradient_sum import GradientSum, sum_of
 from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.rings import Rings
 
@@ -24,6 +25,7 @@ class Region:
     """The choice, made once. axis: the tensor axis. deferred: where weight gradients may wait, if the schedule lets them.
 
     low: how linear layers round what they multiply; None: not at all. rings: what of a cut sequence travels in pieces.
+    sums: layers add the gradients of their weights themselves, to where these are summed.
     """
 
     axis: Axis
@@ -31,6 +33,11 @@ class Region:
     deferred: Deferred | None = None
     low: LowPrecision | None = None
     rings: Rings = Rings()
+    sums: bool = False
+
+    def sum_of(self, weight: Tensor) -> GradientSum | None:
+        """Where a layer is to add the gradient of a weight; None: it is given to autograd."""
+        return sum_of(weight) if self.sums else None
 
     def enter(self, x: Tensor) -> Tensor:
         """All positions [s, b, h] of a tensor between regions, of which ranks make different things; gradients are summed."""

@@ -47,11 +47,12 @@ class Build:
     low_precision: LowPrecisionConfig = LowPrecisionConfig()
     low: LowPrecision | None = None
     rings: Rings = Rings()
+    sums: bool = False
 
     @property
     def region(self) -> Region:
         """How tensor-parallel regions are entered and left."""
-        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred, self.low, self.rings)
+        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred, self.low, self.rings, self.sums)
 
     def of_layer(self, plan: LayerPlan) -> Build:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""

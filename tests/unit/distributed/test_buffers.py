@@ -69,17 +69,6 @@ def test_a_tied_matrix_has_a_bucket_of_its_own(bucket_size: int | None) -> None:
     assert [names(bucket) for bucket in buckets(tied="second", bucket_size=bucket_size)] == [["fourth", "third"], ["second"], ["first"]]
 
 
-def test_autograd_accumulates_into_the_buffer_where_formats_agree() -> None:
-    mesh = alone()
-    module = small_module(mesh)
-    (bucket,) = make_buckets(module, mesh, grad_dtype=torch.float64, sharded=False, bucket_size=None)
-    for _ in range(2):
-        module["second"](torch.full(SIZES["second"], 1.5)).backward()
-    assert bucket.grad.sum() == 3.0 * module["second"].weight.numel()
-    other = buckets(dtype=torch.bfloat16, grad_dtype=torch.float32)[0]
-    assert other.grad.dtype == torch.float32 and all(param.grad is None for param in other.params)
-
-
 def test_parameters_that_want_no_gradient_stay_outside() -> None:
     mesh = alone()
     module = small_module(mesh)

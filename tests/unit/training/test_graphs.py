@@ -58,7 +58,7 @@ def train_here(changes: Changes, steps: int) -> tuple[list[float], list[float], 
 def test_recorded_layers_train_to_the_same_bits(model: str) -> None:
     changes = {**MODELS[model], "global_batch_size": 2, "hidden_dropout": 0.1}
     losses, norms, weights, _ = train_here(changes, 4)
-    plain = train_alone({**changes, **GRAPHS, "cuda_graph_impl": "none"}, 4)
+    plain = train_alone({**changes, **GRAPHS, "cuda_graph_impl": "none", "gradient_accumulation_fusion": False}, 4)
     assert not (problems := differences(outcome([(losses, norms, weights)]), plain, 0.0)), "\n".join(problems)
 
 
@@ -94,7 +94,7 @@ def test_what_is_recorded_of_which_layers_is_said(caplog: pytest.LogCaptureFixtu
 def test_evaluation_and_larger_batches_come_between_recorded_steps() -> None:
     changes: Changes = {"num_layers": 2, "pipeline_schedule": "gpipe", "rampup_batch_size": (1, 1, 2), "global_batch_size": 2}
     trainer, recordings = recorded(**changes)
-    plain = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
+    plain = tiny.trainer_of(tiny.run_of(tiny.config(**changes, gradient_accumulation_fusion=False)))
     for steps, count in ((2, 2), (2, 4)):  # in turn: all forward passes of a batch, then its backward passes
         assert train(trainer, recordings, steps) == train_on(plain, steps)
         assert recordings.count == count

@@ -125,7 +125,7 @@ def judged(folder: str, changes: dict[str, Any], plant: str) -> tuple[str, list[
                 if spec_of(param).name == "decoder.layers.1.mlp.linear_fc2.weight":
                     param.data.view(-1)[0] = math.nan
     elif plant == "gradient":
-        param = next(param for stage in trainer.stages for param in stage.parameters() if "linear_fc1.weight" in spec_of(param).name)
+        param = next(param for stage in trainer.stages for param in stage.parameters() if "linear_fc1.bias" in spec_of(param).name)
         if mesh.world.rank == 1:
             param.register_hook(lambda gradient: gradient * math.inf)
     else:
