@@ -64,6 +64,7 @@ QUESTIONS = (
     Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 7"),
     Question("convert", "tests/benchmarks/convert.py --gigabytes 2"),
     Question("bytes", "tests/benchmarks/bytes.py", on="any"),
+    Question("kernels", "tests/benchmarks/kernels.py", on="any"),
     Question("attention", "tests/benchmarks/attention.py", on="any"),
     Question("ring", "tests/benchmarks/ring.py --ranks 2"),
     Question("overlap", "tests/benchmarks/overlap.py"),

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Every kernel that this machine has for an operation, in turn, at the sizes of a layer in training.
+
+    python tests/benchmarks/kernels.py                       on a GPU the sizes of GPT 1.3B in bf16, on a CPU a small layer in fp32
+    python tests/benchmarks/kernels.py --compile             also what torch's compiler makes of the plain formula
+    python tests/benchmarks/kernels.py --hidden 4096 --ffn 14336 --heads 32 --groups 8 --length 4096 --micro-batch 4 --vocabulary 32000
+
+A row is forward and backward together, the median of the rounds, and a multiple of the kernel that a run takes unasked. Bytes are the least that must move: inputs, outputs and their gradients, once each;
+products and attention are counted in operations, attention over the causal half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.kernels import reference  # noqa: E402
+from megatron.core.kernels.linear_loss import Words  # noqa: E402
+from megatron.core.kernels.mask import MaskSpec  # noqa: E402
+from megatron.core.kernels.table import CANDIDATES, Need  # noqa: E402
+from megatron.core.parallel.mesh import Axis  # noqa: E402
+from megatron.core.tensor_parallel.loss import cross_entropy  # noqa: E402
+
+SIZES = {"cuda": (2048, 8192, 16, 2048, 8, 50304, 64), "cpu": (512, 2048, 8, 512, 2, 16384, 8)}
+NAMES = ("hidden", "ffn", "heads", "length", "micro_batch", "vocabulary", "experts")
+PLAIN = {"layer_norm": reference.layer_norm, "rms_norm": reference.rms_norm, "gated_activation": reference.gated_activation,
+         "rotary": reference.rotary, "residual_norm": reference.residual_norm}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One operation. call: (kernel, inputs) -> output or outputs; apart: what is done where a candidate has no kernel; flops: of both passes."""
+
+    op: str
+    inputs: tuple[Tensor, ...]
+    call: Callable[..., Tensor | tuple[Tensor, ...]]
+    apart: Callable[..., Tensor | tuple[Tensor, ...]] | None = None
+    flops: float = 0.0
+
+    def passes(self, kernel: Callable | None) -> Callable[[], None]:
+        """Both passes by this kernel. The gradient of each output is the same in all rounds."""
+        leaves = [one.detach().requires_grad_() for one in self.inputs]
+        run = partial(self.call, kernel) if kernel is not None else self.apart
+        gradients = [torch.ones_like(one) for one in _several(run(*leaves))]
+        return lambda: torch.autograd.grad(_several(run(*leaves)), leaves, gradients) and None
+
+    def bytes(self) -> int:
+        """The least that moves."""
+        outputs = _several(self.call(PLAIN[self.op], *self.inputs)) if self.op in PLAIN else self.inputs[:1]
+        return 2 * sum(one.nbytes for one in (*self.inputs, *outputs))
+
+
+def _several(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[Job]:
+    """The operations of a layer, and of the loss."""
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    s, b, h, f, n = sizes.length, sizes.micro_batch, sizes.hidden, sizes.ffn, sizes.heads
+    d, groups = h // n, sizes.groups or n
+    yield Job("attention", (draw(s, b, n, d), draw(s, b, groups, d), draw(s, b, groups, d)), lambda op, q, k, v: op(q, k, v, MaskSpec(), 0.0),
+              flops=7.0 * b * n * s * s * d)
+    x, weight, bias = draw(s, b, h), draw(h), draw(h)
+    yield Job("layer_norm", (x, weight, bias), lambda op, *given: op(*given, 1e-5))
+    yield Job("rms_norm", (x, weight), lambda op, *given: op(*given, 1e-5))
+    yield Job("residual_norm", (x, draw(s, b, h), weight, bias), lambda op, *given: op(*given, 1e-5),
+              apart=lambda x, update, weight, bias: (total := x + update, F.layer_norm(total, (h,), weight, bias, 1e-5)))
+    yield Job("gated_activation", (draw(s, b, 2 * f),), lambda op, x: op(x, "silu"))
+    angles = (torch.arange(s, device=device)[:, None] / 10000 ** (torch.arange(d // 2, device=device) / (d // 2))).repeat(1, 2)[:, None, None]
+    yield Job("rotary", (draw(s, b, n, d),), lambda op, x: op(x, angles.cos(), angles.sin(), False))
+    targets = torch.randint(0, sizes.vocabulary - 50, (s * b,), device=device)
+    words = Words(0, sizes.vocabulary, None, lambda stated: stated)
+    yield Job("cross_entropy", (draw(s * b, h), draw(sizes.vocabulary, h) * h**-0.5), lambda op, x, table: op(x, table, None, targets, words),
+              apart=lambda x, table: cross_entropy(F.linear(x, table)[:, None], targets[:, None], Axis("tp"), sizes.vocabulary)[:, 0],
+              flops=6.0 * s * b * h * sizes.vocabulary)
+    choices = torch.rand(s * b, sizes.experts, device=device).topk(2).indices
+    counts, order = torch.bincount(choices.flatten(), minlength=sizes.experts), choices.flatten().argsort(stable=True)
+    yield Job("grouped_linear", (draw(2 * s * b, h), draw(sizes.experts, f // 4, h) * h**-0.5), lambda op, x, table: op(x, table, counts),
+              flops=12.0 * s * b * h * (f // 4))
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(2 * s * b, device=device)).view(-1, 2)
+    yield Job("permute", (draw(s * b, h),), lambda op, x: op(x, (order // 2)[:, None], places, False, False))
+
+
+def seconds(passes: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, float]:
+    """The median of each, in turn. The first rounds, in which kernels are compiled and tuned, do not count."""
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for turn in range(rounds + 2):
+        for name, work in passes.items():
+            _wait(device)
+            began = time.perf_counter()
+            work()
+            _wait(device)
+            if turn >= 2:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
+    """Print the rows of one operation."""
+    passes, refused = {}, {}
+    kernels = [(one.name, one.call, one.unfit(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
+    if options.compile and job.op in PLAIN:
+        kernels.append(("compiled", torch.compile(PLAIN[job.op]), ""))
+    for name, kernel, reason in kernels:
+        try:
+            if not reason:
+                passes[name] = job.passes(kernel)
+        except (RuntimeError, ImportError, TypeError) as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if reason:
+            refused[name] = reason
+    times = seconds(passes, options.rounds, need.device)
+    unasked = next(one.name for one in CANDIDATES if one.op == job.op and not one.unfit(need) and not one.unasked(need))
+    for name, took in times.items():
+        rate = f"{job.flops / took / 1e12:8.2f} TFLOP/s" if job.flops else f"{job.bytes() / took / 1e9:8.1f} GB/s"
+        print(f"  {job.op:16} {name:18} {1e3 * took:9.3f} ms  {rate:16}  {took / times[unasked]:5.2f} x {unasked}", flush=True)
+    for name, reason in refused.items():
+        print(f"  {job.op:16} {name:18} not here: {reason}", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in NAMES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--groups", type=int, help="of keys and values; left out: as many as heads")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", help="operations")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, usual in zip(NAMES, SIZES[device], strict=True):
+        setattr(options, name, getattr(options, name) or usual)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    need = Need(device=device, dtype=dtype, head_sizes=(options.hidden // options.heads,) * 2)
+    print(", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in NAMES) + f"; {dtype} on {device}; forward and backward")
+    torch.manual_seed(0)
+    for job in jobs(options, device, dtype):
+        if not options.only or job.op in options.only:
+            measure(job, need, options)
+
+
+if __name__ == "__main__":
+    main()
