@@ -157,7 +157,9 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
                 experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
                 overlapped_experts=config.model.moe.moe_shared_expert_overlap,
                 pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
-                preferred=config.model.kernels.preferred)
+                low=config.precision.low, alone=config.parallel.tp * config.parallel.context_parallel_size
+                * (config.parallel.expert_tensor_parallel_size or 1) == 1,
+                deferred=config.parallel.defers_weights, preferred=config.model.kernels.preferred)
 
 
 def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:

@@ -17,6 +17,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "grouped_linear": ("torch", "grouped", "loop"),
     "permute": ("torch", "triton"),
     "residual_norm": ("apart", "triton"),
+    "low_linear": ("own", "torchao"),
 }
 
 

@@ -226,7 +226,8 @@ class ModelConfig:
         """Ops that no part of this network asks for."""
         asked = {"layer_norm": self.normalization == "LayerNorm", "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
                  "gated_activation": self.gated, "rotary": self.rope.rotates, "grouped_linear": bool(self.moe.num_experts),
-                 "moe_flex_dispatcher": bool(self.moe.num_experts), "permute": bool(self.moe.num_experts), "residual_norm": "residual_norm" in self.kernels.wishes}
+                 "moe_flex_dispatcher": bool(self.moe.num_experts), "permute": bool(self.moe.num_experts), "residual_norm": "residual_norm" in self.kernels.wishes,
+                 "low_linear": "low_linear" in self.kernels.wishes}
         return {op for op, wanted in asked.items() if not wanted}
 
     @property

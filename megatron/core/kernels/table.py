@@ -17,7 +17,8 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.kernels import NAMED
-from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, permute, reference, transformer_engine
+from megatron.core.config.low_precision import LowPrecisionConfig
+from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, permute, reference, torchao, transformer_engine
 
 _FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusion-impl",
           "moe_flex_dispatcher": "moe-flex-dispatcher-backend"}
@@ -28,6 +29,7 @@ class Need:
     """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
     capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
     several ranks. overlapped_experts: shared experts compute while tokens travel. pieces: attention sees pieces of sequences.
+    low: what is multiplied in 8 bits, and how; alone: no other rank works on a rank's tokens; deferred: gradients of weights wait.
     preferred: the library whose kernels are taken first where they can serve, unasked.
     """
 
@@ -45,6 +47,9 @@ class Need:
     experts_cut: bool = False
     overlapped_experts: bool = False
     pieces: bool = False
+    low: LowPrecisionConfig = LowPrecisionConfig()
+    alone: bool = True
+    deferred: bool = False
     preferred: str = ""
 
 
@@ -75,6 +80,7 @@ class Kernels:
     grouped_linear: Callable = reference.grouped_linear
     permute: Callable = permute.permute
     residual_norm: Callable | None = None
+    low_linear: Callable | None = None
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
@@ -124,6 +130,13 @@ def _transformer_engine_unfit(need: Need) -> str:
     lacking = {"padding is left out by a mask tensor": need.padding, "it has no cap on scores": need.softcap, "it adds nothing to scores": need.biased_scores,
                "its sinks are its own": need.sinks, "sequences are cut over context ranks": need.pieces}
     return transformer_engine.unfit(device=need.device, dtype=need.dtype, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
+
+
+def _torchao_unfit(need: Need) -> str:
+    lacking = {"weights are kept rounded; leave out --fp8-param-gather": need.low.holds_weights,
+               "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
+               "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.deferred}
+    return torchao.unfit(recipe=need.low.recipe, alone=need.alone, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
 
 
 def _flex_unfit(need: Need) -> str:
@@ -196,6 +209,8 @@ CANDIDATES = (
     Candidate("permute", "triton", _late("triton_permute", "permute"), _triton_unfit, _unmeasured),
     Candidate("residual_norm", "apart", None, _always_fits),
     Candidate("residual_norm", "triton", _late("triton_norm", "residual_norm"), _triton_unfit, _unmeasured),
+    Candidate("low_linear", "own", None, _always_fits),
+    Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _unmeasured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate("cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured),

@@ -15,7 +15,7 @@ the same within a step, whatever is computed twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,11 +36,12 @@ from megatron.core.parallel.rng import RandomStreams
 
 @dataclass(frozen=True, slots=True)
 class LowPrecision:
-    """A recipe, and what it needs of the run."""
+    """A recipe, and what it needs of the run. kernel: of a library that multiplies in its place; None: none."""
 
     recipe: Recipe
     mesh: Mesh
     streams: RandomStreams
+    kernel: Callable[..., Tensor] | None = None
 
 
 class Scaling(nn.Module):
@@ -54,7 +55,7 @@ class Scaling(nn.Module):
     def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
         """shared: axis of the ranks that work on the same microbatch. cut: axis that the weight is cut over."""
         super().__init__()
-        self.recipe, self.streams, self.mesh, self.cut = low.recipe, low.streams, low.mesh, cut
+        self.recipe, self.streams, self.mesh, self.cut, self.kernel = low.recipe, low.streams, low.mesh, cut, low.kernel
         self.axes = {"input": shared, "weight": cut, "gradient": shared}
         self.held: tuple[Quantised, ...] = ()
         self.turned: tuple[Quantised, ...] = ()
@@ -255,6 +256,9 @@ def _gathered(x: Quantised, axis: Axis) -> Quantised:
 
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
     """x W^T + b, of rounded operands. x: [.., in]; weight: [out, in]. Returns [.., out], of all positions where the way gathers."""
+    scaling = way.scaling
+    if scaling.kernel is not None and x.numel():  # libraries have no scale for nothing, such as an expert's that no token chose
+        return scaling.kernel(x, weight, bias, scaling.recipe.backward, emulated=not scaling.recipe.native)
     return _LowLinear.apply(x, weight, bias, way)
 
 

@@ -59,7 +59,7 @@ class Build:
         recipe = recipe_of(self.low_precision, self.mesh.device)
         if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.depth(plan.cross)):
             return self
-        return replace(self, low=LowPrecision(recipe, self.mesh, self.streams))
+        return replace(self, low=LowPrecision(recipe, self.mesh, self.streams, self.kernels.low_linear))
 
     @property
     def residual_dtype(self) -> torch.dtype:

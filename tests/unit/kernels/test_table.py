@@ -13,7 +13,8 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
     assert kernels.attention is fused.attention and kernels.rms_norm is fused.rms_norm
     assert dict((op, chosen) for op, chosen, _ in kernels.report) == {
         "attention": "fused", "layer_norm": "torch", "rms_norm": "torch", "gated_activation": "torch", "rotary": "torch",
-        "grouped_linear": "grouped", "permute": "torch", "residual_norm": "apart", "cross_entropy": "linear", "moe_flex_dispatcher": "alltoall"}
+        "grouped_linear": "grouped", "permute": "torch", "residual_norm": "apart", "low_linear": "own",
+        "cross_entropy": "linear", "moe_flex_dispatcher": "alltoall"}
 
 
 def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:

@@ -1,19 +1,28 @@
-"""Matrices of 8 and 4 bits against torchao's, where that is installed: pip install --no-deps torchao. It computes on a CPU, too."""
+"""Matrices of 8 and 4 bits against torchao's, which computes on a CPU, too; and torchao in the place of ours."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import fp4, fp8_native
+from megatron.core.kernels import fp4, fp8_native, torchao
+from megatron.core.kernels.fp8 import E4M3, E5M2, Number
 from megatron.core.kernels.recipes import recipe_of
+from megatron.core.kernels.table import Need, select
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, low_linear
+from tests.helpers import tiny
+from tests.helpers.training import train_on
 
 CPU = torch.device("cpu")
+TENSORWISE = LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
 
 
 def drawn(*shape: int) -> Tensor:
@@ -38,6 +47,43 @@ def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int,
         found.backward(pull)
     for mine, other in ((output, expected), (ours[1].grad, given.grad), (ours[0].grad, theirs[0].weight.grad)):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
+def test_a_layer_by_torchao_is_that_of_the_formula(number: Number) -> None:
+    weight, x, shift, pull = drawn(32, 64), 3 * drawn(5, 7, 64), drawn(32), drawn(5, 7, 32)
+    given = [one.clone().requires_grad_() for one in (x, weight, shift)]
+    found = torchao.linear(*given, number, emulated=True)
+    gradients = torch.autograd.grad(found, given, pull)
+
+    def rounded(values: Tensor, kind: Number) -> Tensor:
+        scale = kind.largest / values.abs().max().double()
+        return (values * scale.float()).to(kind.dtype).double() / scale
+
+    flat, flat_pull = rounded(x, E4M3).view(35, 64), rounded(pull, number).view(35, 32)
+    expected = (flat @ rounded(weight, E4M3).t()).view(5, 7, 32) + shift, (flat_pull @ rounded(weight, E4M3)).view(5, 7, 64), flat_pull.t() @ flat
+    for mine, true in zip((found, *gradients), (*expected, pull.sum((0, 1)).double()), strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
+
+
+@pytest.mark.parametrize("network", [{}, {"num_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": 32}], ids=["dense", "experts"])
+def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None:
+    changes = {**network, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    own, theirs = (tiny.trainer_of(tiny.run_of(tiny.config(**changes, kernel=words))) for words in ((), ("low_linear=torchao",)))
+    assert sum(getattr(part, "kernel", None) is not None for part in theirs.stages[0].modules() if isinstance(part, Scaling)) > 8
+    assert train_on(theirs, 3)[0] == pytest.approx(train_on(own, 3)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("need, reason", [
+    (Need(), "nothing is multiplied in 8 bits; give --fp8-format"),
+    (Need(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")), "of the recipes it has tensorwise, not blockwise"),
+    (Need(low=TENSORWISE, alone=False), "others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size"),
+    (Need(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"), (Need(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
+    (Need(low=TENSORWISE, deferred=True), "gradients of weights wait")])
+def test_why_torchao_cannot_serve(need: Need, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        select(need, {"low_linear": "torchao"})
+    assert select(need).low_linear is None and select(Need(low=TENSORWISE)).low_linear is None, "unasked it is ours"
 
 
 def test_values_of_4_bits_and_both_levels_of_scales_are_those_of_torchao() -> None:
