@@ -23,7 +23,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.expert_counts import used_matrices
-from megatron.core.parallel.device import name_of, pick_device, synchronize
+from megatron.core.parallel.device import keep_freed_memory, name_of, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the experts, on the CPU (default: 2)")
     options = parser.parse_args()
     device = pick_device()
+    keep_freed_memory(device)  # as initialize_megatron does
     if device.type == "cpu":
         torch.set_num_threads(1)
     print(f"on {name_of(device)}, torch {torch.__version__}; forward and backward, medians of {REPEATS}")

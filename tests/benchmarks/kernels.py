@@ -30,6 +30,7 @@ from megatron.core.kernels import reference  # noqa: E402
 from megatron.core.kernels.linear_loss import Words  # noqa: E402
 from megatron.core.kernels.mask import MaskSpec  # noqa: E402
 from megatron.core.kernels.table import CANDIDATES, Need  # noqa: E402
+from megatron.core.parallel.device import keep_freed_memory  # noqa: E402
 from megatron.core.parallel.mesh import Axis  # noqa: E402
 from megatron.core.tensor_parallel.loss import cross_entropy  # noqa: E402
 
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    keep_freed_memory(torch.device(device))  # as initialize_megatron does
     for name, usual in zip(NAMES, SIZES[device], strict=True):
         setattr(options, name, getattr(options, name) or usual)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

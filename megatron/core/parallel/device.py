@@ -36,8 +36,8 @@ def claim(device: torch.device) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """Let the C library keep what tensors on a CPU let go of, for those to come.
 
-    It gives large pieces back to the system, which hands out zeroed pages anew, one page fault each: a seventh of a step of GPT-2 on
-    a virtual machine. Processes then hold what they held at their peak. Only glibc can be told, and who has told it something by
+    It gives large pieces back to the system, which hands out zeroed pages anew, one page fault each: some hundredths of a step on a
+    virtual machine. Processes then hold what they held at their peak. Only glibc can be told, and who has told it something by
     variables of the environment is not contradicted.
     """
     told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
