@@ -67,7 +67,7 @@ def carry(changes: dict[str, Any], source: Path, folder: Path) -> None:
     checkpoint.save()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(seed: int, world: Worlds, tmp_path: Path) -> None:
     choose = random.Random(seed)
     walk = choose.sample(LAYOUTS, len(LAYOUTS))

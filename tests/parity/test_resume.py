@@ -90,7 +90,7 @@ SAME = {"serial": layout(1), "tp2-sp": LAYOUTS["tp2-sp"], "tp2-dp2-fsdp": LAYOUT
 FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 2.0**18}}
 
 
-@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("numbers", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", SAME)
 def test_a_run_resumed_under_its_own_layout_gives_the_same_bits_with_dropout(
         world: Worlds, tmp_path: Path, name: str, numbers: str) -> None:

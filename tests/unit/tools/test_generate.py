@@ -210,7 +210,7 @@ def test_settings_that_do_not_fit_are_told_at_once(tool: ModuleType, folder: str
 
 
 @pytest.mark.parametrize("sizes", [
-    pytest.param(["--tensor-model-parallel-size", "2"], id="tp2"), pytest.param([], id="dp2", marks=pytest.mark.nightly),
+    pytest.param(["--tensor-model-parallel-size", "2"], id="tp2", marks=pytest.mark.nightly), pytest.param([], id="dp2", marks=pytest.mark.nightly),
     pytest.param(["--pipeline-model-parallel-size", "2"], id="pp2", marks=pytest.mark.nightly)])
 def test_ranks_of_a_launcher_write_what_one_process_writes(tool: ModuleType, folder: str, tmp_path: Path, sizes: list[str]) -> None:
     expected = answers(tool, folder, lines(), tmp_path / "alone")

@@ -68,6 +68,7 @@ def test_two_ranks_print_the_losses_of_one(world: Worlds, serial: list[tuple[flo
     assert second == "", "only the first rank prints"
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_it_and_it_prints_the_same(serial: list[tuple[float, float]], tmp_path: Path) -> None:
     script = tmp_path / "edited.py"
     script.write_text(DRIVER.format(root=str(ROOT), constants={"TENSOR": 2}))

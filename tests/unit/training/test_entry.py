@@ -32,7 +32,7 @@ def launch(script: str, flags: list[str], *, ranks: int, **environment: str) -> 
 
 
 @pytest.mark.parametrize("layout, how", [
-    pytest.param(["--tensor-model-parallel-size", "3"], "raise", id="tensor-raise"),
+    pytest.param(["--tensor-model-parallel-size", "3"], "raise", id="tensor-raise", marks=pytest.mark.nightly),
     pytest.param(["--pipeline-model-parallel-size", "3"], "kill", id="pipeline-kill"),
     pytest.param(["--tensor-model-parallel-size", "3"], "kill", id="tensor-kill", marks=pytest.mark.nightly),
     pytest.param(["--pipeline-model-parallel-size", "3"], "raise", id="pipeline-raise", marks=pytest.mark.nightly)])
