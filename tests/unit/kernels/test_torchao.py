@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,8 +71,11 @@ def test_a_layer_by_torchao_is_that_of_the_formula(number: Number) -> None:
 def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None:
     changes = {**network, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
     own, theirs = (tiny.trainer_of(tiny.run_of(tiny.config(**changes, kernel=words))) for words in ((), ("low_linear=torchao",)))
-    assert sum(getattr(part, "kernel", None) is not None for part in theirs.stages[0].modules() if isinstance(part, Scaling)) > 8
+    called: list[Scaling] = []
+    for part in (part for part in theirs.stages[0].modules() if isinstance(part, Scaling)):
+        part.kernel = partial(lambda part, kernel, *given, **how: (called.append(part), kernel(*given, **how))[1], part, part.kernel)
     assert train_on(theirs, 3)[0] == pytest.approx(train_on(own, 3)[0], rel=1e-4)
+    assert set(called) == {part for part in theirs.stages[0].modules() if isinstance(part, Scaling)}, "every layer asks torchao"
 
 
 @pytest.mark.parametrize("need, reason", [
