@@ -155,7 +155,7 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
                 biased_scores=config.model.rope.position_embedding_type == "relative", attention_dropout=config.model.attention_dropout,
                 head_sizes=config.model.head_sizes, uneven_heads=config.model.uneven_heads,
                 experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
-                overlapped_experts=config.model.moe.moe_shared_expert_overlap,
+                overlapped_experts=config.model.moe.moe_shared_expert_overlap or config.parallel.overlap_moe_expert_parallel_comm,
                 pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
                 low=config.precision.low, alone=config.parallel.tp * config.parallel.context_parallel_size
                 * (config.parallel.expert_tensor_parallel_size or 1) == 1,

@@ -15,7 +15,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "adafactor-moe": {**_ADAFACTOR, **_LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24},
 }
 # What must not change any result.
-WORDS: dict[str, dict[str, Any]] = {"delay": {"delay_wgrad_compute": True}}
+WORDS: dict[str, dict[str, Any]] = {
+    "delay": {"delay_wgrad_compute": True},
+    "gathered-turns": {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "allgather"},
+}
 ROWS: tuple[tuple[str, str], ...] = (
     ("tp4 mb4", "adafactor-gqa"),
     ("pp2 dp2 zero bucket600 overlap-gather mb2", "adafactor"),
@@ -23,6 +26,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp ep2 etp2 dp4 zero mb2", "adafactor-moe"),
     ("ep2 dp2 fsdp mb2", "adafactor-moe"),
     ("tp2 sp ep2 dp2 turns delay", "moe-shared-bias"),
+    ("ep2 dp2 gathered-turns", "moe-balanced"),
     ("pp2 ep2 dp2 delay alltoall zero overlap-reduce bucket600", "moe-shared"),
     ("recompute-moe ep2 dp2 delay average", "moe-balanced"),
     ("ep2 dp2 delay alltoall overlap-reduce bucket600", "moe-bias"),

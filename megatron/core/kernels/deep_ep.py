@@ -83,7 +83,7 @@ class DeepEP:
 
 
 def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
-    """Why it cannot serve these experts; "" if it can. cut: each expert lies on several ranks. overlaps: with shared experts."""
+    """Why it cannot serve these experts; "" if it can. cut: each expert lies on several ranks. overlaps: with other work."""
     if device != "cuda":
         return "DeepEP is for GPUs"
     if not is_installed():
@@ -92,4 +92,4 @@ def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
         return "it sends bf16 only"
     if cut:
         return "its ranks hold whole experts; give --expert-tensor-parallel-size 1"
-    return "nothing runs beside it; leave out --moe-shared-expert-overlap" if overlaps else ""
+    return "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm" if overlaps else ""

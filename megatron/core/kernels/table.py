@@ -28,7 +28,7 @@ _FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusi
 class Need:
     """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
     capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
-    several ranks. overlapped_experts: shared experts compute while tokens travel. pieces: attention sees pieces of sequences.
+    several ranks. overlapped_experts: something computes while tokens travel. pieces: attention sees pieces of sequences.
     low: what is multiplied in 8 bits, and how; alone: no other rank works on a rank's tokens; deferred: gradients of weights wait.
     preferred: the library whose kernels are taken first where they can serve, unasked.
     """

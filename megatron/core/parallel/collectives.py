@@ -31,9 +31,14 @@ def wait(work: Work) -> None:
         work.wait()
 
 
-def see_through(work: Work, axis: Axis) -> None:
-    """The same, where the time that it takes is known to be a wait for the axis, and other work may be done meanwhile."""
+def see_through(work: Work, axis: Axis, *, alone: bool = True) -> None:
+    """The same, where the time that it takes is known to be a wait for the axis, and other work may be done meanwhile.
+
+    alone: it is not part of something larger that is waited for. Over the axis of experts that is what tokens travel by.
+    """
     axis.trail.idle()
+    if alone and axis.name == "ep":
+        axis.trail.travels()
     axis.trail.pause()
     wait(work)
     axis.trail.resume()
@@ -77,12 +82,12 @@ def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
     return _gather_single(output, piece, group=axis.group, async_op=True)
 
 
-def all_gather(piece: Tensor, axis: Axis) -> Tensor:
-    """Every rank's piece, laid end to end along dimension 0. piece: [k, ...]; returns [axis.size * k, ...]."""
+def all_gather(piece: Tensor, axis: Axis, *, alone: bool = True) -> Tensor:
+    """Every rank's piece, laid end to end along dimension 0. piece: [k, ...]; returns [axis.size * k, ...]. alone: as above."""
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    see_through(start_all_gather(output, piece.contiguous(), axis), axis)
+    see_through(start_all_gather(output, piece.contiguous(), axis), axis, alone=alone)
     return output
 
 
@@ -272,18 +277,20 @@ def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Ax
 class Journey:
     """An exchange between its departure and its arrival, in the forward and in the backward pass.
 
-    send, receive: rows to and from every rank of the axis. work: what is on its way now. home: the gradient that comes back.
+    send, receive: rows to and from every rank of the axis. alone: it is not in the company of a larger one. work: what is on its
+    way now. home: the gradient that comes back.
     """
 
     send: list[int]
     receive: list[int]
     axis: Axis
+    alone: bool = True
     work: Work = None
     home: Tensor | None = None
 
     def wait(self) -> None:
         """Wait for what is on its way, and let the work go, which would hold its tensors until the backward pass."""
-        see_through(self.work, self.axis)
+        see_through(self.work, self.axis, alone=self.alone)
         self.work = None
 
 

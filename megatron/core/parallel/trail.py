@@ -29,7 +29,8 @@ class Trail:
 
     iteration: the one that is being done, 1 for the first. moves: grows with everything that is noted. stopwatch: times the
     work of `start` .. `stop` without the waits between `pause` and `resume`, if somebody wants to know. idle: called when others
-    are about to be waited for in the midst of work; what else there is to do meanwhile is done there.
+    are about to be waited for in the midst of work; what else there is to do meanwhile is done there. travels: called when tokens
+    are on their way to experts or back; what takes turns with this work goes on then.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Trail:
         self.moves = 0
         self.stopwatch: Stopwatch | None = None
         self.idle: Callable[[], None] = _nothing
+        self.travels: Callable[[], None] = _nothing
         self.counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._ring: list[Note | None] = [None] * _KEPT
         self._noted = 0

@@ -1,10 +1,12 @@
 """Two pieces of work in turns: one runs until it waits for other ranks, and then the other does.
 
-    main      F F F (waits: tokens travel)          F F F (waits)        F F
-    beside                                B B B (waits)          B B B        B B
+    beside    B (waits: gradients travel)          B B B (waits)          B B B
+    main                                 F F (waits)            F F (waits)    F F
 
 Only one of them runs at any moment, and they change places at the same calls on every rank, so that collectives keep one
-order on all ranks. What is sent by the one travels while the other computes.
+order on all ranks. What is sent by the one travels while the other computes. The one beside begins: a backward pass sends
+before it has computed much and computes after it received last, a forward pass the other way round, so that all that travels
+has something beside it.
 """
 
 from __future__ import annotations
@@ -35,17 +37,18 @@ class Turns:
             self._changed.wait_for(lambda: self._turn == own)
 
     def run(self, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
-        """Do both; the first error of either is raised when both are over."""
+        """Do both, what is beside first; the first error of either is raised when both are over."""
         errors: list[BaseException] = []
 
         def other() -> None:
             claim(device)
-            with self._changed:
-                self._changed.wait_for(lambda: self._turn == 1)
-            self._do(beside, 1, errors)
+            beside()
 
-        thread = threading.Thread(target=other, name="beside")
+        self._turn = 1
+        thread = threading.Thread(target=lambda: self._do(other, 1, errors), name="beside")
         thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == 0)
         self._do(main, 0, errors)
         thread.join()
         if errors:

@@ -165,12 +165,12 @@ class _Walk:
         trail, turns = self.axes["F"].trail, Turns()
         trail.enter(f"{forward} and {backward}")
         trail.start()
-        trail.idle, idle = turns.pass_on, trail.idle
+        trail.travels, before = turns.pass_on, trail.travels
         try:
             turns.run(lambda: self._pass_on(forward, self._forward(forward)), lambda: self._pass_on(backward, self._backward(backward)),
                       self.work.device)
         finally:
-            trail.idle = idle
+            trail.travels = before
         trail.stop()
         for payload in earlier:
             payload.wait(trail)

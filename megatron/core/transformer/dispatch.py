@@ -183,7 +183,7 @@ class AllGather:
 
     def _gather(self, values: Tensor) -> Tensor:
         if not values.dtype.is_floating_point:
-            return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
+            return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep, alone=False)
         return collectives.gather_then_scatter(collectives.gather_then_scatter(values, self.etp), self.ep)
 
 
@@ -211,19 +211,20 @@ class AllToAll:
         order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute)
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
-        whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep), self.etp)
+        whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep, alone=False), self.etp)
         table = whole.view(self.etp.size, self.ep.size, self.ep.size, here).cpu()
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
         way = _Way(Journey(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep), arriving.sum((1, 2)).tolist(),
                    *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))))
-        weights = collectives.exchange(spread_weights(routing.weights, order)[:, None], send, way.journey.receive, self.ep)
+        beside = Journey(send, way.journey.receive, self.ep, alone=False)
+        weights = collectives.depart(spread_weights(routing.weights, order)[:, None], beside)
         coming = collectives.depart(spread(tokens, order), way.journey)
         counts = arriving.sum((0, 1)).to(tokens.device)
 
         def arrive() -> Rows:
             arrived = self._sorted(collectives.arrive(coming, way.journey), way)
-            return Rows(arrived, self._sorted(weights, way).squeeze(1), counts)
+            return Rows(arrived, self._sorted(collectives.arrive(weights, beside), way).squeeze(1), counts)
 
         return Parcel(arrive, order, way)
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from megatron.core.parallel.turns import Turns
+from megatron.training.step import train_step
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
 
 CPU = torch.device("cpu")
 
@@ -21,7 +26,7 @@ def steps_of(turns: Turns, said: list[str], name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("main, beside, order", [
-    (3, 3, "F0 B0 F1 B1 F2 B2"), (2, 4, "F0 B0 F1 B1 B2 B3"), (4, 2, "F0 B0 F1 B1 F2 F3"), (1, 2, "F0 B0 B1"), (1, 1, "F0 B0")])
+    (3, 3, "B0 F0 B1 F1 B2 F2"), (2, 4, "B0 F0 B1 F1 B2 B3"), (4, 2, "B0 F0 B1 F1 F2 F3"), (1, 2, "B0 F0 B1"), (1, 1, "B0 F0")])
 def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(main: int, beside: int, order: str) -> None:
     for _ in range(20):
         turns, said = Turns(), []
@@ -51,3 +56,23 @@ def test_each_has_gradients_on_as_it_begins() -> None:
     turns = Turns()
     turns.run(lambda: found.append(torch.is_grad_enabled()), lambda: found.append(torch.is_grad_enabled()), CPU)
     assert found == [True, True]
+
+
+def places_here(kind: str) -> str:
+    """Who passed on, in the order of a step in which a forward pass has a backward pass beside it: F or B."""
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, num_layers=3, num_experts=4, expert_model_parallel_size=2, micro_batch_size=1,
+                                                      global_batch_size=4, moe_token_dispatcher_type=kind, overlap_moe_expert_parallel_comm=True)))
+    found, pass_on = [], Turns.pass_on
+
+    def noted(turns: Turns) -> None:
+        found.append("FB"[threading.current_thread().name == "beside"])
+        pass_on(turns)
+
+    with patch.object(Turns, "pass_on", noted):
+        train_step(trainer, tiny.batches(trainer.run, 0))
+    return "".join(found)
+
+
+@pytest.mark.parametrize("kind, ways", [("alltoall", 2), ("allgather", 3)])
+def test_both_passes_change_places_on_every_way_of_tokens_and_nowhere_else(world: Worlds, kind: str, ways: int) -> None:
+    assert world(2).run(places_here, kind) == ["BF" * 3 * ways] * 2
