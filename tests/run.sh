@@ -11,6 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup.sh requirements-dev.txt
 
+# The suite starts hundreds of processes: none of them is to compile what an earlier one has.
+unset PYTHONDONTWRITEBYTECODE
 # The models and data sets of others are never fetched: a test that needs the network is broken.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 exec "$PYTHON" -m pytest -n 3 --dist loadfile "$@"
