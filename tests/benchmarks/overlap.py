@@ -42,7 +42,16 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, constant, name_all, parameter
 from megatron.core.pipeline_parallel import executor
 from megatron.core.pipeline_parallel.executor import Shape
-from megatron.core.pipeline_parallel.schedules import Plan, gpipe, interleaved, one_f_one_b, with_reduction, zero_bubble, zero_bubble_v
+from megatron.core.pipeline_parallel.schedules import (
+    Plan,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    two_by_two,
+    with_reduction,
+    zero_bubble,
+    zero_bubble_v,
+)
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel import rings
@@ -54,6 +63,7 @@ from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
 ROUNDS, STEP, CPU = 5, 0.04, torch.device("cpu")
+IN_TURNS = "1f1b in turns"  # as --overlap-moe-expert-parallel-comm has it
 
 
 @dataclass(slots=True)
@@ -345,8 +355,8 @@ def messages_by(courier: Courier | None) -> Iterator[None]:
 
 def schedules(pp: int, m: int) -> dict[str, Plan]:
     """Every schedule that there is, on so many ranks."""
-    return {"gpipe": gpipe(pp, m), "1f1b": one_f_one_b(pp, m), "zb-h1": zero_bubble(pp, m), "interleaved 2": interleaved(pp, 2, m, pp),
-            "zb-v": zero_bubble_v(pp, m)}
+    return {"gpipe": gpipe(pp, m), "1f1b": one_f_one_b(pp, m), IN_TURNS: two_by_two(pp, m), "zb-h1": zero_bubble(pp, m),
+            "interleaved 2": interleaved(pp, 2, m, pp), "zb-v": zero_bubble_v(pp, m)}
 
 
 def seconds_of(plan: Plan, step: float) -> float:
@@ -366,7 +376,8 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
-                executor.run(script(whole, rank, overlap=overlaps), work=work, axis=axis, backward_axis=backward_axis, deferred=deferred)
+                executor.run(script(whole, rank, overlap=overlaps, together=name == IN_TURNS), work=work, axis=axis,
+                             backward_axis=backward_axis, deferred=deferred)
 
         found[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))
     return found
@@ -407,7 +418,8 @@ def main() -> None:
             measured = worlds(n).run(pipeline_here, m, delay, timeout=600.0)[0]
             for name, plan in schedules(n, m).items():
                 step = seconds_of(plan, STEP)
-                theory, late = (play(plan, forward=step, backward=2 * step, weight=step, message=message) for message in (0.0, delay))
+                theory, late = (play(plan, forward=step, backward=2 * step, weight=step, message=message, together=name == IN_TURNS)
+                                for message in (0.0, delay))
                 alone, at_once, overlapped = measured[name]
                 busy, span = 3 * m * STEP, max(row[-1] for row in late.end)
                 print(f"  {name:14} bubble {1 - busy / alone:6.1%} (theory {theory.bubble:6.1%}); with messages of {1000 * delay:g} ms: in turn "

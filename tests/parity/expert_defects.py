@@ -14,6 +14,7 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives, rng
+from megatron.core.parallel.collectives import Journey
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import Cut, ParamSpec, Part, pieces
@@ -27,7 +28,7 @@ from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
     clip.counted_ranges, ddp.make_buckets, DataParallel._launch, dispatch.order_of, moe.Cut)
 _forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
-_gathered, _sent, _exchange = AllGather.send, AllToAll.send, collectives.exchange
+_gathered, _sent, _depart = AllGather.send, AllToAll.send, collectives.depart
 
 
 # The gradient, from the experts on.
@@ -86,8 +87,8 @@ def _own_share(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return tensor.split(sizes)[axis.rank]
 
 
-def _without_a_way_back(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    return _exchange(tensor if tensor.shape[-1] > 1 else tensor.detach(), send, receive, axis)
+def _without_a_way_back(tensor: Tensor, journey: Journey) -> Tensor:
+    return _depart(tensor if tensor.shape[-1] > 1 else tensor.detach(), journey)
 
 
 def _weights_of_this_rank_only(self: AllGather, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
@@ -140,7 +141,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect("shares of cut experts are not added up", (("etp2 dp2 alltoall", "moe-shared-bias"),),
            ((dispatch, "collectives", collectives_with(uneven_scatter_then_gather=_own_share)),)),
     Defect("gradients of weights do not come home", (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
-           ((dispatch, "collectives", collectives_with(exchange=_without_a_way_back)),)),
+           ((dispatch, "collectives", collectives_with(depart=_without_a_way_back)),)),
     Defect("tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)),
     Defect("every tensor rank sends all tokens", (("tp2 etp1 alltoall mb2", "moe-bias"),),
            ((Region, "own_tokens", lambda self, x: x), (Region, "whole_tokens", lambda self, own, held: own))),
