@@ -28,8 +28,24 @@ class RankFailed(Exception):
     """A function raised on one of the ranks; the message holds that rank's traceback."""
 
 
+class GlooOfOneLoop:
+    """Makes groups of gloo as torch does, but one loop and one thread each serve all of a rank's.
+
+    Torch gives every group a loop of its own, whose thread wakes a hundred times a second as long as the group is there. Pools keep
+    tens of groups a rank, whether or not anybody uses them.
+    """
+
+    def __init__(self) -> None:
+        self._loop = dist.ProcessGroupGloo.create_default_device()
+
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [self._loop], 1, timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 class KeptGroups:
-    """Makes process groups as torch does, but keeps them from call to call: each has threads and sockets of its own.
+    """Makes process groups as torch does, but keeps them from call to call: each has sockets of its own.
 
     The k-th group of the same ranks in a call is the k-th of those ranks in any call, so that groups which must be
     different stay different.
@@ -50,7 +66,8 @@ class KeptGroups:
         key = members, self._asked[members]
         self._asked[members] += 1
         if key not in self._kept:
-            self._kept[key] = self._make(list(members), **keywords)
+            backend = "gloo_of_one_loop" if keywords.get("backend", "gloo") == "gloo" else keywords["backend"]
+            self._kept[key] = self._make(list(members), **{**keywords, "backend": backend})
         return self._kept[key]
 
 
@@ -59,6 +76,7 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    dist.Backend.register_backend("gloo_of_one_loop", GlooOfOneLoop(), devices=["cpu"])
     groups = KeptGroups()
     dist.new_group = groups.new_group
     while True:

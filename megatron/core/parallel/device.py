@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,6 +46,19 @@ def keep_freed_memory(device: torch.device) -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def compute_in_batches(device: torch.device) -> None:
+    """Tell Linux that this process of a run on CPUs computes: a thread of it that wakes up does not push another off a processor.
+
+    It is said of threads that start later, too. Gloo carries messages in a thread of its own, which asks again and again, without a
+    pause, as long as another holds the lock of a connection. Where ranks are as many as processors or more, that other one would be
+    the one that was pushed off, and both would stand still. Systems without such a policy, or that forbid it, go on as they are.
+    """
+    if device.type == "cpu" and hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def backend_of(device: torch.device, wish: str = "auto") -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.parallel import ParallelConfig
-from megatron.core.parallel.device import backend_of
+from megatron.core.parallel.device import backend_of, compute_in_batches
 from megatron.core.parallel.grid import axis_ranks, block_ranks
 from megatron.core.parallel.trail import Trail
 
@@ -85,6 +85,7 @@ class Mesh:
     @staticmethod
     def build(parallel: ParallelConfig, device: torch.device) -> Mesh:
         """Make all groups. Every rank of the initialized default group calls this, with the same config."""
+        compute_in_batches(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         backend = backend_of(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)

@@ -5,8 +5,16 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.config.parallel import ParallelConfig
+from megatron.core.parallel.device import compute_in_batches
+from megatron.core.parallel.mesh import Mesh
+from tests.helpers.world import Worlds
 
 HELD = """
 import json, os, torch
@@ -33,3 +41,40 @@ def test_memory_that_tensors_let_go_of_is_used_again_unless_the_environment_says
     before, after = json.loads(done.stdout)
     assert before < 10, "the system has it again"
     assert after < 10 if told else after > 35
+
+
+def policies_here(device: str) -> tuple[int, int, bool]:
+    """How Linux treats this process before and after its mesh is built, and whether it treats a new thread of it alike."""
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    before = os.sched_getscheduler(0)
+    if device == "cpu":
+        Mesh.build(ParallelConfig(tensor_model_parallel_size=dist.get_world_size()), torch.device(device))
+    else:
+        compute_in_batches(torch.device(device))
+    after, later = os.sched_getscheduler(0), []
+    thread = threading.Thread(target=lambda: later.append(os.sched_getscheduler(0)))
+    thread.start()
+    thread.join()
+    return before, after, later == [after]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has the policy")
+def test_ranks_on_cpus_compute_in_batches_and_those_on_gpus_do_not(world: Worlds) -> None:
+    assert world(2).run(policies_here, "cpu") == [(os.SCHED_OTHER, os.SCHED_BATCH, True)] * 2
+    assert world(2).run(policies_here, "cuda") == [(os.SCHED_OTHER, os.SCHED_OTHER, True)] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has the policy")
+def test_a_policy_that_was_chosen_or_is_forbidden_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *given: asked.append(given))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_IDLE)
+    compute_in_batches(torch.device("cpu"))
+    assert asked == []
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    compute_in_batches(torch.device("cpu"))
