@@ -15,17 +15,13 @@ sizes: the query's hold z, the key's one, and those of all other keys zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.kernels import reference
+from megatron.core.kernels import reference, rows
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
@@ -35,44 +31,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     """`reference.attention` by torch's scaled dot product attention: the best of its backends for this device.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the
-    backward pass: where torch has no such kernel with dropout, on CPUs, they are computed again.
+    backward pass: where torch has no such kernel, on CPUs with dropout, `rows` serves, and in compiled regions they are computed again.
     """
     if scores.softcap is not None:
         return reference.attention(q, k, v, mask, dropout, scores)
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
             return checkpoint(_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
-        return _Again.apply(mask, dropout, replace(scores, bias=None, sink=None), q, k, v, scores.bias, scores.sink)
+        return rows.attention(q, k, v, mask, dropout, scores)
     return _attention(q, k, v, mask, dropout, scores)
-
-
-class _Again(torch.autograd.Function):
-    """`_attention` that keeps its inputs only: the backward pass does it again, with the same random numbers.
-
-    torch's `checkpoint` is for compiled regions, since its first use imports the compiler.
-    """
-
-    @staticmethod
-    def forward(context: Any, mask: MaskSpec, dropout: float, scores: Scores, *tensors: Tensor | None) -> Tensor:
-        context.settings, context.state = (mask, dropout, scores), torch.get_rng_state()
-        context.save_for_backward(*tensors)
-        return _with(tensors, mask, dropout, scores)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        needs = context.needs_input_grad[3:]
-        inputs = [None if tensor is None else tensor.detach().requires_grad_(need)
-                  for tensor, need in zip(context.saved_tensors, needs, strict=True)]
-        with torch.random.fork_rng(devices=()), torch.enable_grad():
-            torch.set_rng_state(context.state)
-            total = (_with(inputs, *context.settings) * gradient).sum()  # to give it to `grad` instead would import a solver of equations
-        found = iter(torch.autograd.grad(total, [tensor for tensor, need in zip(inputs, needs, strict=True) if need]))
-        return None, None, None, *(next(found) if need else None for need in needs)
-
-
-def _with(tensors: Sequence[Tensor | None], mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
-    q, k, v, bias, sink = tensors
-    return _attention(q, k, v, mask, dropout, replace(scores, bias=bias, sink=sink))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:

@@ -1,0 +1,106 @@
+"""Attention with dropout on CPUs, some rows of scores at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.kernels import fused, reference, rows
+from megatron.core.kernels.mask import MaskSpec, Scores
+
+S, B, N, D = 150, 2, 4, 8  # three parts, the last of them short
+NONE = 1e-9  # of dropout: less than a step of it
+PLACES = torch.randperm(S, generator=torch.Generator().manual_seed(1))
+DOCUMENTS = torch.arange(S).div(40, rounding_mode="floor").expand(B, -1) + torch.tensor([[0], [5]])
+PADDING = torch.rand(B, S, generator=torch.Generator().manual_seed(2)) > 0.3
+MASKS = {
+    "causal": MaskSpec(), "everything": MaskSpec(causal=False), "window": MaskSpec(window=(20, 0)), "no window": MaskSpec(window=(-1, 0)),
+    "window both ways": MaskSpec(causal=False, window=(7, 90)), "documents": MaskSpec(documents=DOCUMENTS),
+    "padding": MaskSpec(causal=False, padding=PADDING), "a piece": MaskSpec(query_places=PLACES, key_places=PLACES.flip(0)),
+    "blind": MaskSpec(padding=torch.arange(S).expand(B, -1) > 70, window=(30, 0)),
+}
+SCORES = {"plain": Scores(), "all": Scores(scale=0.3, bias=torch.randn(1, N, S, S, dtype=torch.float64), sink=torch.randn(N, dtype=torch.float64))}
+
+
+def inputs(groups: int = 2, queries: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((queries, B, N, D), (S, B, groups, D), (S, B, groups, 6))]
+
+
+def with_gradients(output: Tensor, given: list[Tensor]) -> list[Tensor]:
+    weight = torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin().to(output.dtype)
+    return [output.detach(), *torch.autograd.grad((output * weight).sum(), given)]
+
+
+def near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
+    given, how = inputs(groups), SCORES[scores]
+    more = [tensor.requires_grad_() for tensor in (how.bias, how.sink) if tensor is not None]
+    near(with_gradients(rows.attention(*given, MASKS[mask], NONE, how), given + more),
+         with_gradients(reference.attention(*given, MASKS[mask], 0.0, how), given + more), 1e-12)
+
+
+@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(causal=False), MaskSpec(window=(20, 0))], ids=["causal", "everything", "window"])
+def test_queries_are_the_last_of_the_keys(mask: MaskSpec) -> None:
+    given = inputs(queries=70)
+    near(with_gradients(rows.attention(*given, mask, NONE), given), with_gradients(reference.attention(*given, mask), given), 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: float) -> None:
+    narrow, exact = inputs(dtype=dtype), inputs()
+    found = with_gradients(rows.attention(*narrow, MaskSpec(), NONE), narrow)
+    expected = with_gradients(reference.attention(*exact, MaskSpec()), exact)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype and (a.double() - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("mask", ["causal", "window both ways", "documents"])
+def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws of the forward pass are noted; the definition, with them, gives the same output and gradients."""
+    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), rows._Work.kept
+
+    def noted(work: rows._Work, part: rows._Part) -> Tensor:
+        kept = draw(work, part)
+        drawn[:, :, part.queries, part.keys] = kept.view(B, N, *part.size).to(drawn)
+        return kept
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows._Work, "kept", noted)
+        output = rows.attention(*given, MASKS[mask], 0.25)
+    seen = MASKS[mask].visible(S, S, torch.device("cpu")).expand(B, N, -1, -1)
+    assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)
+    monkeypatch.setattr(torch.nn.functional, "dropout", lambda shares, share: shares * drawn / 0.75)
+    found = with_gradients(output, given)
+    near(found, with_gradients(reference.attention(*given, MASKS[mask], 0.25), given), 1e-12)
+
+
+def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
+    given = inputs()
+    one, two, three = (fused.attention(*given, MaskSpec(), 0.1) for _ in range(3) if torch.manual_seed(3))
+    assert torch.equal(one, two) and torch.equal(two, three)
+    other = fused.attention(*given, MaskSpec(), 0.1)
+    assert not torch.equal(one, other)
+    state = torch.get_rng_state()
+    other.sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dropout, kept", [(0.1, 1 - 6554 / 65536), (0.5, 0.5), (0.999999, 1 / 65536)])
+def test_what_is_kept_is_made_larger_by_as_much_as_is_dropped(dropout: float, kept: float) -> None:
+    q, k = torch.zeros(64, 64, 4, D), torch.zeros(64, 64, 4, D)
+    values = rows.attention(q, k, torch.ones(64, 64, 4, 1), MaskSpec(causal=False), dropout)
+    draws = 64**3 * 4
+    spread = (1 / kept - 1) ** 0.5 / draws**0.5  # of the mean of numbers that are 0 or 1 / kept
+    assert abs(values.mean().item() - 1) < 5 * spread
+    counts = values * 64 * kept
+    assert (counts - counts.round()).abs().max() < 1e-3, "each is 0 or 1 / kept"
