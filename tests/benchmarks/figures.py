@@ -68,6 +68,7 @@ QUESTIONS = (
     Question("attention", "tests/benchmarks/attention.py", on="any"),
     Question("ring", "tests/benchmarks/ring.py --ranks 2"),
     Question("overlap", "tests/benchmarks/overlap.py"),
+    Question("ranks", "tests/benchmarks/ranks.py"),
     Question("many ranks", "tests/benchmarks/many_ranks.py"),
     Question("planning", "tests/benchmarks/planning.py --rounds 3"),
     Question("experts", "tests/benchmarks/experts.py", on="any"),
