@@ -48,7 +48,7 @@ class BERTDataset:
     """One split of one token source, as shuffled samples.
 
     documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text, types, labels,
-    loss_mask, padding_mask (1 where there is a token; all int64 [L]), is_random and truncated (int64 scalars).
+    loss_mask, padding_mask (0 where [PAD] stands; all int64 [L]), is_random and truncated (int64 scalars).
     """
 
     def __init__(self, source: TokenSource, options: PairOptions, *, documents: range, num_samples: int | None, seed: int,
@@ -78,14 +78,15 @@ class BERTDataset:
         def replace(token: int) -> int:
             if random.random_sample() < 0.8:
                 return options.mask
-            return token if random.random_sample() >= 0.5 else int(random.randint(0, len(options.continues)))
+            return int(random.randint(0, len(options.continues))) if random.random_sample() >= 0.5 else token
 
         hidden = mask(ids, candidates(ids, options.continues, (options.cls, options.sep)), options.masking,
                       target_length=target, replace=replace, random=random)
         size, used = options.sequence_length, len(ids)
         text, types, labels, loss_mask, padding_mask = (np.zeros(size, np.int64) for _ in range(5))
         text[:used], text[used:] = hidden.ids, options.pad
-        types[first_length:used], padding_mask[:used] = 1, 1
+        types[first_length:used] = 1
+        padding_mask[:used] = text[:used] != options.pad  # as in Megatron, a random id that is [PAD] is not attended to
         positions = list(hidden.labels)
         labels[positions], loss_mask[positions] = list(hidden.labels.values()), 1
         return {"text": text, "types": types, "labels": labels, "is_random": np.array(is_random, np.int64),
