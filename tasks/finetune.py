@@ -150,6 +150,8 @@ def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     epochs = Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last) if sets.train is not None else None
     if run.config.faults.on_bad_step == "rollback":
         raise ConfigError("--on-bad-step rollback goes back within the data of pretraining; finetuning can only stop or skip")
+    if run.config.faults.step_rerun != "disabled":
+        raise ConfigError(f"--rerun-mode {run.config.faults.step_rerun} is for pretraining; finetuning looks at its steps with --on-bad-step")
     if epochs is not None:
         length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))

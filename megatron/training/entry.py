@@ -114,7 +114,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             if alarm.sound(error):
                 who = f"{name_of_rank(place.rank)}: " if place.size > 1 else ""
                 sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
-            raise SystemExit(1) from None
+            raise SystemExit(getattr(error, "exit_code", 1)) from None
         except BaseException as error:
             alarm.sound(error)
             raise

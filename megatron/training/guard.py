@@ -94,7 +94,7 @@ class Guard:
         self.count = 0
         self.passed_over: set[int] = set()
         self._streams: dict[str, Tensor] = {}
-        self._largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
+        self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
 
     def attach(self, trainer: Trainer) -> None:
         """Judge every step of this trainer."""
@@ -104,15 +104,20 @@ class Guard:
 
     def begin(self, work: StepWork) -> None:
         """A step begins."""
-        self.verdict, self._largest = "", []
+        self.verdict, self.largest = "", []
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
-    def accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
-        """Whether the update may be made. Leaves a bundle if not. All ranks call this together, and hear the same."""
-        means = _means(losses, norm, work.trainer.run.mesh)
+    def accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
+        """Whether the update may be made. Leaves a bundle if not. All ranks call this together, and hear the same.
+
+        again: the step was judged before and is run again; it is counted once, and its evidence is there.
+        """
+        means = mean_losses(losses, norm, work.trainer.run.mesh)
         self.verdict = self.memory.problem(means, float(norm))
         if not self.verdict:
             return True
+        if again:
+            return False
         self.count += 1
         self.verdict += self._culprits(work)
         folder = folder_of(self.config)
@@ -123,14 +128,14 @@ class Guard:
         return False
 
     def _look_at(self, bucket: Bucket) -> None:
-        self._largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
+        self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
 
     def _culprits(self, work: StepWork) -> str:
         """The ranks whose own loss or gradients were not finite before those of others came to them, in words."""
         rank, found = work.trainer.run.mesh.world.rank, []
         if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):
             found.append("loss")
-        if not all(bool(largest.isfinite()) for largest in self._largest):
+        if not all(bool(largest.isfinite()) for largest in self.largest):
             found.append("gradients")
         mine = f"{' and '.join(found)} of {name_of_rank(rank)}" if found else ""
         theirs = list(filter(None, collectives.gather_objects(mine, work.trainer.run.mesh.world)))
@@ -151,7 +156,7 @@ class Guard:
         return f"{verdict}\nIts update is left out, and the run goes on with the next data"
 
 
-def _means(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:
+def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:
     """Every loss over all tokens of the step, the same on all ranks. Figures of layers count as they are."""
     names = [name for name in losses if not name.startswith("moe/")]
     if not names:

@@ -336,8 +336,7 @@ REFUSED = (
     Group("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
           switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
     Group("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
-          values="rerun-mode=disabled|validate_results error-injection-rate=0 error-injection-type=transient_error "
-                 "result-rejected-tracker-filename gpu-sniff-test-interval=0"),
+          values="gpu-sniff-test-interval=0"),
     Group("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
           switches="inprocess-restart inprocess-empty-cuda-cache",
           values="inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval "

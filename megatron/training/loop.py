@@ -38,6 +38,7 @@ from megatron.training.metrics import (
 )
 from megatron.training.place import launcher_place
 from megatron.training.recording import record_steps, recorded
+from megatron.training.rerun import ResultRejected, StepRerun
 from megatron.training.run import Run
 from megatron.training.sentinel import ReplicasDiffer, Sentinel
 from megatron.training.stages import ForwardStep, ModelProvider, Samples, Trainer, build_trainer
@@ -71,12 +72,13 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
             run.ledger.add("loaded", **dataclasses.asdict(run.progress))
         trainer.batches.check(run.progress.consumed_train_samples)
         guard = Guard(run.config)
-        if run.config.faults.guards_steps:
+        rerun = StepRerun(trainer, guard) if run.config.faults.step_rerun != "disabled" else None
+        if run.config.faults.guards_steps and rerun is None:
             guard.attach(trainer)
         while True:
             try:
                 with closing(build_data(trainer, datasets)) as data:
-                    return Session(trainer, checkpoint, data, guard, compiler, recordings).run()
+                    return Session(trainer, checkpoint, data, guard, rerun, compiler or recordings).run()
             except RollBack as bad:
                 run.say(f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration")
                 checkpoint.roll_back(bad)
@@ -86,10 +88,10 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
 class Session:
     """One stretch of a run, from a checkpoint (or the start) to an exit."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, compiler: Compiler | None = None,
-                 recordings: Recordings | None = None) -> None:
-        self.trainer, self.checkpoint, self.data, self.guard, self.compiler = trainer, checkpoint, data, guard, compiler
-        self.layers = compiler or recordings  # who makes layers faster, and tells of it
+    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, rerun: StepRerun | None = None,
+                 layers: Compiler | Recordings | None = None) -> None:
+        """layers: who makes layers faster, and tells of it."""
+        self.trainer, self.checkpoint, self.data, self.guard, self.rerun, self.layers = trainer, checkpoint, data, guard, rerun, layers
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
@@ -113,6 +115,11 @@ class Session:
             try:
                 reason = "" if self.config.train.skip_train else self._train(watch)
                 self._resolve(watch)
+            except ResultRejected:
+                if self.trainer.progress.iteration:  # the state before the step, to run it again from
+                    self._save(watch)
+                self._settle(self.checkpoint.finish())
+                raise
             except (NotFinite, BadStep, RollBack, ReplicasDiffer):  # of which all ranks know: they can still end a save together
                 self._settle(self.checkpoint.finish())
                 raise
@@ -139,10 +146,12 @@ class Session:
             self._skip("--iterations-to-skip")
         elif progress.iteration + 1 in self.guard.passed_over:
             self._skip("--on-bad-step rollback")
+        elif self.rerun is not None and progress.iteration + 1 in self.rerun.skipped:
+            self._skip("--result-rejected-tracker-filename")
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
             with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
-                self.meter.add(train_step(self.trainer, self.data.train))
+                self.meter.add(train_step(self.trainer, self.data.train) if self.rerun is None else self.rerun.step(self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.guard.verdict:
@@ -210,6 +219,8 @@ class Session:
             self.writers.memory(progress.iteration, memory)
             if self.mesh.dp.is_first:  # data-parallel ranks hold the same
                 self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
+        if self.rerun is not None and (determinism := self.rerun.report()):
+            self.trainer.run.say(determinism)
         if self.stragglers is not None:
             self.trainer.run.say(self.stragglers.report(self.steps_since, count=self.config.faults.straggler_minmax_count))
         self.since, self.steps_since = time.perf_counter(), 0
@@ -233,7 +244,7 @@ class Session:
         """What the network says after the prompts of --eval-generate."""
         if self.trainer.samples is not None:
             paused = time.perf_counter()
-            with resting(self.trainer), nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager"):
+            with resting(self.trainer), (torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext()):
                 samples = self.trainer.samples(self.trainer.stages)
             self.writers.samples(samples, iteration=self.trainer.progress.iteration)
             self.since += time.perf_counter() - paused

@@ -37,13 +37,18 @@ if TYPE_CHECKING:
 class StepWork:
     """The executor's view of one step of a trainer: which tensors its stages take, and what they do with them."""
 
-    def __init__(self, trainer: Trainer, batches: Iterator[Batch], num_microbatches: int, *, training: bool) -> None:
+    def __init__(self, trainer: Trainer, batches: Iterator[Batch], num_microbatches: int, *, training: bool,
+                 again: StepWork | None = None) -> None:
+        """again: an earlier pass over the same global batch, whose microbatches are used again."""
         self.trainer, self.training, self.num_microbatches = trainer, training, num_microbatches
         self.device = trainer.run.mesh.device
         self._batches = batches
         # Sequences that are divided by their length make another number of microbatches on every rank.
-        self.own_microbatches = batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
-        self._seen: list[Batch] = []
+        self._seen: list[Batch] = [] if again is None else list(again.seen)
+        if again is not None:
+            self.own_microbatches = again.own_microbatches
+        else:
+            self.own_microbatches = batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
         self._sides: dict[int, Side] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
@@ -166,8 +171,11 @@ def _wide(trainer: Trainer) -> bool:
     return trainer.run.config.precision.fp64
 
 
-def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
-    """Train on the next global batch. Nothing waits for the device but an fp16 run's test for overflow."""
+def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | None = None) -> Step:
+    """Train on the next global batch. Nothing waits for the device but an fp16 run's test for overflow.
+
+    again: an earlier pass over this global batch, which is run once more instead of reading the next one.
+    """
     run_, progress, timers = trainer.run, trainer.progress, trainer.run.timers
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
@@ -175,7 +183,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch]) -> Step:
     mesh.trail.begin("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
-    work = StepWork(trainer, batches, size.num_microbatches, training=True)
+    work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
     trainer.before_step(work)
     with timers("forward-backward", 1):
         run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward,

@@ -33,7 +33,25 @@ class FaultConfig:
     max_bad_steps: int = flag(10, "bad steps after which --on-bad-step skip and rollback stop all the same")
     bundle_weights: bool = flag(False, "the bundle of a bad step holds the weights, so that it can be replayed exactly")
 
+    rerun_mode: Literal["disabled", "validate_results", "report_stats", "report_determinism_stats"] | None = flag(
+        None, "validate_results: a step with a bad result is run again in place, and after a restart on other devices, to tell a fault of "
+              "the machine from a correct result; report_stats (also report_determinism_stats): every step is run twice, and the log says by "
+              "how much the results differ; left out: disabled, or validate_results with --error-injection-rate")
+    error_injection_rate: int = flag(0, "about one step in so many gets a bad result on purpose, to try --rerun-mode; 0: none")
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
+        "transient_error", "injected results that come again everywhere, that do not come again, or that come again on the same device only")
+    result_rejected_tracker_filename: str | None = flag(
+        None, "file to which ranks append their rejected results; iterations that were rejected twice on a rank are passed over")
+
+    @property
+    def step_rerun(self) -> Literal["disabled", "validate_results", "report_stats"]:
+        """What is run again: nothing, steps with a bad result, or every step."""
+        if self.rerun_mode is None:
+            return "validate_results" if self.error_injection_rate else "disabled"
+        return "report_stats" if self.rerun_mode == "report_determinism_stats" else self.rerun_mode
+
     @property
     def guards_steps(self) -> bool:
         """Whether every step is judged before its update."""
-        return self.on_bad_step is not None or self.check_for_spiky_loss or self.check_for_large_grads
+        return (self.on_bad_step is not None or self.check_for_spiky_loss or self.check_for_large_grads
+                or self.step_rerun != "disabled")

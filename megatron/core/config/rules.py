@@ -451,6 +451,16 @@ def _faults(s: Setting) -> str:
                         "--no-save-optim nor --no-save-rng; or choose skip")
     if faults.on_bad_step == "rollback" and s.run.data.dataloader_type == "external":
         problems.append("--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip")
+    if faults.error_injection_rate < 0:
+        problems.append(f"--error-injection-rate {faults.error_injection_rate} must be 0, for none, or a number of steps")
+    if faults.step_rerun == "validate_results" and not checks:
+        problems.append("--rerun-mode validate_results knows no bad result with --no-check-for-nan-in-loss-and-grad; leave that out, "
+                        "or give --check-for-spiky-loss or --check-for-large-grads")
+    if faults.error_injection_rate > 0 and faults.step_rerun != "validate_results":
+        problems.append(f"--error-injection-rate {faults.error_injection_rate} is for --rerun-mode validate_results, not {faults.rerun_mode}")
+    if faults.step_rerun != "disabled" and s.run.graphs.cuda_graph_impl != "none":
+        problems.append(f"--rerun-mode {faults.step_rerun} runs a step twice, which graphs recorded for one pass do not; "
+                        "leave out --cuda-graph-impl")
     if faults.bundle_weights and not faults.guards_steps:
         problems.append("--bundle-weights has no bundle to go into; give --on-bad-step")
     if faults.guards_steps and faults.bundle_weights and not (faults.error_dir or checkpoint.save):

@@ -319,6 +319,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("upcycling", 1, {**UPCYCLED, "moe_router_score_function": "sigmoid", "moe_router_topk": 1}, ("cannot know",)),
     ("samples-in-training", 1, {"eval_generate": "prompts.txt", "eval_generate_tokens": 0}, ("--eval-generate-tokens",)),
     ("faults", 1, {"bundle_weights": True}, ("give --on-bad-step",)),
+    ("faults", 1, {"error_injection_rate": 9, "rerun_mode": "report_stats"}, ("is for --rerun-mode validate_results",)),
+    ("faults", 1, {"rerun_mode": "validate_results", "check_for_nan_in_loss_and_grad": False}, ("knows no bad result",)),
     ("faults", 1, {"on_bad_step": "rollback", "save": "x"}, ("--save-interval", "or choose skip")),
 )
 

@@ -113,7 +113,7 @@ def test_what_is_not_built_or_out_of_scope_is_an_error_with_its_reason(flag, wor
 
 @pytest.mark.parametrize("flag", [
     "--start-eval-at-iter=0", "--fp8-interval 1.0", "--memory-snapshot-path snapshot.pickle", "--hybrid-attention-ratio 0.00",
-    "--inference-batch-times-seqlen-threshold=-1", "--rerun-mode disabled", "--data-impl mmap",
+    "--inference-batch-times-seqlen-threshold=-1", "--gpu-sniff-test-interval 0", "--data-impl mmap",
     "--ckpt-format torch_dist", "--inference-batch-times-seqlen-threshold -1"])
 def test_a_value_that_changes_nothing_is_accepted_with_a_sentence(flag):
     words, (message,), errors = translated(f"{flag} --seed 1")
