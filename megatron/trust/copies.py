@@ -358,7 +358,7 @@ class Copier:
 def _alike(event: Event, live: int) -> tuple[Any, ...]:
     """What is to be the same of an event in two passes. live: bytes alive before the pass."""
     return (event.kind, event.name, event.where, event.module, event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape,
-            event.received, event.dtype, event.live - live)
+            event.received, event.dtype, event.factors, event.live - live)
 
 
 def _gone(ended: tuple[Any, ...]) -> frozenset[int]:

@@ -191,7 +191,8 @@ class _Meter:
         """Add an event to where its action's are counted. before: what had been spent there when the action began."""
         acts = _acts(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, FEW_BITS)) else ""
-        alike = (event.kind, event.name, where, event.action[:1], event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape, event.dtype)
+        alike = (event.kind, event.name, where, event.action[:1], event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape, event.dtype,
+                 event.factors)
         if alike not in self._prices:
             self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), part_of(event)
         seconds, part = self._prices[alike]
@@ -231,7 +232,7 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
         return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
     if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
         return 0.0
-    dtype = event.dtype.removeprefix("torch.")
+    dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
     dtype = dtype if dtype in hardware.peak else config.precision.dtype
     if hardware.fused and event.where.startswith(FUSED) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.

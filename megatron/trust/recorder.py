@@ -55,6 +55,7 @@ class Facts:
     moved: int
     shape: tuple[int, ...]
     dtype: str
+    factors: str
 
 
 def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Facts:
@@ -66,7 +67,18 @@ def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Fac
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
     return Facts(str(func._overloadpacket), flops, moved, () if first is None else tuple(first.shape),
-                 "" if first is None else str(first.dtype).removeprefix("torch."))
+                 "" if first is None else _word(first.dtype), _factors(args) if flops else "")
+
+
+def _factors(args: tuple) -> str:
+    """The format of what a product multiplies: the narrowest that it takes, as what it adds to, biases and scales are as wide or wider."""
+    formats = {tensor.dtype for tensor in tensors_of(args) if tensor.is_floating_point()}
+    return _word(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
+
+
+def _word(dtype: torch.dtype) -> str:
+    """torch.float32 -> float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def chosen_in_turn(tokens: int, each: int, experts: int) -> Tensor:
@@ -126,7 +138,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors_of((result,)):
             heap.see(tensor, elsewhere=elsewhere)
         self.events.append(Event("op", facts.name, where, self.action, module, facts.flops, facts.moved,
-                                 shape=facts.shape, dtype=facts.dtype, live=heap.live))
+                                 shape=facts.shape, dtype=facts.dtype, live=heap.live, factors=facts.factors))
         return result
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
@@ -191,7 +203,7 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event(
             kind, name, where, self.taker if name == "receive" and self.taker else self.action, module, moved=sum(t.numel() * t.itemsize for t in (*given, *got)), axis=axis,
             ranks=ranks, peer=peer, shape=tuple(larger[0].shape), received=tuple((got if name == "all_to_all" else larger)[0].shape),
-            dtype=str(larger[0].dtype).removeprefix("torch."), live=self.heap.live))
+            dtype=_word(larger[0].dtype), live=self.heap.live))
         return result
 
     def _place(self) -> Place:

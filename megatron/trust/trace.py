@@ -32,8 +32,9 @@ class Event:
     `all_reduce`, `F0.3`; `F0.3 and B0.1` of two in turns. where: file and line of the innermost line of the framework that asked for it. action: what the
     schedule was at: `F0.3`, `B0.3`, `R0`; of a receive, what it is for; or the phase `setup`, `begin`, `reduction`, `optimizer`, `end`. module: the
     innermost module at work in a forward pass, by its name in the stage; in a backward pass, that which the
-    recomputation runs, or nothing. flops: multiplications and additions of matrix products and attention, else 0.
-    moved: bytes read and written, each tensor once.
+    recomputation runs, or nothing. flops: multiplications and additions of matrix products and attention, else 0. factors: the
+    format of the numbers that these multiply, which the result may be summed in a wider one than. moved: bytes read and written, each
+    tensor once.
 
     Of a collective or message: axis of the mesh; ranks: global ranks of the group, in its order; peer: the other end's
     global rank, or the source of a broadcast, else -1; shape, dtype: of the larger tensor (what an all-gather makes, what
@@ -55,6 +56,7 @@ class Event:
     received: tuple[int, ...] = ()
     dtype: str = ""
     live: int = 0
+    factors: str = ""
 
     @property
     def talks(self) -> bool:
