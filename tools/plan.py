@@ -117,8 +117,8 @@ def look_for_layouts(options: argparse.Namespace, setting: Given, hardware: Hard
     return 0 if found.fits else 1
 
 
-def plan_one(options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware) -> int:
-    """Print the plan of one layout; the exit code."""
+def plan_one(options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware, command: Sequence[str]) -> int:
+    """Print the plan of one layout; the exit code. command: the words that asked for it."""
     dry_run = dry_runner()
     note(f"running one step dry on {setting.world_size:,} ranks")
     planned = plan(config, setting.world_size, hardware, dry_run)
@@ -128,7 +128,7 @@ def plan_one(options: argparse.Namespace, setting: Given, config: RunConfig, har
         planned = advised(planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds)
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(planned), encoding="utf-8")
+        options.html.write_text(page(planned, command), encoding="utf-8")
         note(f"written: {options.html}")
     sys.stdout.write(json.dumps(plain(planned), indent=2) + "\n" if options.json else text(planned))
     return 0 if planned.fits and planned.ends else 1
@@ -146,7 +146,8 @@ def write_profile(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
-    options, words = read(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    options, words = read(argv)
     if options.measure:
         write_profile(options.measure)
         return
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         note(f"ConfigError: {error}")
         raise SystemExit(2) from None
     setting, config = set_up(options, words)
-    code = look_for_layouts(options, setting, hardware) if options.search else plan_one(options, setting, config, hardware)
+    code = look_for_layouts(options, setting, hardware) if options.search else plan_one(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
     raise SystemExit(code)
 
 

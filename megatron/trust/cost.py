@@ -38,6 +38,7 @@ FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fre
 # What reads a few rows of a table: it moves what it makes.
 PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
+ROWS = "megatron/core/kernels/rows.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
 # A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
 FEW_BITS, EMULATED = "megatron/core/kernels/fp8.py", ("exact", "product")
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
@@ -190,7 +191,7 @@ class _Meter:
     def count(self, event: Event, place: Spent, before: float) -> None:
         """Add an event to where its action's are counted. before: what had been spent there when the action began."""
         acts = _acts(event.action)
-        where = event.where if event.where.startswith((*BLOCKS, FUSED, FEW_BITS)) else ""
+        where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
         alike = (event.kind, event.name, where, event.action[:1], event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape, event.dtype,
                  event.factors)
         if alike not in self._prices:
@@ -234,9 +235,10 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
         return 0.0
     dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
     dtype = dtype if dtype in hardware.peak else config.precision.dtype
-    if hardware.fused and event.where.startswith(FUSED) and not ATTENTION.search(event.name):
+    if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
-        return hardware.attention_seconds(event.flops * _met(config), config.precision.dtype, backward=event.action.startswith("B"))
+        met = 1.0 if event.where.startswith(ROWS) else _met(config)
+        return hardware.attention_seconds(event.flops * met, config.precision.dtype, backward=event.action.startswith("B"))
     few = _few_bits(config, hardware)
     if few and event.where in _emulated():
         size = bytes_of(event)
@@ -300,7 +302,7 @@ def part_of(event: Event) -> str:
     """What a second of this event is spent on."""
     if event.kind == "collective":
         return f"{event.axis} collectives"
-    if ATTENTION.search(event.name) or event.where.startswith(FUSED):
+    if ATTENTION.search(event.name) or event.where.startswith((FUSED, ROWS)):
         return "attention"
     return "matrix products" if event.flops else "other operations"
 

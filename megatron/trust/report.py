@@ -2,12 +2,14 @@
 
     text(planned)      one screen: the verdict first, then memory by kind of rank, time, traffic, what to change
     plain(planned)     the same as plain values
-    page(planned)      the same, with the memory over the step and the schedule drawn
+    page(planned, command)  the same, with the memory over the step and the schedule drawn
 """
 
 from __future__ import annotations
 
 import html
+import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,7 @@ from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 TEMPLATE = Path(__file__).with_name("report.html")
 SHOWN_RANKS, DRAWN_ACTIONS, DRAWN_ROWS = 8, 4000, 64
 WIDE, TALL, ROW = 1000, 300, 22
+LEFT, BELOW = 70, 36  # room for the axes of a picture
 
 
 def text(planned: Planned) -> str:
@@ -83,8 +86,8 @@ def plain(planned: Planned) -> dict[str, Any]:
             "planning_seconds": planned.seconds}
 
 
-def page(planned: Planned) -> str:
-    """One HTML page."""
+def page(planned: Planned, command: Sequence[str]) -> str:
+    """One HTML page. command: the words that asked for it."""
     run, time = planned.run, planned.cost.time
     fullest = sorted(run.traces, key=lambda trace: -trace.peak)
     drawn = [fullest[0], *([fullest[-1]] if fullest[-1].peak < fullest[0].peak else [])]
@@ -97,7 +100,8 @@ def page(planned: Planned) -> str:
     keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in KINDS)
     changes = "".join(f"<li>{html.escape(line.strip())}</li>" for line in _advice(planned)[1:]) if not planned.fits else ""
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        state="good" if planned.fits else "bad", verdict=html.escape(verdict(planned)), headline=html.escape(headline(run)),
+        title=html.escape(f"{'fits' if planned.fits else 'does not fit'}, {seconds_text(time.seconds)} a step, {headline(run)}"),
+        command=html.escape(shlex.join(command)), state="good" if planned.fits else "bad", verdict=html.escape(verdict(planned)), headline=html.escape(headline(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
         why="".join(f"<li>{html.escape(line)}</li>" for line in (*why(run), *notes(run))),
         figures=figures, keys=keys, schedule=schedule_picture(planned), bubble=f"{time.bubble:.1%}", split=split, moved=moved,
@@ -120,8 +124,11 @@ def memory_picture(trace: Trace, budget: float) -> str:
         below = above
     line = TALL * (1 - budget / top)
     limit = f'<line class="limit" x1="0" x2="{WIDE}" y1="{line:.1f}" y2="{line:.1f}"/><text x="4" y="{line - 4:.1f}">{bytes_text(budget)}</text>'
-    return (f'<svg viewBox="0 -14 {WIDE} {TALL + 16}" role="img" aria-label="memory over the step">{"".join(bands)}'
-            f'{limit if line >= 0 else ""}</svg>')
+    unit, name = (GIB, "GiB") if trace.peak >= GIB else (2**20, "MiB")
+    sides = [(TALL * (1 - size * unit / top), f"{size:g} {name}") for size in ticks(top / unit)]
+    return (f'<svg viewBox="{-LEFT} -14 {WIDE + LEFT + 30} {TALL + 14 + BELOW}" role="img" aria-label="memory over the step">'
+            f'{_axes(TALL, sides, [(WIDE * event / last, f"{event:,.0f}") for event in ticks(last)], "operations of the step, in their order")}'
+            f'{"".join(bands)}{limit if line >= 0 else ""}</svg>')
 
 
 def schedule_picture(planned: Planned) -> str:
@@ -140,7 +147,27 @@ def schedule_picture(planned: Planned) -> str:
         if width > 14:
             boxes.append(f'<text class="in" x="{x + width / 2:.1f}" y="{ROW * rank + 15}">{action.microbatch}</text>')
     note = "" if len(shown) == len(actions) else f"<p>The first {len(shown):,} of {len(actions):,} actions.</p>"
-    return f'<svg viewBox="0 0 {WIDE} {ROW * rows}" role="img" aria-label="schedule">{"".join(boxes)}</svg>{note}'
+    sides = [(ROW * (rank + 0.5), f"pp {rank}") for rank in range(rows)]
+    below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in ticks(span)]
+    return (f'<svg viewBox="{-LEFT} 0 {WIDE + LEFT + 30} {ROW * rows + BELOW}" role="img" aria-label="schedule">'
+            f'{_axes(ROW * rows, sides, below, "time since the step began")}{"".join(boxes)}</svg>{note}')
+
+
+def ticks(top: float, about: int = 5) -> list[float]:
+    """Round numbers from 0 to the top, about so many: steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(top / about))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= top * 0.999)
+    return [step * count for count in range(math.floor(top / step * 1.000001) + 1)]
+
+
+def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple[float, str]], name: str) -> str:
+    """Ticks at the side (y, label), and below with their lines (x, label); name: of what lies below."""
+    drawn = [f'<line class="axis" x1="0" x2="0" y1="0" y2="{tall}"/><line class="axis" x1="0" x2="{WIDE}" y1="{tall}" y2="{tall}"/>']
+    drawn += [f'<line class="axis" x1="-4" x2="0" y1="{y:.1f}" y2="{y:.1f}"/><text class="tick side" x="-7" y="{y + 4:.1f}">{label}</text>'
+              for y, label in sides]
+    drawn += [f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{tall + 4}"/><text class="tick" x="{x:.1f}" y="{tall + 16}">{label}</text>'
+              for x, label in below]
+    return "".join(drawn) + f'<text class="tick" x="{WIDE / 2}" y="{tall + 31}">{name}</text>'
 
 
 def found_text(found: Found, flags: Iterable[str], most: int = 10) -> str:
@@ -209,7 +236,7 @@ def notes(run: DryRun) -> list[str]:
         found.append("note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
                      "the real lengths divide less evenly takes longer")
     if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst.events):
-        found.append("note: attention ran unfused here, as a CPU has no fused kernel with dropout or masks; where the machine has one, less "
+        found.append("note: attention ran unfused here, as a CPU has no fused kernel with such masks; where the machine has one, less "
                      "memory is needed")
     return found
 

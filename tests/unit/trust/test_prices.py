@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.gradient_sum import GradientSum
-from megatron.trust.cost import event_seconds
+from megatron.trust.cost import cost, event_seconds
 from megatron.trust.dry_run import dry_run
 from megatron.trust.hardware import Hardware, Link
 from megatron.trust.recorder import Recorder
@@ -92,6 +92,20 @@ def test_sums_of_gradients_over_data_parallel_ranks_are_of_fp32() -> None:
     found = sum(event_seconds(event, config, MACHINE, 0) - MACHINE.network.latency for event in trace.events
                 if event.axis == "dp_cp" and event.name == "reduce_scatter")
     assert found == pytest.approx(FP32 * trace.parameters / 2 / 100.0, rel=0.05)
+
+
+def test_attention_with_dropout_costs_what_it_costs_without() -> None:
+    """Where a machine has a kernel for it: a CPU has none, and goes over 64 rows of scores at a time, in many operations."""
+    length, rows = 512, 64
+    found = []
+    for dropout in (0.0, 0.1):
+        config = tiny.config(1, **{**tiny.BASE, "num_layers": 1, "seq_length": length, "max_position_embeddings": length, "global_batch_size": 1,
+                                   "bf16": True, "attention_dropout": dropout})
+        found.append(cost(dry_run(config, 1), replace(MACHINE, memory_rate=1e9, launch=0.0)).time)
+    plain, dropped = found
+    # Rows meet whole blocks of keys: a causal square of s * s / 2 pairs has s / 64 blocks on its edge, half of each more.
+    assert dropped.parts["attention"] == pytest.approx(plain.parts["attention"] * (1 + rows / length), rel=1e-6)
+    assert dropped.parts["other operations"] == pytest.approx(plain.parts["other operations"], rel=0.1)
 
 
 def recorded(does: Callable[[], Tensor]) -> Event:

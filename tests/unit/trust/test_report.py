@@ -13,11 +13,12 @@ import pytest
 from megatron.core.config.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.trust.planning import Planned, advised, edits, plan, why
-from megatron.trust.report import TALL, memory_picture, page, plain, schedule_picture, text
+from megatron.trust.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
 from megatron.trust.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.trust.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
 
+COMMAND = ["python", "tools/plan.py", "--gpu", "h100-80", "--data-path", "a & <b>"]
 VOID = {"meta", "line", "link", "br"}
 
 
@@ -86,12 +87,31 @@ def test_the_json_has_the_numbers_of_the_plan() -> None:
 
 @pytest.mark.parametrize("peaks", [(GIB // 4, GIB // 2), (GIB // 4, 2 * GIB)])
 def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) -> None:
-    written = page(planned_of(peaks))
+    written = page(planned_of(peaks), COMMAND)
     tags = Tags()
     tags.feed(written)
     assert tags.open == [] and tags.points_to == [] and "http" not in written and "$" not in written and "@import" not in written
     assert 'name="viewport"' in written and "prefers-color-scheme: dark" in written and written.isascii()
     assert ("FITS" in written and "DOES NOT FIT" not in written) == (peaks[1] <= GIB)
+
+
+def test_the_page_has_a_title_the_command_and_axes() -> None:
+    planned = planned_of([GIB // 4, GIB // 2])
+    written = page(planned, COMMAND)
+    assert "<title>Plan: fits, 27 s a step, 2 ranks (pp 2); " in written
+    assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
+    memory, schedule = memory_picture(planned.run.worst, planned.hardware.budget()), schedule_picture(planned)
+    labels = re.compile(r'<text class="tick[^>]*>([^<]+)</text>')
+    assert labels.findall(memory)[:6] == ["0 MiB", "200 MiB", "400 MiB", "0", "5", "10"] and "operations of the step" in memory
+    assert labels.findall(schedule) == ["pp 0", "pp 1", "0", "10 s", "20 s", "time since the step began"]
+    # A label stands where its number lies: the peak of 512 MiB between those of 400 and 600.
+    (high,) = (float(y) for y in re.findall(r'y="([\d.]+)">400 MiB', memory))
+    assert TALL * (1 - 512 / (1.05 * 512)) < high - 4 == pytest.approx(TALL * (1 - 400 / (1.05 * 512)), abs=0.1)
+
+
+@pytest.mark.parametrize("top, found", [(27.0, [0, 10, 20]), (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0.0221, [0, 0.005, 0.01, 0.015, 0.02]), (6, [0, 2, 4, 6])])
+def test_ticks_are_round_numbers(top: float, found: list[float]) -> None:
+    assert ticks(top) == pytest.approx(found)
 
 
 def test_the_bands_of_the_memory_end_at_the_peak() -> None:
