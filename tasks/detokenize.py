@@ -1,7 +1,8 @@
 """Text as people write it, from corpora that are published with white space around every token.
 
 A language model that learned from ordinary text is to be scored on ordinary text; the perplexity is then stated per word of
-the published file. Which rules apply is told by the file's name, as in Megatron.
+the published file. Which rules apply is told by the file's name, as in Megatron. They are applied one after the other, in its
+order: a space that one of them took away is not there for the next, as in "1 , 000 . ; b".
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _Rules = tuple[tuple[str, str], ...]
 _WIKITEXT: _Rules = (
     (r"s '", "s'"),                                # plural possessives
     (r"/' [0-9]/", r"/'[0-9]/"),
-    (r" @([-,.])@ ", r"\1"),                       # hyphens and separators inside words and numbers
-    (r" ([:;.!?,]) ", r"\1 "),
+    (" @-@ ", "-"), (" @,@ ", ","), (r" @\.@ ", "."),  # inside words and numbers
+    (" : ", ": "), (" ; ", "; "), (r" \. ", ". "), (" ! ", "! "), (r" \? ", "? "), (" , ", ", "),
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
@@ -31,7 +32,8 @@ _WIKITEXT: _Rules = (
     (r" 's", "'s"),
 )
 _PENN_TREEBANK: _Rules = (
-    (r" '", "'"), (r" \n", "\n"), (r"\n ", "\n"), (r" n't", "n't"), (r" N ", " 1 "), (r"\$ 1", "$1"), (r"# 1", "#1"),
+    (r" '", "'"), (r" \n", "\n"), (r"\n ", "\n"), (r" n't", "n't"),
+    (r" N ", "1 "), (r"\$ 1", "$1"), (r"# 1", "#1"),  # Megatron's, which takes the space before a number: perplexities compare
 )
 _BY_NAME: tuple[tuple[str, _Rules], ...] = (("wiki", _WIKITEXT), ("ptb", _PENN_TREEBANK), ("lambada", ()))
 
