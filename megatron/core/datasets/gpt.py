@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.datasets.index_map import IndexCache, build_indices, index_shapes, load_or_build, plan_epochs
+from megatron.core.datasets.index_map import IndexCache, build_indices, content_of, index_shapes, load_or_build, plan_epochs
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samples import Sample, Span
 
@@ -95,6 +95,7 @@ class GPTDataset:
             "prefix": source.prefix,
             "sequences": [sequences.start, sequences.stop, len(source.sequence_lengths)],
             "tokens": tokens,
+            "lengths": content_of(lengths),
             "num_samples": num_samples,
             "split": split,
             "seed": seed,

@@ -176,6 +176,15 @@ class IndexCache:
         logger.warning("%s; each process builds its own (--data-cache-path chooses another folder)", message)
 
 
+def content_of(*arrays: np.ndarray) -> str:
+    """What stands in some arrays, in a few letters: for a description, of what an index is built of."""
+    total = xxhash.xxh3_128()
+    for array in arrays:
+        total.update(f"{array.dtype.str}{array.shape}".encode())
+        total.update(array.view(np.uint8))
+    return total.hexdigest()
+
+
 def load_or_build(
     cache: IndexCache, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
 ) -> Arrays:

@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
+from megatron.core.datasets.index_check import index_problems, sidecar_problems
 from megatron.core.datasets.sidecar import CHECKSUM, Fingerprint, Sidecar, sidecar_path
 from megatron.core.datasets.storage import (
     COPY_BYTES, BlockReader, DataError, FileReader, is_remote, map_file, size_of, sync, sync_folder, temporary_name, whole)
@@ -74,12 +75,16 @@ class IndexedDataset:
 
     mmap: map the .bin file into memory; off: read each sequence with its own system call. A prefix such as s3://bucket/x
     names objects: their ids are read by ranges, and the index is kept in the folder `cache`, else in memory.
+    check: off: the arrays of the index are not compared with each other, nor the pair with its sidecar.
     """
 
-    def __init__(self, prefix: str | Path, mmap: bool = True, *, cache: str | None = None, multimodal: bool = False) -> None:
+    def __init__(self, prefix: str | Path, mmap: bool = True, *, cache: str | None = None, multimodal: bool = False,
+                 check: bool = True) -> None:
         self.prefix = str(prefix)
         self.mmap, self.cache, self.multimodal = mmap, cache, multimodal
         self._read_index()
+        if check:
+            self._check()
         path = bin_path(prefix)
         expected, found = self.num_bytes, size_of(path)
         if found < expected:
@@ -108,7 +113,7 @@ class IndexedDataset:
         if len(content) < expected:
             raise DataError(f"{path} has {size} bytes, but {sequences} sequences and {documents} document entries "
                             f"need {expected}; it is truncated: write it again")
-        self.dtype = DTYPES[code]
+        self.dtype, self._index = DTYPES[code], content
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(content, np.int32, sequences, at)
         self._offsets = np.frombuffer(content, np.int64, sequences, at + 4 * sequences)
@@ -128,6 +133,28 @@ class IndexedDataset:
         if (first, end) != (0, self.num_bytes):
             raise DataError(f"{path} lays its sequences from byte {first} to {end}, but their lengths take bytes 0 to "
                             f"{self.num_bytes}; it is damaged: write it again")
+
+    def _check(self) -> None:
+        """Raise `DataError` where the index contradicts itself, or the sidecar the pair."""
+        path = idx_path(self.prefix)
+        problems = index_problems(path, self.sequence_lengths, self._offsets, self.document_indices, itemsize=self.dtype.itemsize)
+        if problems:
+            raise DataError(f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again")
+        facts = sidecar.read(self.prefix)
+        problems = sidecar_problems(self.prefix, facts, self.counts, {"idx": self.checksum}) if facts is not None else []
+        if problems:
+            raise DataError(f"{'; '.join(problems)}; one of the files is damaged or of another run: write the pair again, or "
+                            f"remove {sidecar_path(self.prefix)} to use the pair without its checks")
+
+    @property
+    def checksum(self) -> str:
+        """Hex xxh3_128 of the index."""
+        return xxhash.xxh3_128(self._index).hexdigest()
+
+    @property
+    def counts(self) -> dict[str, int | str]:
+        """What a sidecar says of a pair: documents, sequences, tokens and dtype."""
+        return {"documents": self.num_documents, "sequences": len(self), "dtype": str(self.dtype), "tokens": self.num_tokens}
 
     @property
     def num_documents(self) -> int:
@@ -370,26 +397,16 @@ class IndexedDatasetBuilder:
             raise DataError(f"{idx_path(prefix)} holds ids of type {other.dtype}, not {self.dtype} like the pairs "
                             "before it; tokenize all parts with the same vocabulary")
         self._assert_between_documents()
-        end = 0
         for first in range(0, len(other), COPY_ENTRIES):
-            lengths = other.sequence_lengths[first : first + COPY_ENTRIES]
-            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-            expected = np.concatenate([np.full(1, end, np.int64), ends[:-1]])
-            if (lengths < 0).any() or (other.offsets(first, first + COPY_ENTRIES) != expected).any():
-                raise DataError(f"{idx_path(prefix)} does not lay its sequences end to end; write it again")
-            self._lengths.extend(lengths)
+            self._lengths.extend(other.sequence_lengths[first : first + COPY_ENTRIES])
             if other.sequence_modes is not None:
                 self._modes.extend(other.sequence_modes[first : first + COPY_ENTRIES])
-            end = int(ends[-1])
-        for start in range(0, end, COPY_BYTES):
-            piece = other.raw(start, min(COPY_BYTES, end - start))
+        for start in range(0, other.num_bytes, COPY_BYTES):
+            piece = other.raw(start, min(COPY_BYTES, other.num_bytes - start))
             self._bin.write(piece)
             self._checksum.update(piece)
-        self.num_tokens += end // self.dtype.itemsize
-        ends = other.document_indices[1:]
-        if len(ends) and ((np.diff(ends) < 0).any() or ends[0] < 0):
-            raise DataError(f"{idx_path(prefix)} has a document array that falls; write it again")
-        self._extend_documents(ends, len(other))
+        self.num_tokens += other.num_tokens
+        self._extend_documents(other.document_indices[1:], len(other))
 
     def flush(self) -> Marks:
         """Bring everything to the disk. Returns from where a later builder can go on; called between documents."""

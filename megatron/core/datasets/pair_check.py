@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.indexed import COPY_ENTRIES, HEADER, IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.sidecar import CHECKSUM, Sidecar, sidecar_path
-from megatron.core.datasets.storage import COPY_BYTES, DataError, size_of, whole
+from megatron.core.datasets.index_check import Findings, index_problems, sidecar_problems
+from megatron.core.datasets.indexed import HEADER, IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.storage import COPY_BYTES, DataError, size_of
 
 Advance = Callable[[int], object]
 
@@ -37,7 +37,7 @@ def problems_of(
     except DataError as error:
         problems.append(str(error))
     try:
-        data = IndexedDataset(prefix, multimodal=multimodal)
+        data = IndexedDataset(prefix, multimodal=multimodal, check=False)
     except DataError as error:
         return [*problems, str(error)]
     problems += _index_problems(data)
@@ -60,51 +60,22 @@ def problems_of(
     if size > data.num_bytes:
         problems.append(f"{bin_path(prefix)} has {size} bytes, {size - data.num_bytes} more than its index describes")
     if facts is not None:
-        problems += _sidecar_problems(data, facts, checksum.hexdigest())
+        problems += sidecar_problems(data.prefix, facts, data.counts, {"bin": checksum.hexdigest(), "idx": data.checksum})
     return problems
 
 
 def _index_problems(data: IndexedDataset) -> list[str]:
-    """What is wrong between the arrays of the index."""
-    path = idx_path(data.prefix)
-    problems: list[str] = []
-    expected = HEADER.size + (13 if data.multimodal else 12) * len(data) + 8 * len(data.document_indices)
+    """What is wrong with the index: its size, and its arrays."""
+    path, expected = idx_path(data.prefix), HEADER.size + (13 if data.multimodal else 12) * len(data) + 8 * len(data.document_indices)
+    problems = []
     if size_of(path) != expected:
         problems.append(f"{path} has {size_of(path)} bytes; {len(data)} sequences and {len(data.document_indices)} document "
                         f"entries take {expected} (modes of images and text are read with --multimodal)")
-    misplaced, end = _Findings(), 0
-    for first in range(0, len(data), COPY_ENTRIES):
-        lengths = data.sequence_lengths[first : first + COPY_ENTRIES]
-        ends = end + np.cumsum(lengths, dtype=np.int64) * data.dtype.itemsize
-        starts = np.concatenate([np.full(1, end, np.int64), ends[:-1]])
-        misplaced.add(data.offsets(first, first + COPY_ENTRIES) != starts, first)
-        end = int(ends[-1])
-    if misplaced.count:
-        problems.append(f"{path}: {misplaced.count} sequences do not begin where the lengths before them end, first "
-                        f"sequence {misplaced.first}")
-    falling, array = _Findings(), data.document_indices
-    for first in range(0, len(array) - 1, COPY_ENTRIES):
-        falling.add(np.diff(array[first : first + COPY_ENTRIES + 1]) < 0, first)
-    if falling.count:
-        problems.append(f"{path}: {falling.count} documents end before they begin, first document {falling.first}")
-    return problems
+    return problems + index_problems(path, data.sequence_lengths, data.offsets(0, len(data)), data.document_indices,
+                                     itemsize=data.dtype.itemsize)
 
 
-class _Findings:
-    """How many entries are wrong, and which is the first."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, 0
-
-    def add(self, wrong: np.ndarray, at: int) -> None:
-        """wrong: which of the entries from number `at` on are."""
-        found = int(np.count_nonzero(wrong))
-        if found and not self.count:
-            self.first = at + int(wrong.argmax())
-        self.count += found
-
-
-class _IdRange(_Findings):
+class _IdRange(Findings):
     """Numbers that are no ids of the vocabulary; of one of unknown size, those below 0."""
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -130,20 +101,6 @@ def _place_of_id(data: IndexedDataset, tokens: _IdRange) -> str:
     sequence = int(np.searchsorted(starts, tokens.first * data.dtype.itemsize, side="right")) - 1
     return (f"{bin_path(data.prefix)}: {tokens.count} numbers are {limit}, first {tokens.value} at token {tokens.first} of the "
             f"file, in sequence {sequence}")
-
-
-def _sidecar_problems(data: IndexedDataset, facts: Sidecar, bin_checksum: str) -> list[str]:
-    path = sidecar_path(data.prefix)
-    found = {"documents": data.num_documents, "sequences": len(data), "dtype": str(data.dtype),
-             "tokens": data.num_tokens}
-    problems = [f"{path} says {name} {getattr(facts, name)}, but the pair has {value}"
-                for name, value in found.items() if getattr(facts, name) != value]
-    index_checksum = xxhash.xxh3_128(whole(idx_path(data.prefix), None)).hexdigest()
-    for part, value, name in (("bin", bin_checksum, bin_path), ("idx", index_checksum, idx_path)):
-        told = facts.checksums.get(part)
-        if told is not None and told.startswith(f"{CHECKSUM}:") and told != f"{CHECKSUM}:{value}":
-            problems.append(f"{name(data.prefix)} has the checksum {CHECKSUM}:{value}, but was written with {told}")
-    return problems
 
 
 def document_lengths(data: IndexedDataset) -> np.ndarray:

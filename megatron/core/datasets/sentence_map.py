@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
+from megatron.core.datasets.index_map import Arrays, IndexCache, content_of, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samples import Span
 
@@ -64,7 +64,9 @@ class SentenceMap:
         self.description = {
             "class": name, "prefix": source.prefix,
             "documents": [documents.start, documents.stop, len(source.document_indices) - 1],
-            "sentences": len(source.sequence_lengths), "tokens": int(tokens), "num_samples": num_samples, "split": split,
+            "sentences": len(source.sequence_lengths), "tokens": int(tokens),
+            "lengths": content_of(source.sequence_lengths[bounds[0]:bounds[-1]], bounds),
+            "num_samples": num_samples, "split": split,
             "seed": options.seed, "max_length": options.max_length, "short_seq_prob": options.short_seq_prob,
             "least_sentences": options.least_sentences, **extra,
         }

@@ -173,6 +173,17 @@ def test_a_cache_is_not_used_for_data_that_was_written_anew(tmp_path):
     assert len(list(cache.folder.glob("*-GPTDataset-train-*.npy"))) == 6
 
 
+def test_a_cache_is_not_used_for_the_same_documents_in_another_order(tmp_path):
+    cache, documents = IndexCache(tmp_path / "cache"), random_documents(20)
+    dataset(write(tmp_path / "data", documents), samples=5, cache=cache)
+    place = next(place for place in range(20) if len(documents[place]) != len(documents[place + 1]))
+    documents[place:place + 2] = reversed(documents[place:place + 2])
+    source = write(tmp_path / "data", documents)
+    kept, built = dataset(source, samples=5, cache=cache), dataset(source, samples=5)
+    assert [kept[number]["tokens"].tolist() for number in range(len(kept))] == [
+        built[number]["tokens"].tolist() for number in range(len(built))]
+
+
 def test_files_replaced_under_a_running_dataset_are_noticed(tmp_path):
     data = dataset(write(tmp_path / "data", [[1] * 30, [2] * 30]), samples=5)
     data.source = write(tmp_path / "data", [[1] * 3, [2] * 3])

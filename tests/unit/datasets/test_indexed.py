@@ -22,6 +22,8 @@ from megatron.core.datasets.gpt import GPTDataset, WindowOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, Marks, best_dtype
 from megatron.core.datasets.pair_check import problems_of
 from megatron.core.datasets.sidecar import Sidecar
+from tests.helpers.sentences import some_documents
+from tests.helpers.sentences import write as write_sentences
 
 # Three documents: [5, 6, 7], nothing, and two sequences [8] and [9, 10].
 SEQUENCES = ([5, 6, 7], [8], [9, 10])
@@ -179,13 +181,15 @@ def test_a_truncated_bin_file_is_named_with_both_sizes(by_hand):
     (34 + 12, struct.pack("<q", 4), "from byte 4 to 24"),
     (34 + 12 * 3, struct.pack("<q", 1), r"document array from \(1, 3\), expected \(0, 3\)"),
     (34 + 12 * 3 + 8 * 3, struct.pack("<q", 4), r"document array from \(0, 4\), expected \(0, 3\)"),
+    (34 + 12 * 3 + 8, struct.pack("<q", -1), "1 documents end before they begin, first document 0; the index is damaged"),
+    (34 + 12 * 3 + 8, struct.pack("<q", 9), "1 documents end before they begin, first document 1; the index is damaged"),
 ])
 def test_a_damaged_field_of_the_index_is_named(by_hand, at, value, message):
     path = Path(f"{by_hand}.idx")
     content = bytearray(path.read_bytes())
     content[at : at + len(value)] = value
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"by_hand\.idx .*{message}"):
+    with pytest.raises(DataError, match=rf"by_hand\.idx.* {message}"):
         IndexedDataset(by_hand)
 
 
@@ -316,7 +320,7 @@ def test_joining_refuses_a_pair_that_is_not_laid_end_to_end(tmp_path, by_hand):
     content = bytearray(path.read_bytes())
     content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 8)
     path.write_bytes(content)
-    with pytest.raises(DataError, match="does not lay its sequences end to end"):
+    with pytest.raises(DataError, match="do not begin where the lengths before them end"):
         with IndexedDatasetBuilder(tmp_path / "joined", np.int32) as joined:
             joined.add_index(by_hand)
 
@@ -328,8 +332,52 @@ def test_a_sequence_that_does_not_end_where_the_next_begins_is_not_read(by_hand,
     content = bytearray(path.read_bytes())
     content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 8)
     path.write_bytes(content)
+    with pytest.raises(DataError, match=r"1 sequences do not begin where the lengths before them end, first sequence 1; the index"):
+        IndexedDataset(by_hand, mmap)
     with pytest.raises(DataError, match=rf"gives sequence {sequence} .*the index is damaged"):
-        IndexedDataset(by_hand, mmap)[sequence]
+        IndexedDataset(by_hand, mmap, check=False)[sequence]
+
+
+def test_a_flipped_bit_of_an_index_is_refused_with_the_name_of_the_file(tmp_path):
+    write_sentences(tmp_path / "data", some_documents(40))
+    path = tmp_path / "data.idx"
+    content = path.read_bytes()
+    for bit in np.random.default_rng(0).integers(0, 8 * len(content), 200).tolist():
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"data\.idx"):
+            IndexedDataset(tmp_path / "data")
+
+
+def test_without_a_sidecar_a_flipped_bit_is_refused_or_moves_the_end_of_a_document(tmp_path):
+    opened, path = write_sentences(tmp_path / "data", some_documents(40)), tmp_path / "data.idx"
+    lengths, documents = opened.sequence_lengths.copy(), opened.document_indices.copy()
+    (tmp_path / "data.json").unlink()
+    content, passed = path.read_bytes(), 0
+    for bit in np.random.default_rng(0).integers(0, 8 * len(content), 200).tolist():
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = IndexedDataset(tmp_path / "data")
+        except DataError as error:
+            assert "data.idx" in str(error)
+            continue
+        passed += 1
+        assert np.array_equal(found.sequence_lengths, lengths) and found.dtype == np.uint16
+        assert (np.diff(found.document_indices) >= 0).all() and (found.document_indices != documents).sum() == 1
+    assert passed < 20, passed
+
+
+def test_a_type_that_the_sidecar_contradicts_is_refused(tmp_path):
+    write_sentences(tmp_path / "data", some_documents(3))
+    path = tmp_path / "data.idx"
+    path.write_bytes(path.read_bytes()[:17] + b"\x03" + path.read_bytes()[18:])
+    with pytest.raises(DataError, match=r"data\.json says dtype uint16, but the pair has int16.*or remove .*data\.json"):
+        IndexedDataset(tmp_path / "data")
+    (tmp_path / "data.json").unlink()
+    assert IndexedDataset(tmp_path / "data").dtype == np.int16, "nothing else tells them apart"
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -357,7 +405,7 @@ def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it
     except DataError:
         assert not good, "what the check passes can be read"
         return
-    # Opened unchecked, only the type of the ids and the ends of documents can still be wrong.
+    # Without a sidecar, only the type of the ids and the ends of documents can still be wrong.
     if data.dtype.kind in "iu":
         assert found == sequences
     assert found == sequences or not good

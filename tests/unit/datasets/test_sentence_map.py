@@ -122,6 +122,13 @@ def sentence_map(source: object, **changes: object) -> SentenceMap:
                                   "num_samples": None, "split": "train", "extra": {}, **changes})
 
 
+def test_a_cached_map_is_not_used_for_the_same_documents_in_another_order(tmp_path: Path) -> None:
+    documents, cache = some_documents(40), IndexCache(tmp_path / "cache")
+    sentence_map(write(tmp_path / "data", documents), cache=cache)
+    source = write(tmp_path / "data", documents[::-1])
+    assert sentence_map(source, cache=cache).rows.tolist() == sentence_map(source).rows.tolist()
+
+
 def test_the_map_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = write(tmp_path / "data", some_documents(40)), IndexCache(tmp_path / "cache")
     first = sentence_map(source, cache=cache)
