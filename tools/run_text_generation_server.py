@@ -26,7 +26,7 @@ from megatron.core.config.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
-from megatron.inference.ranks import Roll, roll_call
+from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.service import Service
 from megatron.training.entry import entry
 from megatron.training.loaded import FORMATS, GPT, load_network
@@ -130,25 +130,25 @@ def main() -> None:
     loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed)
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
-    with roll_call(loaded.mesh, place.meeting.rpartition(":")[0]) as roll:
+    with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
             follow(engine)
         else:
-            lead(engine, roll, sock, given, limits, token)
+            lead(engine, liveness, sock, given, limits, token)
 
 
-def lead(engine: Engine, roll: Roll, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str) -> None:
+def lead(engine: Engine, liveness: RankLiveness, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str) -> None:
     """What the first rank does."""
     if not token and not is_local(given):
         logging.getLogger(__name__).warning("--host %s without --token-file: whoever reaches this port may use it", given.host)
     chat, name = chat_of(given, engine.tokenizer), given.model_name or Path(given.load).resolve().name
-    service = Service(engine, roll)
+    service = Service(engine, liveness)
     service.start()
     app = build_app(Serving(service, name, limits), chat=chat, token=token, hosts=hosts_of(given))
     try:
         serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
     except ServerFailed as failed:
-        if roll.lost:  # which says it all
+        if liveness.lost:  # which says it all
             raise RankLost(str(failed)) from None
         raise
 

@@ -59,7 +59,7 @@ def bytes_per_token(model: ModelConfig, plans: Sequence[LayerPlan], tensor_size:
                              + sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size)))
 
 
-class Pool:
+class KVCache:
     """What the layers of one rank have stored: for each a tensor [slots, heads * size] of keys, and one of values.
 
     Slot i of block b is b * block_size + i. width: numbers that a layer stores of a token, on average. states: what each depth
@@ -80,7 +80,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CacheGroup:
     """Texts with equally many new tokens, which stand end to end. slots: [b, keys], ends aligned; padding: [b, keys], or None
     where all are as long.
     """
@@ -133,7 +133,7 @@ class StepCache:
     how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
-    def __init__(self, pool: Pool, groups: Sequence[Group | _View], *, new: Tensor, wanted: Tensor | None = None, filling: int = 0,
+    def __init__(self, pool: KVCache, groups: Sequence[CacheGroup | _View], *, new: Tensor, wanted: Tensor | None = None, filling: int = 0,
                  depth: int = 0) -> None:
         self._pool, self._groups, self._new, self._wanted, self._filling, self._depth = pool, groups, new, wanted, filling, depth
 
@@ -168,9 +168,9 @@ class StepCache:
         return attend
 
 
-def step_cache(pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int, depth: int = 0) -> StepCache:
+def step_cache(pool: KVCache, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int, depth: int = 0) -> StepCache:
     """The cache of a pass over `total` tokens, those of the spans, as `ordered` says, and what fills the shape behind them."""
-    found: list[Group | _View] = []
+    found: list[CacheGroup | _View] = []
     new, first = [], 0
     for spans in groups:
         slots, padding = slots_of(spans, block_size)
@@ -181,7 +181,7 @@ def step_cache(pool: Pool, groups: Sequence[Sequence[Span]], *, block_size: int,
         if views and (len(views) == 1 or len(views) * _CALL < copied):
             found += views
         else:
-            found.append(Group(first, count, torch.from_numpy(slots).to(pool.device),
+            found.append(CacheGroup(first, count, torch.from_numpy(slots).to(pool.device),
                                None if padding.all() else torch.from_numpy(padding).to(pool.device)))
         first += len(spans) * count
     new.append(np.zeros(total - first, np.int64))
@@ -217,7 +217,7 @@ def _views(slots: np.ndarray, there: np.ndarray, first: int, count: int) -> list
     return views
 
 
-def _attend(group: Group | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
+def _attend(group: CacheGroup | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
             scores: Scores) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
     windowed = mask.window is not None and mask.window[0] >= 0

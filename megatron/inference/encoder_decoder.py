@@ -23,10 +23,10 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.inference.crew import Row, judged
-from megatron.inference.engine import Pace
+from megatron.inference.model_runner import SequenceInput, sample_outputs
+from megatron.inference.engine import ThroughputMeter
 from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
-from megatron.inference.running import Running
+from megatron.inference.sequence import SequenceState
 
 
 class _Past:
@@ -82,7 +82,7 @@ class EncoderDecoder:
             "a T5 is decoded without drafts; leave out --num-speculative-tokens" if config.num_speculative_tokens else ""))])
         self._tickets, self._waiting = itertools.count(), deque[tuple[int, Request, Listener]]()
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
-        self._pace, self._made = Pace(), 0
+        self._throughput, self._made = ThroughputMeter(), 0
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Ask for an answer; the number of the request. Raises `ConfigError` for what cannot be served."""
@@ -109,7 +109,7 @@ class EncoderDecoder:
         for (ticket, _, listener), reply in zip(taken, self._answered([request for _, request, _ in taken]), strict=True):
             self._finished[reply.reason] += 1
             self._made += len(reply.tokens)
-            self._pace.add(len(reply.tokens))
+            self._throughput.add(len(reply.tokens))
             listener(Event(ticket, reply.tokens, reply.text, reply))
         return True
 
@@ -138,7 +138,7 @@ class EncoderDecoder:
     def metrics(self) -> Metrics:
         """Where this stands."""
         return Metrics(waiting=len(self._waiting), finished=dict(self._finished), generated_tokens=self._made,
-                       tokens_per_second=self._pace.now())
+                       tokens_per_second=self._throughput.now())
 
     def _answered(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
@@ -156,13 +156,13 @@ class EncoderDecoder:
                 replies[event.ticket] = event.reply
 
         end = self.tokenizer.eod if self.tokenizer.eos is None else self.tokenizer.eos
-        texts = [Running(number, replace(request, prompt=(self._start,)), keep, self.tokenizer,
+        texts = [SequenceState(number, replace(request, prompt=(self._start,)), keep, self.tokenizer,
                          ends={*request.stop_ids, *(() if request.ignore_eod else (end,))}) for number, request in enumerate(requests)]
         with torch.no_grad():
             self._write(texts, [request.prompt for request in requests])
         return [replies[number] for number in range(len(requests))]
 
-    def _write(self, texts: Sequence[Running], prompts: Sequence[Sequence[int]]) -> None:
+    def _write(self, texts: Sequence[SequenceState], prompts: Sequence[Sequence[int]]) -> None:
         """Decode texts until all have ended."""
         longest, device = max(map(len, prompts)), self.mesh.device
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
@@ -174,13 +174,13 @@ class EncoderDecoder:
         for place in itertools.count():
             past.step(place + 1)
             logits = self._stage.decode(last, place, message, padding=padding, cache=past)
-            rows = [one.row(1, ()) if one.reason is None else Row((0,), place, ()) for one in texts]
+            rows = [one.row(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             wanted = [number for number, row in enumerate(rows) if row.wanted]
             rows = [rows[number] for number in wanted]
-            found = judged(rows, logits[:, wanted].transpose(0, 1), self._stage.build)
+            found = sample_outputs(rows, logits[:, wanted].transpose(0, 1), self._stage.build)
             for number, row, what in zip(wanted, rows, collectives.broadcast_object(found, self.mesh.tp), strict=True):
                 texts[number].take(row, what, time.monotonic())
-                texts[number].tell()
+                texts[number].emit()
             if all(one.reason is not None for one in texts):
                 return
             last = torch.tensor([[max(0, one.ids[-1])] for one in texts], device=device)

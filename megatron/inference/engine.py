@@ -1,11 +1,11 @@
-"""Requests decoded together: which go into each step, where they are stored, and what becomes of them.
+"""Continuous batching: schedules requests into steps, allocates their KV cache, and returns their tokens.
 
-    submit -> waiting -> running: prompt read in pieces -> a token a step -> reply
+    submit -> waiting -> running: chunked prefill -> decoding, a token a step -> reply
                  ^            |
-                 +------------+  when blocks run short, who came last waits again, and is read anew with what it said
+                 +------------+  preempted when blocks run short, last come first; its tokens are recomputed later
 
-Each step is one forward pass of the network over the next tokens of all running requests: of those that decode one each (with
-a draft's guesses more), and of prompts as many as the step has room for. A request's tokens do not depend on what else is in
+Each step is one forward pass over the next tokens of all running requests: one of each that decodes (plus its draft
+tokens), and as many prompt tokens as the step has room for. A request's tokens do not depend on what else is in
 the step. `submit` and `cancel` may be called from any thread, everything else from one.
 """
 
@@ -25,16 +25,16 @@ from megatron.core.config.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.inference.blocks import Blocks
+from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.cache import bytes_per_token
-from megatron.inference.crew import Crew, Found, Network, Order, Row, stored
-from megatron.inference import graphs
+from megatron.inference.model_runner import ModelRunner, SequenceOutput, CachedNetwork, StepInput, SequenceInput, stored
+from megatron.inference import cuda_graphs
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
-from megatron.inference.running import Running
-from megatron.inference.speculative import Draft, Heads
+from megatron.inference.sequence import SequenceState
+from megatron.inference.speculative import DraftNetwork, MTPDraft
 
-_MOST_BYTES = 4 * 10**9  # of the cache, unless another size is asked for
-_SCORED = 256  # places of prompts that a step asks for log-probabilities, so that logits stay small
+_MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
+_SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
 _RECORDINGS = 16  # shapes of a step
 _RATE_SECONDS = 10.0
 
@@ -42,8 +42,8 @@ _RATE_SECONDS = 10.0
 class Engine:
     """Continuous batching over the stages of a network.
 
-    stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, which guesses;
-    without, the network's own layers of multi-token prediction do. The first rank of the mesh submits and steps; all others call
+    stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, for
+    speculative decoding; without, the layers of multi-token prediction are used. The first rank of the mesh submits and steps; all others call
     `follow`. Raises `ConfigError` for settings that do not fit together.
     """
 
@@ -57,27 +57,28 @@ class Engine:
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
         count = _block_count(parts, config, self.max_length)
-        networks = [Network(part, blocks=count, block_size=size, depths=depths, recordings=_recordings(part, config)) for part, depths in parts]
-        self.crew = Crew(networks)
-        self.copies = [Blocks(count, size, sharing=config.inference_dynamic_batching_prefix_caching) for _ in range(self.mesh.dp.size)]
+        networks = [CachedNetwork(part, blocks=count, block_size=size, depths=depths, captured_graphs=_max_captured_graphs(part, config))
+                    for part, depths in parts]
+        self.runner = ModelRunner(networks)
+        self.allocators = [BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching) for _ in range(self.mesh.dp.size)]
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
-        self._inbox: deque[Running] = deque()
+        self._inbox: deque[SequenceState] = deque()
         self._cancelled: deque[int] = deque()
-        self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._running: list[SequenceState] = []
         self._counts: Counter[str] = Counter()
         # All keys from the start: other threads read it.
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
-        self._pace = Pace()
+        self._throughput = ThroughputMeter()
         self._after = _line_end(tokenizer)
-        guesser = Draft if draft else Heads if config.num_speculative_tokens else None
-        self._draft = guesser and guesser(self.crew, config.num_speculative_tokens, self._after)
+        guesser = DraftNetwork if draft else MTPDraft if config.num_speculative_tokens else None
+        self._draft = guesser and guesser(self.runner, config.num_speculative_tokens, self._after)
 
     def submit(self, request: Request, listener: Listener) -> int:
-        """Ask for a continuation; the number of the request. listener: hears of it, in the thread that steps.
+        """Add a request; returns its number. listener: called with its events, in the thread that steps.
 
-        Raises `ConfigError` for what can never be served, and `Busy` when too many wait.
+        Raises `ConfigError` for a request that can never be served, and `Busy` when too many wait.
         """
         refuse(self._refusals(request))
         if len(self._inbox) + len(self._waiting) >= self.config.inference_max_waiting_requests + self.config.inference_max_requests:
@@ -85,11 +86,11 @@ class Engine:
         ticket = next(self._tickets)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         end = () if request.ignore_eod else (self.tokenizer.eod,)
-        self._inbox.append(Running(ticket, replace(request, seed=seed), listener, self.tokenizer, ends={*request.stop_ids, *end}))
+        self._inbox.append(SequenceState(ticket, replace(request, seed=seed), listener, self.tokenizer, ends={*request.stop_ids, *end}))
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """Let a request go; its listener hears a last event. A request that is not there any more is none of our business."""
+        """Cancel a request; its listener gets a last event. A request that has already ended is ignored."""
         self._cancelled.append(ticket)
 
     @property
@@ -98,7 +99,7 @@ class Engine:
         return not (self._inbox or self._waiting or self._running or self._cancelled)
 
     def step(self) -> bool:
-        """One forward pass for all that can take part; False when there was nothing to do."""
+        """Run one forward pass over the scheduled requests; False when there was nothing to do."""
         self._take_in()
         chosen = self._schedule()
         if not any(chosen):
@@ -106,17 +107,17 @@ class Engine:
         if self._draft is not None:
             self._counts["proposed_tokens"] += self._draft.propose(chosen)
         rows = tuple(tuple(one.row(count, self._after) for one, count in shares) for shares in chosen)
-        found = self.crew.run(Order(0, rows))
+        found = self.runner.run(StepInput(0, rows))
         self._counts["steps"] += 1
-        for blocks, *copy in zip(self.copies, chosen, rows, found, strict=True):
-            for (one, _), row, what in zip(*copy, strict=True):
-                self._digest(one, row, what, blocks)
+        for blocks, *replica in zip(self.allocators, chosen, rows, found, strict=True):
+            for (one, _), row, what in zip(*replica, strict=True):
+                self._append_tokens(one, row, what, blocks)
         for one in (one for shares in chosen for one, _ in shares):
-            one.tell()
+            one.emit()
         return True
 
     def run(self, requests: Iterable[Request]) -> list[Reply]:
-        """Answer requests, in their order, in this thread. What the engine holds besides goes on meanwhile."""
+        """Run requests to their end in this thread; replies in the order of the requests. Other requests of the engine go on meanwhile."""
         replies: dict[int, Reply] = {}
 
         def keep(event: Event) -> None:
@@ -135,41 +136,41 @@ class Engine:
         return [replies[ticket] for ticket in tickets]
 
     def follow(self) -> None:
-        """On every rank but the first: take part in steps until the first closes."""
-        self.crew.follow()
+        """On every rank but the first: take part in steps until the first closes the engine."""
+        self.runner.follow()
 
-    def beat(self) -> None:
-        """To be called now and then while nothing is asked: other ranks wait only so long for a word."""
-        self.crew.beat()
+    def heartbeat(self) -> None:
+        """To be called now and then while idle, so that the collectives of other ranks do not time out."""
+        self.runner.heartbeat()
 
     def close(self) -> None:
-        """Give up all that is still asked, and let the other ranks go."""
+        """Cancel all requests, and end `follow` on the other ranks."""
         self._take_in()
         self._cancel([*self._waiting, *self._running])
-        self.crew.dismiss()
+        self.runner.shut_down()
 
     def fail(self, problem: str) -> None:
-        """Answer all that is asked with an error, as when a rank is gone. The engine cannot be used after."""
+        """End all requests with an error, as when a rank has died. The engine cannot be used afterwards."""
         self._waiting += self._inbox
         self._inbox.clear()
         for one in [*self._waiting, *self._running]:
             one.end("error", problem)
-            one.tell()
+            one.emit()
             self._finished["error"] += 1
         self._waiting.clear()
         self._running.clear()
 
-    def forget_beginnings(self) -> None:
-        """No text shares what was stored before, as when the weights have changed."""
-        for blocks in self.copies:
-            blocks.forget_all()
+    def clear_prefix_cache(self) -> None:
+        """Empty the prefix cache, as when the weights have changed."""
+        for blocks in self.allocators:
+            blocks.clear()
 
     def metrics(self) -> Metrics:
-        """Where the engine stands. May be called from any thread."""
-        capacity, available, kept = (sum(getattr(blocks, name) for blocks in self.copies) for name in ("capacity", "available", "kept"))
+        """Counters and gauges of the engine. May be called from any thread."""
+        capacity, available, kept = (sum(getattr(blocks, name) for blocks in self.allocators) for name in ("capacity", "available", "cached"))
         return Metrics(waiting=len(self._inbox) + len(self._waiting), running=len(self._running), blocks=capacity,
                        blocks_used=capacity - available, blocks_kept=kept, bytes_per_token=self._bytes, finished=dict(self._finished),
-                       tokens_per_second=self._pace.now(),
+                       tokens_per_second=self._throughput.now(),
                        **{name: self._counts[name] for name in ("requests", "steps", "prompt_tokens", "cached_tokens", "generated_tokens",
                                                                 "preempted", "proposed_tokens", "accepted_tokens")})
 
@@ -178,7 +179,7 @@ class Engine:
         size = self.model.true_vocab_size
         bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
         room = self.config.inference_dynamic_batching_max_tokens - self.config.inference_max_requests
-        capacity = self.copies[0].capacity * self.copies[0].size
+        capacity = self.allocators[0].capacity * self.allocators[0].size
         # The last token is never read, so that it needs neither a position nor a place in the cache.
         return [said for broken, said in (
             (total - (request.num_tokens > 0) > self.max_length, f"a prompt of {len(request.prompt)} tokens and {request.num_tokens} new "
@@ -190,7 +191,7 @@ class Engine:
         ) if broken]
 
     def _take_in(self) -> None:
-        """Submissions and cancellations that came since the last step."""
+        """Take over submissions and cancellations since the last step."""
         while self._inbox:
             self._waiting.append(self._inbox.popleft())
             self._counts["requests"] += 1
@@ -198,26 +199,26 @@ class Engine:
         if gone:
             self._cancel([one for one in (*self._waiting, *self._running) if one.ticket in gone])
 
-    def _cancel(self, those: Sequence[Running]) -> None:
-        """Let requests go."""
+    def _cancel(self, those: Sequence[SequenceState]) -> None:
+        """Cancel these requests."""
         for one in those:
             one.end("cancelled")
             self._leave(one)
-            one.tell()
+            one.emit()
         self._waiting = deque(one for one in self._waiting if one.reason is None)
 
-    def _schedule(self) -> list[list[tuple[Running, int]]]:
-        """For each copy of the network, who takes part in the next step and with how many tokens."""
-        budget = [self.config.inference_dynamic_batching_max_tokens] * len(self.copies)
-        scored = [_SCORED] * len(self.copies)
-        chosen: list[list[tuple[Running, int]]] = [[] for _ in self.copies]
-        for one in sorted(self._running, key=lambda one: (one.left > 1, one.ticket)):  # who decodes goes first
+    def _schedule(self) -> list[list[tuple[SequenceState, int]]]:
+        """For each data-parallel replica, the sequences of the next step and their numbers of tokens."""
+        budget = [self.config.inference_dynamic_batching_max_tokens] * len(self.allocators)
+        scored = [_SCORED] * len(self.allocators)
+        chosen: list[list[tuple[SequenceState, int]]] = [[] for _ in self.allocators]
+        for one in sorted(self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)):  # who decodes goes first
             if one in self._running:  # and was not asked to wait again for one before
                 self._share(one, budget, scored, chosen)
-        while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.copies):
+        while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.allocators):
             one = self._waiting[0]
-            copy = max(range(len(self.copies)), key=lambda copy: (budget[copy] > 0, -self._load(copy)))
-            if self._load(copy) >= self.config.inference_max_requests or not self._admit(one, copy, budget[copy]):
+            replica = max(range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._load(replica)))
+            if self._load(replica) >= self.config.inference_max_requests or not self._admit(one, replica, budget[replica]):
                 break
             self._waiting.popleft()
             self._running.append(one)
@@ -226,85 +227,85 @@ class Engine:
                 break
         return chosen
 
-    def _load(self, copy: int) -> int:
-        return sum(one.copy == copy for one in self._running)
+    def _load(self, replica: int) -> int:
+        return sum(one.replica == replica for one in self._running)
 
-    def _admit(self, one: Running, copy: int, budget: int) -> bool:
-        """Give a waiting request the beginning of its text that is stored already, if there is room for all of it."""
-        blocks = self.copies[copy]
-        beginning = [] if one.request.prompt_logprobs else blocks.beginning(one.ids)
+    def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
+        """Admit a waiting request with its cached prefix, if there is room for all of it."""
+        blocks = self.allocators[replica]
+        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids)
         # One block more for each that runs here, so that a new one does not push out an old one at once.
-        needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._load(copy)
+        needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._load(replica)
         left = len(one.ids) - len(beginning) * blocks.size
         whole = self.config.enable_chunked_prefill or left <= budget
         # Alone it always gets in, since what could never fit was refused: else it might wait for ever.
-        if self._load(copy) and (budget < 1 or not whole or needed > blocks.available):
-            blocks.give_back(beginning)
+        if self._load(replica) and (budget < 1 or not whole or needed > blocks.available):
+            blocks.release(beginning)
             return False
-        one.admit(copy, beginning, blocks)
+        one.admit(replica, beginning, blocks)
         self._counts["cached_tokens"] += one.computed
         return True
 
-    def _share(self, one: Running, budget: list[int], scored: list[int], chosen: list[list[tuple[Running, int]]]) -> None:
-        """Put a request into the step with as many tokens as there is room for."""
-        count = min(one.left, budget[one.copy])
+    def _share(self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]) -> None:
+        """Put a request into the step with as many tokens as the budget allows."""
+        count = min(one.num_uncomputed, budget[one.replica])
         if one.scores_prompt:
-            count = min(count, scored[one.copy])
-        guesses = one.room(self.config.num_speculative_tokens)
-        if count < 1 or not self._store(one, one.computed + count + guesses, chosen[one.copy]):
+            count = min(count, scored[one.replica])
+        guesses = one.max_drafts(self.config.num_speculative_tokens)
+        if count < 1 or not self._store(one, one.computed + count + guesses, chosen[one.replica]):
             return
-        budget[one.copy] -= count + guesses
-        scored[one.copy] -= count * one.scores_prompt
-        chosen[one.copy].append((one, count))
+        budget[one.replica] -= count + guesses
+        scored[one.replica] -= count * one.scores_prompt
+        chosen[one.replica].append((one, count))
 
-    def _store(self, one: Running, tokens: int, chosen: list[tuple[Running, int]]) -> bool:
-        """Blocks for so many tokens; who came last makes room if there are none, which may be the request itself."""
-        blocks = self.copies[one.copy]
+    def _store(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
+        """Allocate blocks for so many tokens; preempts the last come if there are none, which may be the request itself."""
+        blocks = self.allocators[one.replica]
         while len(one.blocks) < blocks.needed(tokens):
             if blocks.available:
                 one.grow(blocks)
                 continue
-            last = max((other for other in self._running if other.copy == one.copy), key=lambda other: other.ticket)
+            last = max((other for other in self._running if other.replica == one.replica), key=lambda other: other.ticket)
             self._counts["preempted"] += 1
             self._running.remove(last)
             chosen[:] = [share for share in chosen if share[0] is not last]
-            last.wait_again(blocks)
+            last.preempt(blocks)
             self._waiting.appendleft(last)
             if last is one:
                 return False
         return True
 
-    def _digest(self, one: Running, row: Row, found: Found, blocks: Blocks) -> None:
-        """What a step found for a request."""
+    def _append_tokens(self, one: SequenceState, row: SequenceInput, found: SequenceOutput, blocks: BlockAllocator) -> None:
+        """Append the output of a step to a request."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
         made = one.take(row, found, time.monotonic())
         self._counts["accepted_tokens"] += max(0, made - 1) if guesses else 0
         self._counts["generated_tokens"] += made
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
-        self._pace.add(made)
+        self._throughput.add(made)
         if one.reason != "error":
             one.publish(blocks, one.computed if self._draft is None else one.drafted)
         if one.reason is not None:
             self._leave(one)
 
-    def _leave(self, one: Running) -> None:
-        """A request that has ended lets its blocks go."""
+    def _leave(self, one: SequenceState) -> None:
+        """Release the blocks of a request that has ended."""
         if one in self._running:
             self._running.remove(one)
-            one.let_go(self.copies[one.copy])
+            one.release_blocks(self.allocators[one.replica])
         assert one.reason is not None, "who leaves has ended"
         self._finished[one.reason] += 1
 
 
-class Pace:
-    """Tokens a second, of which those of the last seconds count most."""
+class ThroughputMeter:
+    """Tokens per second, exponentially averaged over the last seconds."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
         self._rate = 0.0
 
     def add(self, count: int) -> None:
-        """So many tokens have been made."""
+        """Count new tokens."""
         now = time.monotonic()
         self._rate = self._rate * math.exp((self._last - now) / _RATE_SECONDS) + count / _RATE_SECONDS
         self._last = now
@@ -336,7 +337,7 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
         found.append(f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
                      "with the same tokenizer")
     asked = config.inference_dynamic_batching_num_cuda_graphs
-    if asked and (reason := graphs.unfit(stages)):
+    if asked and (reason := cuda_graphs.unfit(stages)):
         found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
     longest = config.inference_max_seq_length or build.model.max_position_embeddings
     if draft and draft[0].build.model.max_position_embeddings < longest:
@@ -345,14 +346,14 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
     return found
 
 
-def _recordings(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
-    """Shapes of a step that are kept recorded: those asked for, or a few where that is possible."""
+def _max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
+    """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
     asked = config.inference_dynamic_batching_num_cuda_graphs
-    return asked if asked is not None else 0 if graphs.unfit(stages) else _RECORDINGS
+    return asked if asked is not None else 0 if cuda_graphs.unfit(stages) else _RECORDINGS
 
 
 def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
-    """Blocks of the cache, with the first, which is nobody's; the same number on every rank. parts: (stages, depths that guess)."""
+    """Blocks of the cache, block 0 included; the same number on every rank. parts: (stages, depths of multi-token prediction)."""
     size = config.inference_dynamic_batching_block_size
     mine = 0
     for stages, depths in parts:

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for programmes that ask from many threads or from an event loop.
+"""An engine in a thread of its own, for programs that submit requests from many threads or from an event loop.
 
     with Service(engine) as service:
         stream = service.submit(Request(prompt))
@@ -20,10 +20,10 @@ from types import TracebackType
 
 from megatron.core.parallel.device import claim
 from megatron.inference.engine import Engine
-from megatron.inference.ranks import Roll
+from megatron.inference.liveness import RankLiveness
 from megatron.inference.requests import Event, Listener, Reply, Request
 
-_BEAT_SECONDS = 60.0  # well below the time after which ranks give up on each other
+_HEARTBEAT_SECONDS = 60.0  # well below the time after which ranks give up on each other
 _EXPLAINED_SECONDS = 1.0  # after a failure, for the news that a rank is lost
 _STUCK_SECONDS = 3.0  # after that news, for a collective to fail; some never do
 
@@ -37,7 +37,7 @@ class RankLost(Exception):
 
 
 class Stream:
-    """The events of one request, to be walked through once by one thread."""
+    """The events of one request; iterate over it once, in one thread."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -52,18 +52,18 @@ class Stream:
             yield event
 
     def reply(self) -> Reply:
-        """Wait for the end. What comes before is passed over."""
+        """Wait for the reply; events before it are discarded."""
         for _ in self:
             pass
         assert self._reply is not None, "the last event brings the reply"
         return self._reply
 
     def cancel(self) -> None:
-        """Want no more. The reply comes soon, with what there is."""
+        """Cancel the request; it completes with the tokens generated so far."""
         self._service.cancel(self.ticket)
 
-    def hear(self, event: Event) -> None:
-        """The engine's news."""
+    def on_event(self, event: Event) -> None:
+        """Called by the engine with each event."""
         self._events.put(event)
 
 
@@ -72,8 +72,8 @@ class Service:
     one of several ranks is lost.
     """
 
-    def __init__(self, engine: Engine, roll: Roll | None = None) -> None:
-        self.engine, self._roll = engine, roll or Roll()
+    def __init__(self, engine: Engine, liveness: RankLiveness | None = None) -> None:
+        self.engine, self._liveness = engine, liveness or RankLiveness()
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._closing, self._ending, self._failure = "", False, ""
@@ -88,43 +88,43 @@ class Service:
 
     @property
     def failure(self) -> str:
-        """What ended the engine; empty while it works."""
-        return self._failure or ("" if self._ending else self._roll.lost)
+        """Why the engine failed; empty while it works."""
+        return self._failure or ("" if self._ending else self._liveness.lost)
 
     @property
     def closing(self) -> str:
-        """Why no more requests are taken; empty while they are."""
+        """Why no more requests are accepted; empty while they are."""
         return self._closing
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Stream:
-        """Ask for a continuation. With a listener the stream stays empty, and serves to cancel.
+        """Submit a request. With a listener the stream stays empty, and only serves to cancel.
 
-        Raises `ConfigError`, `Busy`, and `Stopped` when nothing is taken any more.
+        Raises `ConfigError`, `Busy`, and `Stopped` when no more requests are accepted.
         """
         stream = Stream(self)
         with self._lock:
             if self.failure or self._closing:
                 raise Stopped(self.failure or self._closing)
-            stream.ticket = self.engine.submit(request, listener or stream.hear)
+            stream.ticket = self.engine.submit(request, listener or stream.on_event)
         self._news.set()
         return stream
 
     def cancel(self, ticket: int) -> None:
-        """Let a request go."""
+        """Cancel a request."""
         self.engine.cancel(ticket)
         self._news.set()
 
     def ask(self, requests: Sequence[Request]) -> list[Reply]:
-        """Wait for the replies to all of these, in their order."""
+        """Submit these requests and wait for all replies, in their order."""
         streams = [self.submit(request) for request in requests]
         return [stream.reply() for stream in streams]
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Take no more requests, and wait so long for those that are there; whether all have ended."""
+        """Accept no more requests, and wait up to so many seconds for the running ones; returns whether all have ended."""
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
@@ -133,10 +133,10 @@ class Service:
         return self.engine.idle
 
     def stop(self) -> None:
-        """Take no more requests, cancel those that are there, let the other ranks go, and wait until that is done."""
+        """Accept no more requests, cancel the running ones, end `follow` on the other ranks, and wait for the thread."""
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service has ended"
-        lost = self.failure and self._roll.lost
+        lost = self.failure and self._liveness.lost
         self._ending = not lost
         self._news.set()
         self._thread.join(_STUCK_SECONDS if lost else None)
@@ -145,16 +145,16 @@ class Service:
         claim(self.engine.mesh.device)
         try:
             while not self._ending:
-                if self._roll.lost:
-                    raise RankLost(self._roll.lost)
+                if self._liveness.lost:
+                    raise RankLost(self._liveness.lost)
                 if self.engine.step():
                     continue
-                if not self._news.wait(_BEAT_SECONDS):
-                    self.engine.beat()
+                if not self._news.wait(_HEARTBEAT_SECONDS):
+                    self.engine.heartbeat()
                 self._news.clear()
             self.engine.close()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
-            lost = self._roll.wait(_EXPLAINED_SECONDS)
+        except BaseException as error:  # noqa: BLE001 - every waiting request must get an answer
+            lost = self._liveness.wait(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
                 self.engine.fail(self._failure)

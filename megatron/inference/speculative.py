@@ -1,17 +1,17 @@
-"""Speculative decoding: a small network, or layers of the network's own, guess the next tokens, and the network checks
-all guesses in one pass.
+"""Speculative decoding: a small draft network, or the network's own layers of multi-token prediction, propose the next tokens,
+and the network verifies all proposals in one pass.
 
-A guess counts only where it is the token that the large network picks itself, with the same random number: so texts are the
-same with a draft and without, for every setting, and only the number of passes differs. (Leviathan et al., 2023, accept by a
-coin instead, which needs the draft's distribution and changes which tokens a seed gives.) The draft draws with the same numbers,
-which makes it guess what the large network will draw.
+A proposal is accepted only where it is the token that the large network samples itself, with the same random number: outputs are the
+same with a draft and without, for every setting, and only the number of passes differs. (Leviathan et al., 2023, accept by
+rejection sampling instead, which needs the draft's distribution and changes which tokens a seed gives.) The draft samples with the
+same random numbers, which makes its proposals likely to agree.
 
-Both networks store a text under the same table of blocks, each in a cache of its own. So do the layers of multi-token prediction,
-each of them; what they read of the network, its states, is stored beside.
+Both networks use the same block table of a sequence, each in a KV cache of its own. So does each depth of multi-token prediction;
+the hidden states of the network that it reads are stored beside.
 
-    known          t0 t1 t2 t3           the network has read t0 to t2, and picked t3
+    known          t0 t1 t2 t3           the network has processed t0 to t2, and sampled t3
     depth 1        t1 t2 t3 > g1         the state of t2 and the vector of t3: what comes after t3
-    depth 2        t2 t3 g1 > g2         its last key is that of a guess, and is made again when the token is known
+    depth 2        t2 t3 g1 > g2         its last key is that of a proposal, and is recomputed when the token is known
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron.inference.crew import Crew, Order, Row
-from megatron.inference.running import Running
+from megatron.inference.model_runner import ModelRunner, StepInput, SequenceInput
+from megatron.inference.sequence import SequenceState
 
-_DRAFT = 1  # number of the draft among the crew's networks
+_DRAFT = 1  # index of the draft among the runner's networks
 
-Shares = Sequence[tuple[Running, int]]
+Shares = Sequence[tuple[SequenceState, int]]
 
 
-class Draft:
-    """The second network of a crew, which guesses at most `most` tokens ahead. after: what never follows what."""
+class DraftNetwork:
+    """Proposes up to `most` tokens with the second network of a runner. after: banned (id, next id) pairs."""
 
-    def __init__(self, crew: Crew, most: int, after: Sequence[tuple[int, int]]) -> None:
-        self._crew, self._most, self._after = crew, most, after
+    def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
+        self._runner, self._most, self._after = runner, most, after
 
     def propose(self, chosen: Sequence[Shares]) -> int:
-        """Guess for each text that is decoded in the next step, and read what is read by the others; the number of guesses."""
+        """Propose tokens for each sequence that decodes in the next step, and process the prompt tokens of the others; number of proposals."""
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
         self._pass(chosen, guesses, self._first)
         for step in range(1, self._most):
-            going = [[(one, count) for one, count in shares if one.room(self._most) > step] for shares in chosen]
+            going = [[(one, count) for one, count in shares if one.max_drafts(self._most) > step] for shares in chosen]
             if not any(going):
                 break
             self._pass(going, guesses, self._next)
@@ -47,59 +47,60 @@ class Draft:
                 one.drafts = tuple(guesses[one.ticket])
         return sum(map(len, guesses.values()))
 
-    def _pass(self, chosen: Sequence[Shares], guesses: dict[int, list[int]], make: Callable[[Running, int, list[int]], Row]) -> None:
-        """One pass of the draft over a row of each text; its guesses are appended."""
+    def _pass(self, chosen: Sequence[Shares], guesses: dict[int, list[int]], make: Callable[[SequenceState, int, list[int]], SequenceInput]) -> None:
+        """One pass of the draft over a row of each sequence; its proposals are appended to `guesses`."""
         rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
-        for shares, found in zip(chosen, self._crew.run(Order(_DRAFT, rows)), strict=True):
+        for shares, found in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
             for (one, _), what in zip(shares, found, strict=True):
-                guesses[one.ticket] += [max(0, token) for token in what.ids]  # of a draft that has no idea any guess will do
+                guesses[one.ticket] += [max(0, token) for token in what.ids]  # logits that are not finite give -1; any id will do
 
-    def _first(self, one: Running, count: int, _: list[int]) -> Row:
-        """What the draft has not read of the tokens that the network will have read after the step."""
+    def _first(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
+        """The tokens that the network will have processed after the step, and the draft has not."""
         end = one.computed + count
-        row = Row(tuple(one.ids[one.drafted:end]), one.drafted, tuple(one.blocks))
+        row = SequenceInput(tuple(one.ids[one.drafted:end]), one.drafted, tuple(one.blocks))
         one.drafted = end
-        return replace(row, wanted=1, draws=one.draws(self._after)) if one.room(self._most) else row
+        return replace(row, wanted=1, sampling_state=one.sampling_state(self._after)) if one.max_drafts(self._most) else row
 
-    def _next(self, one: Running, _: int, guessed: list[int]) -> Row:
-        """The last guess, to be followed by another."""
-        draws = one.draws(self._after)
-        seen = (*draws.seen, *guessed) if draws.seen else ()
-        row = Row((guessed[-1],), len(one.ids) + len(guessed) - 1, tuple(one.blocks), wanted=1,
-                  draws=replace(draws, first=draws.first + len(guessed), seen=seen))
+    def _next(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
+        """The last proposal, as input for the next."""
+        sampling_state = one.sampling_state(self._after)
+        seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
+        row = SequenceInput((guessed[-1],), len(one.ids) + len(guessed) - 1, tuple(one.blocks), wanted=1,
+                  sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen))
         one.drafted = row.start + 1
         return row
 
 
-class Heads:
-    """The network's own layers of multi-token prediction as its draft: depth k guesses the k-th of at most `most` tokens."""
+class MTPDraft:
+    """Uses the network's layers of multi-token prediction as the draft: depth k proposes the k-th of at most `most` tokens."""
 
-    def __init__(self, crew: Crew, most: int, after: Sequence[tuple[int, int]]) -> None:
-        self._crew, self._most, self._after = crew, most, after
+    def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
+        self._runner, self._most, self._after = runner, most, after
 
     def propose(self, chosen: Sequence[Shares]) -> int:
-        """Read what the network has read, and guess for each text that is decoded in the next step; the number of guesses."""
+        """Process what the network has processed, and propose tokens for each sequence that decodes in the next step; number of proposals."""
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
         for depth in range(1, self._most + 1):
             rows = [[(one, row) for one, _ in shares if (row := self._row(one, depth, guesses[one.ticket])).ids] for shares in chosen]
             if not any(rows):
                 continue
-            found = self._crew.run(Order(0, tuple(tuple(row for _, row in copy) for copy in rows), depth))
-            for copy, whats in zip(rows, found, strict=True):
-                for (one, _), what in zip(copy, whats, strict=True):
+            found = self._runner.run(StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth))
+            for replica, whats in zip(rows, found, strict=True):
+                for (one, _), what in zip(replica, whats, strict=True):
                     guesses[one.ticket] += [max(0, token) for token in what.ids]
         for shares in chosen:
             for one, _ in shares:
                 one.drafted, one.drafts = one.computed, tuple(guesses[one.ticket])
         return sum(map(len, guesses.values()))
 
-    def _row(self, one: Running, depth: int, guessed: Sequence[int]) -> Row:
-        """The tokens `depth` places ahead of those that this depth has not read, or has read with a guess ahead of them."""
+    def _row(self, one: SequenceState, depth: int, guessed: Sequence[int]) -> SequenceInput:
+        """The tokens `depth` positions ahead of those that this depth has not processed, or has processed next to a proposal."""
         known = len(one.ids) + len(guessed)
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)
         ids = tuple(one.ids[start + depth:end + depth]) + tuple(guessed)
-        row = Row(ids[:max(0, end - start)], start, tuple(one.blocks))
-        if one.room(self._most) < depth:
+        row = SequenceInput(ids[:max(0, end - start)], start, tuple(one.blocks))
+        if one.max_drafts(self._most) < depth:
             return row
-        draws = one.draws(self._after)
-        return replace(row, wanted=1, draws=replace(draws, first=draws.first + len(guessed), seen=(*draws.seen, *guessed) if draws.seen else ()))
+        sampling_state = one.sampling_state(self._after)
+        seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
+        return replace(row, wanted=1, sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen))

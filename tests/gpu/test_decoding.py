@@ -17,15 +17,15 @@ from tests.unit.inference.serving import BASE, KINDS, greedy, prompts
 pytestmark = pytest.mark.gpu
 
 
-def said(device: str, recordings: int | None, **changes: Any) -> list[tuple[int, ...]]:
+def said(device: str, captured_graphs: int | None, **changes: Any) -> list[tuple[int, ...]]:
     """Greedy continuations of random prompts, from values drawn on the CPU."""
     settings = tiny.config(1, **{**BASE, **changes, "fp64": False, "use_cpu_initialization": True})
     run = tiny.run_of(settings, torch.device(device))
     stages = [tiny.gpt(run, spec).materialize(7, draw_on=torch.device("cpu")).eval() for spec in stages_of(run.config)]
-    config = InferenceConfig(inference_max_requests=5, inference_dynamic_batching_num_cuda_graphs=recordings)
+    config = InferenceConfig(inference_max_requests=5, inference_dynamic_batching_num_cuda_graphs=captured_graphs)
     engine = Engine(stages, NullTokenizer(tiny.VOCABULARY - 1), config)
-    if recordings is None:
-        assert engine.crew.networks[0].recordings is not None, "recorded wherever it can be"
+    if captured_graphs is None:
+        assert engine.runner.networks[0].captured_graphs is not None, "recorded wherever it can be"
     return [reply.ids for reply in engine.run([greedy(text, 20) for text in prompts(7)])]
 
 

@@ -29,7 +29,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megatron.inference.server import openai, put_api
-from megatron.inference.server.asking import Call, Gone, Searches, unless_gone
+from megatron.inference.server.request_handling import PendingRequests, ClientDisconnected, Searches, until_disconnected
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.fields import Refused
 from megatron.inference.server.metrics import CONTENT_TYPE, exposition
@@ -49,7 +49,7 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 
-class Door:
+class RequestFilter:
     """Around the app: checks the host and the token, counts and logs answers. No prompt and no answer is ever logged."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, hosts: Collection[str],
@@ -94,7 +94,7 @@ def host_of(header: bytes) -> str:
     return re.sub(r":\d*$", "", header.decode("latin-1").strip().lower()).rstrip(".")
 
 
-def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()) -> Door:
+def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()) -> RequestFilter:
     """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything. hosts:
     names of this server, if only those may be called.
     """
@@ -112,11 +112,11 @@ def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", ho
     async def unserved(request: Request, error: HTTPException) -> Response:
         return error_answer(request.url.path, Refused(str(error.detail), error.status_code, error.headers))
 
-    @app.exception_handler(Gone)
-    async def gone(request: Request, error: Gone) -> Response:
+    @app.exception_handler(ClientDisconnected)
+    async def gone(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    return Door(app, token, hosts, answers)
+    return RequestFilter(app, token, hosts, answers)
 
 
 def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
@@ -157,13 +157,13 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
     @app.post("/api")
     async def api(request: Request) -> Response:
         body = await body_of(request, serving)
-        return json_answer(await unless_gone(put_api.generate(body, serving, searches), request.receive))
+        return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
 
     async def answer(request: Request, asked: openai.Asked) -> Response:
-        call = Call(serving.service, asked.requests)
+        call = PendingRequests(serving.service, asked.requests)
         if asked.streams:
             return Chunks(call, awake(openai.chunks(asked, call, serving), serving.limits.silence_seconds))
-        return json_answer(await unless_gone(openai.whole(asked, call, serving), request.receive))
+        return json_answer(await until_disconnected(openai.whole(asked, call, serving), request.receive))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -179,7 +179,7 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
 class Chunks(StreamingResponse):
     """Server-sent events; a client who leaves, even before the first of them, lets the requests go."""
 
-    def __init__(self, call: Call, content: AsyncIterator[str]) -> None:
+    def __init__(self, call: PendingRequests, content: AsyncIterator[str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._call = call
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.asking import Call
+from megatron.inference.server.request_handling import PendingRequests
 from megatron.inference.server.chat import Chat, messages_of
 from megatron.inference.server.fields import Field, Refused, anything, boolean, integer, is_integer, number, only, read, text
 from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, told
@@ -155,7 +155,7 @@ def _requests(asked: dict[str, Any], serving: Serving, prompts: Sequence[tuple[i
     return tuple(found)
 
 
-async def whole(asked: Asked, call: Call, serving: Serving) -> dict[str, Any]:
+async def whole(asked: Asked, call: PendingRequests, serving: Serving) -> dict[str, Any]:
     """The answer, when it is there."""
     replies = await call.replies()
     choices = []
@@ -170,7 +170,7 @@ async def whole(asked: Asked, call: Call, serving: Serving) -> dict[str, Any]:
     return {**_head(asked, serving, kind), "choices": choices, "usage": _usage(asked, replies)}
 
 
-async def chunks(asked: Asked, call: Call, serving: Serving) -> AsyncIterator[str]:
+async def chunks(asked: Asked, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
     """The answer as server-sent events, the last of which is [DONE]."""
     head = _head(asked, serving, "chat.completion.chunk" if asked.chat else "text_completion")
     usage = {"usage": None} if (asked.fields["stream_options"] or {}).get("include_usage") else {}

@@ -18,7 +18,7 @@ from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
 from megatron.inference.generate import following, segments
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.asking import Call, Searches
+from megatron.inference.server.request_handling import PendingRequests, Searches
 from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
 from megatron.inference.server.serving import Serving, cooled, told
 
@@ -99,7 +99,7 @@ async def generate(body: bytes, serving: Serving, searches: Searches) -> dict[st
         beams = await searches.run(_search(asked, requests[0], serving))
         return {"text": [asked["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams],
                 "segments": [_segments(serving, requests[0], beam.ids) for beam in beams], "scores": [beam.score for beam in beams]}
-    replies = await Call(serving.service, requests).replies()
+    replies = await PendingRequests(serving.service, requests).replies()
     return {"text": [prompt + reply.text for prompt, reply in zip(asked["prompts"], replies, strict=True)],
             "segments": [_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)],
             "logprobs": [_logprobs(reply) for reply in replies] if asked["logprobs"] else None,

@@ -18,7 +18,7 @@ import uvicorn
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.engine import Engine
-from megatron.inference.server.app import Door
+from megatron.inference.server.app import RequestFilter
 from megatron.inference.service import Service
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     listened at.
     """
 
-    def __init__(self, app: Door, service: Service, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
+    def __init__(self, app: RequestFilter, service: Service, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off",
                                         ws="none", timeout_graceful_shutdown=_LEAVING_SECONDS))
         self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
@@ -90,7 +90,8 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: Door, service: Service, sock: socket.socket, *, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
+def serve(app: RequestFilter, service: Service, sock: socket.socket, *, drain_seconds: float,
+          ready: Callable[[str], None] = lambda address: None) -> None:
     """Serve on a socket until a signal. The service has been started; it has stopped when this returns. ready: is told the address
     when it is listened at. Raises `ServerFailed`.
     """

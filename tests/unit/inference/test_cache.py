@@ -18,13 +18,13 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
         monkeypatch.setattr(cache, "_views", lambda *_: [])
     monkeypatch.setattr(cache, "_CALL", 0)
     read: Counter[str] = Counter()
-    for way in (cache.Group, cache._View):
+    for way in (cache.CacheGroup, cache._View):
         monkeypatch.setattr(way, "keys", lambda self, *how, old=way.keys, name=way.__name__: (read.update([name]), old(self, *how))[1])
     model, texts = network(kind), prompts(6, longest=20)
     settings: dict[str, Any] = {"block": 3, "tokens": 9, "together": 4, "sharing": False}
     replies = engine_of(model, **settings).run([greedy(text, 12 + number) for number, text in enumerate(texts)])
     assert [list(reply.ids) for reply in replies] == [slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)]
-    assert set(read) == {"_View" if place == "in place" else "Group"}
+    assert set(read) == {"_View" if place == "in place" else "CacheGroup"}
 
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:

@@ -166,7 +166,7 @@ def test_what_is_kept_gives_way_to_what_is_needed() -> None:
 def test_forgotten_beginnings_are_read_anew() -> None:
     engine, text = engine_of(network(), block=4), prompts(1, shortest=20, longest=20)[0]
     engine.run([greedy(text, 2)])
-    engine.forget_beginnings()
+    engine.clear_prefix_cache()
     (reply,) = engine.run([greedy(text, 2)])
     assert reply.cached_tokens == 0
 

@@ -59,7 +59,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     if not engine.mesh.world.is_first:
         engine.follow()
         return None
-    engine.beat()
+    engine.heartbeat()
     replies = engine.run(requests())
     assert engine.metrics().blocks_used == 0
     engine.close()

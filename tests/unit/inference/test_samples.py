@@ -15,7 +15,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.inference.cache import Pool
+from megatron.inference.cache import KVCache
 from megatron.inference.samples import Prompts, continuations, read_prompts
 from megatron.inference.sampling import Sampling
 from megatron.training.evaluate import resting
@@ -90,7 +90,7 @@ def test_training_does_not_notice_samples(kind: str) -> None:
 
 def pools() -> set[int]:
     """Caches that are alive."""
-    return {id(thing) for thing in gc.get_objects() if type(thing) is Pool}
+    return {id(thing) for thing in gc.get_objects() if type(thing) is KVCache}
 
 
 def test_samples_are_what_the_network_says_and_leave_no_memory_behind() -> None:

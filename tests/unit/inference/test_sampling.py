@@ -22,7 +22,7 @@ def softmax(values: list[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def promised(sampling: Sampling) -> list[float]:
+def reserved(sampling: Sampling) -> list[float]:
     """The distribution of LOGITS under these settings, from its definition, in plain Python."""
     values = [value / sampling.temperature for value in LOGITS.tolist()]
     order = sorted(range(len(values)), key=lambda token: -values[token])
@@ -70,7 +70,7 @@ SETTINGS = [Sampling(), Sampling(temperature=0.5), Sampling(temperature=2.0), Sa
 @pytest.mark.parametrize("source", [picked, drawn])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampling, source: Callable[[Sampling], list[int]]) -> None:
-    shares, counts = promised(sampling), source(sampling)
+    shares, counts = reserved(sampling), source(sampling)
     assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0), counts
     statistic, freedom = chi_squared(counts, shares)
     # Wilson and Hilferty's approximation of the quantile that chance exceeds once in 10,000 times
@@ -81,13 +81,13 @@ def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampl
 def test_the_chi_squared_test_can_tell_settings_apart() -> None:
     for wrong in (Sampling(temperature=1.1), Sampling(top_k=6), Sampling(top_p=0.97)):
         for source in (picked, drawn):
-            statistic, freedom = chi_squared(source(wrong), promised(Sampling()))
+            statistic, freedom = chi_squared(source(wrong), reserved(Sampling()))
             assert statistic > 5 * freedom, wrong
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_probabilities_are_the_definition(sampling: Sampling) -> None:
-    torch.testing.assert_close(probabilities(LOGITS.double(), sampling), torch.tensor(promised(sampling), dtype=torch.float64))
+    torch.testing.assert_close(probabilities(LOGITS.double(), sampling), torch.tensor(reserved(sampling), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_k=1, top_p=0.9, temperature=0.0),
@@ -137,7 +137,7 @@ def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
 @pytest.mark.parametrize("number", [0.0, 0.3, 0.7, 1.0 - 2.0**-52])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling, number: float) -> None:
-    shares = promised(sampling)
+    shares = reserved(sampling)
     token = int(pick(LOGITS[None].double(), [sampling], [number]))
     assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[:token + 1]) + 1e-12
 

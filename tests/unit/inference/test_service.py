@@ -98,11 +98,11 @@ def test_a_failure_is_told_to_everyone_who_waits_and_to_everyone_who_comes() -> 
     with Service(engine) as service:
         events: list[Event] = []
 
-        def hear(event: Event) -> None:
-            engine.crew.run = broken  # type: ignore[method-assign]
+        def on_event(event: Event) -> None:
+            engine.runner.run = broken  # type: ignore[method-assign]
             events.append(event)
 
-        service.submit(LONG, hear)
+        service.submit(LONG, on_event)
         waits = service.submit(LONG)
         assert waits.reply().reason == "error" and "a rank is gone" in waits.reply().problem
         while not service.failure:

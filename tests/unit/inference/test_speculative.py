@@ -11,7 +11,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Ahead, Losses
 from megatron.inference.requests import Request
-from megatron.inference.running import Running
+from megatron.inference.sequence import SequenceState
 from megatron.inference.sampling import Sampling
 from tests.unit.inference.serving import LATENT, engine_of, gigabytes, greedy, network, prompts, slowly, stages_on
 
@@ -111,8 +111,8 @@ def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
 def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_predict(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stages_on(1, **AHEAD[kind])[0]
     engine, seen = engine_of(model, guesses=2, block=4, tokens=12, together=3), list[tuple[tuple[int, ...], tuple[int, ...]]]()
-    row = Running.row
-    monkeypatch.setattr(Running, "row", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how))
+    row = SequenceState.row
+    monkeypatch.setattr(SequenceState, "row", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how))
     texts = prompts(3, shortest=3, longest=20)
     replies = engine.run([greedy(text, 9) for text in texts])
     assert [list(reply.ids) for reply in replies] == [slowly(model, text, 9)[0] for text in texts]

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.inference.ranks import Roll, gathered, roll_call
+from megatron.inference.liveness import RankLiveness, gathered, watch_ranks
 from megatron.inference.service import Service, Stopped
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -23,14 +23,14 @@ NAME = "rank 1 of 2 (process 7 on there)"
 
 
 @contextmanager
-def watched() -> Iterator[tuple[Roll, socket.socket]]:
+def watched() -> Iterator[tuple[RankLiveness, socket.socket]]:
     """A roll of one other rank, and that rank's end of the connection."""
-    roll = Roll()
+    liveness = RankLiveness()
     with ExitStack() as stack:
         ours, theirs, here, there = (stack.enter_context(end) for _ in range(2) for end in socket.socketpair())
-        watching = threading.Thread(target=roll.watch, args=({ours: NAME}, there))
+        watching = threading.Thread(target=liveness.watch, args=({ours: NAME}, there))
         watching.start()
-        yield roll, theirs
+        yield liveness, theirs
         here.close()
         watching.join(30)
         assert not watching.is_alive()
@@ -45,7 +45,7 @@ def wait_for(service: Service) -> str:
 
 
 def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
-    with watched() as (roll, rank), Service(engine_of(network()), roll) as service:
+    with watched() as (liveness, rank), Service(engine_of(network()), liveness) as service:
         assert service.ask([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure == ""
         rank.close()
         assert wait_for(service) == f"{NAME} has ended"
@@ -55,22 +55,22 @@ def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
 
 def test_the_lost_rank_explains_a_pass_that_fails() -> None:
     engine = engine_of(network())
-    with watched() as (roll, rank), Service(engine, roll) as service:
+    with watched() as (liveness, rank), Service(engine, liveness) as service:
         def broken(*_: Any) -> None:
             threading.Timer(0.1, rank.close).start()  # the news may come after the failure
             raise RuntimeError("Connection closed by peer")
 
-        engine.crew.run = broken  # type: ignore[method-assign]
+        engine.runner.run = broken  # type: ignore[method-assign]
         reply = service.submit(greedy((3, 1, 4), 2)).reply()
         assert reply.reason == "error" and reply.problem == f"{NAME} has ended" == wait_for(service)
 
 
 def test_ranks_that_leave_after_the_end_are_not_lost() -> None:
-    with watched() as (roll, rank):
-        with Service(engine_of(network()), roll) as service:
+    with watched() as (liveness, rank):
+        with Service(engine_of(network()), liveness) as service:
             pass
         rank.close()
-        while not roll.lost:
+        while not liveness.lost:
             time.sleep(0.001)
         assert service.failure == ""
 
@@ -94,10 +94,10 @@ def test_a_stranger_is_no_rank() -> None:
 def called(leaves: bool) -> str:
     """On every rank: a roll call, from which the second goes early or not."""
     mesh = Mesh.build(tiny.config(2, tensor_model_parallel_size=2).parallel, tiny.run_of(tiny.config()).mesh.device)
-    with roll_call(mesh, "localhost") as roll:
+    with watch_ranks(mesh, "localhost") as liveness:
         if leaves and not mesh.world.is_first:
             return ""
-        lost = roll.wait(60.0 if leaves else 0.2)
+        lost = liveness.wait(60.0 if leaves else 0.2)
         if not leaves:
             dist.barrier()
         return lost

@@ -1,9 +1,9 @@
-"""One forward pass over new tokens of many texts, on all ranks that hold the network.
+"""Runs one forward pass over the new tokens of many sequences, on all ranks that hold the network.
 
-The ranks keep nothing of a text but its keys and values: each `Order` says all that a pass needs. So only the first rank knows
-requests; the others wait for its orders.
+Ranks keep no state of a sequence but its keys and values: each `StepInput` holds everything that a pass needs. So only the
+first rank (the leader) knows requests; the others wait for its step inputs.
 
-    first rank   order -> everyone        stages pass messages on, the last picks tokens        -> first rank
+    leader   broadcasts a step input      pipeline stages send hidden states, the last samples tokens      -> leader
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.core.transformer.build import Build
-from megatron.inference.cache import Pool, Span, bytes_per_token, ordered, step_cache
-from megatron.inference.graphs import Recordings
+from megatron.inference.cache import KVCache, Span, bytes_per_token, ordered, step_cache
+from megatron.inference.cuda_graphs import CapturedGraphs
 from megatron.inference.sampling import Sampling, penalized, pick, uniform
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """How a text's next tokens are picked. first: number of the first of them. seen: ids that count as repeated; after:
-    (id, id) pairs of which the second does not follow the first.
+class SamplingState:
+    """How the next tokens of a sequence are sampled.
+
+    first: number of the first of them, which selects its random number. seen: ids that the repetition penalty applies to.
+    after: (id, id) pairs of which the second is never sampled after the first.
     """
 
     sampling: Sampling
@@ -40,11 +42,12 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """New tokens of one text. blocks: where the text is stored. wanted: how many of the last places are asked what follows.
+class SequenceInput:
+    """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
 
-    targets: what does follow the first of those, to be scored; at the others a token is picked as `draws` says. scored:
-    whether log-probabilities of what is picked are asked for, with the `top` likeliest of them.
+    wanted: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
+    scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
+    those of the `top` likeliest tokens.
     """
 
     ids: tuple[int, ...]
@@ -52,19 +55,19 @@ class Row:
     blocks: tuple[int, ...]
     wanted: int = 0
     targets: tuple[int, ...] = ()
-    draws: Draws | None = None
+    sampling_state: SamplingState | None = None
     scored: bool = False
     top: int = 0
 
     @property
     def span(self) -> Span:
-        """What of it is stored where."""
+        """Where its keys and values are in the cache."""
         return Span(len(self.ids), self.start, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What follows the wanted places of a row: ids (targets first), and log-probabilities if they were asked for."""
+class SequenceOutput:
+    """Next tokens at the wanted positions of a sequence: ids (targets first), and log-probabilities if they were requested."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -72,60 +75,61 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """One pass of one network of the crew. rows: for each copy of the network (data rank) its own. depth: of multi-token prediction
-    if that is to be run, whose ids stand so many places ahead of where the rows start; 0: the network itself.
+class StepInput:
+    """One forward pass of one network. network: its index in the runner. rows: of each data-parallel replica.
+
+    depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of where the rows start; 0: the network.
     """
 
     network: int
-    rows: tuple[tuple[Row, ...], ...]
+    rows: tuple[tuple[SequenceInput, ...], ...]
     depth: int = 0
 
 
 def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
-    """(layers whose keys and values this rank stores, states of a token beside them), if so many depths guess."""
+    """(layers whose keys and values this rank stores, hidden states stored per token), with so many depths of multi-token prediction."""
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
     return plans + tuple(replace(layer_rows(model)[-1], index=model.num_layers + depth) for depth in range(depths)), depths
 
 
-class Network:
+class CachedNetwork:
     """This rank's stages of one network, and what they have stored.
 
     stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each. depths: of multi-token prediction that guess.
     recordings: shapes of a step that are kept recorded, if it can be.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, recordings: int = 0) -> None:
+    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, captured_graphs: int = 0) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
         self.plans, states = stored(stages, depths)
-        self.pool = Pool(build.model, self.plans, tensor_size=self.mesh.tp.size, slots=blocks * block_size, dtype=build.dtype,
+        self.pool = KVCache(build.model, self.plans, tensor_size=self.mesh.tp.size, slots=blocks * block_size, dtype=build.dtype,
                          device=self.mesh.device, states=states)
         self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
-        self.recordings = Recordings(stages[0], self.pool, block_size=block_size, count=recordings) if recordings else None
+        self.captured_graphs = CapturedGraphs(stages[0], self.pool, block_size=block_size, count=captured_graphs) if captured_graphs else None
         self._scripts: dict[int, Script] = {}
 
-    def run(self, rows_of_all: Sequence[Sequence[Row]]) -> list[Found]:
-        """Pass the rows of this rank's copy through the stages; what was found, on the first tensor rank of the last stage."""
+    def run(self, rows_of_all: Sequence[Sequence[SequenceInput]]) -> list[SequenceOutput]:
+        """Run the rows of this rank's replica through the stages; outputs on the first tensor rank of the last stage, else none."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
-        if self.recordings is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
-            return judged(rows, self.recordings.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
+        if self.captured_graphs is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
+            return sample_outputs(rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
         parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
-        shared = [[copy[part::parts] for copy in rows_of_all] for part in range(parts)]
-        work = _Work(self, [_Step(self, copies[self.mesh.dp.rank], self._length(copies)) for copies in shared])
+        shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
+        work = _Work(self, [_Step(self, replicas[self.mesh.dp.rank], self._length(replicas)) for replicas in shared])
         if parts not in self._scripts:
             self._scripts[parts] = script(forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank)
         run(self._scripts[parts], work=work, axis=axis, backward_axis=self.mesh.pp_backward)
-        found: list[Found] = [Found()] * len(rows)
+        found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
         for part, step in enumerate(work.steps):
             found[part::parts] = step.found
         return found
 
-    def look(self, rows_of_all: Sequence[Sequence[Row]], depth: int) -> list[Found]:
-        """Pass the rows of this rank's copy through one depth of multi-token prediction; what was found, as `run` says."""
+    def look(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
+        """Run the rows of this rank's replica through one depth of multi-token prediction; outputs as those of `run`."""
         stage = self.stages[-1]
         if stage.mtp is None:
             assert not stage.stage.heads, "the stage that predicts has what predicts ahead"
@@ -133,25 +137,25 @@ class Network:
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
         _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.wanted):
-            step.judge(self, logits)
+            step.sample(self, logits)
         return step.found
 
-    def _length(self, copies: Sequence[Sequence[Row]]) -> int:
-        """Tokens of a pass, with what fills it: experts are shared by copies, which exchange as many tokens each."""
-        together = copies if self.build.model.moe.num_experts else [copies[self.mesh.dp.rank]]
+    def _length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
+        """Tokens of a pass with its padding. With experts all replicas pad to the same number, since they exchange tokens."""
+        together = replicas if self.build.model.moe.num_experts else [replicas[self.mesh.dp.rank]]
         longest = max(1, *(sum(len(row.ids) for row in rows) for rows in together))
         pieces = self.build.region.whole_length(1)
         return -(-longest // pieces) * pieces
 
 
 class _Step:
-    """One microbatch of a pass: its tokens in the order of the cache's groups, and what was found."""
+    """One microbatch of a pass: its tokens in the order of the cache's groups, and its outputs."""
 
-    def __init__(self, network: Network, rows: Sequence[Row], length: int, depth: int = 0) -> None:
+    def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.span for row in rows]
         groups = ordered(spans)
-        self.order = [number for group in groups for number in group]
-        self.rows = [rows[number] for number in self.order]
+        self.row_order = [number for group in groups for number in group]
+        self.rows = [rows[number] for number in self.row_order]
         device = network.mesh.device
         ids = [token for row in self.rows for token in row.ids]
         places = [place for row in self.rows for place in range(row.start, row.start + len(row.ids))]
@@ -167,29 +171,29 @@ class _Step:
         self.positions = torch.tensor([places + filling], device=device)
         self.cache = step_cache(network.pool, [[spans[number] for number in group] for group in groups], block_size=network.block_size,
                                 wanted=None if self._cut else self.wanted, total=length, depth=depth)
-        self.found: list[Found] = [Found()] * len(rows)
+        self.found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
 
-    def judge(self, network: Network, logits: Tensor) -> None:
-        """logits: [w, 1, v/tp] of the wanted places, or [t, 1, v/tp] of all."""
-        for number, found in zip(self.order, judged(self.rows, logits[self.wanted] if self._cut else logits, network.build)):
+    def sample(self, network: CachedNetwork, logits: Tensor) -> None:
+        """Sample the next tokens. logits: [w, 1, v/tp] of the wanted positions, or [t, 1, v/tp] of all."""
+        for number, found in zip(self.row_order, sample_outputs(self.rows, logits[self.wanted] if self._cut else logits, network.build)):
             self.found[number] = found
 
 
-def judged(rows: Sequence[Row], logits: Tensor, build: Build) -> list[Found]:
-    """What follows the wanted places of each row, on the first tensor rank; nothing on others. logits: [w, 1, v/tp]."""
+def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) -> list[SequenceOutput]:
+    """Next tokens at the wanted positions of each row, on the first tensor rank; [] on others. logits: [w, 1, v/tp]."""
     axis, size = build.mesh.tp, build.model.true_vocab_size
     whole = collectives.all_gather(logits[:, 0][None], axis).movedim(0, 1).flatten(1)[:, :size]
     if not axis.is_first:
         return []
     found, start = [], 0
-    for row, picked in zip(rows, _picked(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True):
-        found.append(_report(row, picked, whole[start:start + row.wanted] if row.scored else None))
+    for row, picked in zip(rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True):
+        found.append(_output_of(row, picked, whole[start:start + row.wanted] if row.scored else None))
         start += row.wanted
     return found
 
 
-def _picked(rows: Sequence[Row], logits: Tensor) -> list[tuple[int, ...]]:
-    """What follows each row's wanted places. logits: [w, v], row by row."""
+def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[int, ...]]:
+    """Ids of the next tokens at each row's wanted positions. logits: [w, v], row by row."""
     settings: list[Sampling] = []
     numbers: list[float] = []
     places: list[int] = []
@@ -198,13 +202,13 @@ def _picked(rows: Sequence[Row], logits: Tensor) -> list[tuple[int, ...]]:
     for row in rows:
         first = start + len(row.targets)
         for place in range(first, start + row.wanted):
-            assert row.draws is not None, "a row that picks tokens says how"
+            assert row.sampling_state is not None, "a row that picks tokens says how"
             step = place - first
-            settings.append(row.draws.sampling.at(row.draws.first + step))
-            numbers.append(0.0 if settings[-1].is_greedy else uniform(row.draws.seed, row.draws.first + step))
+            settings.append(row.sampling_state.sampling.at(row.sampling_state.first + step))
+            numbers.append(0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step))
             places.append(place)
             before = row.ids[:len(row.ids) - row.wanted + len(row.targets) + step + 1]
-            if (scores := _adjusted(row.draws, logits[place], before, step)) is not None:
+            if (scores := _adjusted_logits(row.sampling_state, logits[place], before, step)) is not None:
                 changed.append((len(places) - 1, scores))
         start += row.wanted
     if places:
@@ -216,36 +220,37 @@ def _picked(rows: Sequence[Row], logits: Tensor) -> list[tuple[int, ...]]:
     return [(*row.targets, *(next(tokens) for _ in range(row.wanted - len(row.targets)))) for row in rows]
 
 
-def _adjusted(draws: Draws, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
-    """The logits [v] with what they depend on of the text; None where nothing changes. before: the row's ids up to this place,
-    of which the last `step` are not among `draws.seen`.
+def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
+    """The logits [v] after repetition penalty and banned successors; None if these change nothing.
+
+    before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
     """
-    banned = [then for first, then in draws.after if before[-1] == first]
-    penalty = draws.sampling.repetition_penalty
+    banned = [then for first, then in sampling_state.after if before[-1] == first]
+    penalty = sampling_state.sampling.repetition_penalty
     if not banned and penalty == 1.0:
         return None
     if penalty != 1.0:
-        seen = sorted({*draws.seen, *before[len(before) - step:]})
+        seen = sorted({*sampling_state.seen, *before[len(before) - step:]})
         logits = penalized(logits, torch.tensor(seen, device=logits.device), penalty)
     return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
 
 
-def _report(row: Row, picked: tuple[int, ...], logits: Tensor | None) -> Found:
-    """What was found for a row. logits: [wanted, v] when it is to be scored."""
+def _output_of(row: SequenceInput, picked: tuple[int, ...], logits: Tensor | None) -> SequenceOutput:
+    """The output of a row. logits: [wanted, v] if it is scored, else None."""
     if logits is None or not picked or min(picked) < 0:
-        return Found(picked)
+        return SequenceOutput(picked)
     scores = logits.log_softmax(dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
     mine = scores.gather(1, torch.tensor(picked, device=scores.device)[:, None])[:, 0]
     best = scores.topk(min(row.top, scores.shape[1]), dim=-1)
     top = tuple(tuple(zip(ids, values)) for ids, values in zip(best.indices.tolist(), best.values.tolist())) if row.top else ()
-    return Found(picked, tuple(mine.tolist()), top)
+    return SequenceOutput(picked, tuple(mine.tolist()), top)
 
 
 @dataclass(slots=True)
 class _Work:
     """The executor's view of a pass."""
 
-    network: Network
+    network: CachedNetwork
     steps: list[_Step]
 
     @property
@@ -265,20 +270,20 @@ class _Work:
         if not chunk.stage.heads:
             return output if isinstance(output, tuple) else (output,)
         if len(step.wanted):
-            step.judge(self.network, output)
+            step.sample(self.network, output)
         return ()
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Never asked: the plan has no backward passes."""
+        """Not called: the schedule has no backward passes."""
 
     def reduce(self, stage: int) -> None:
-        """Never asked."""
+        """Not called."""
 
 
-class Crew:
-    """All ranks that decode together. networks: the one that is asked, and drafts if there are any."""
+class ModelRunner:
+    """The worker group: all ranks that decode together. networks: the network, and its draft network if there is one."""
 
-    def __init__(self, networks: Sequence[Network]) -> None:
+    def __init__(self, networks: Sequence[CachedNetwork]) -> None:
         self.networks = tuple(networks)
         self.mesh = networks[0].mesh
         # In inference mode an operation costs less, but what a network keeps of it, as tables of angles, is no good for training.
@@ -286,35 +291,35 @@ class Crew:
         self._mode = torch.no_grad if trained else torch.inference_mode
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank gives the orders."""
+    def is_leader(self) -> bool:
+        """Whether this rank broadcasts the step inputs."""
         return self.mesh.world.is_first
 
-    def run(self, order: Order) -> list[list[Found]]:
-        """On the first rank: have an order carried out; what was found for the rows of each copy."""
-        assert self.leads, "the first rank gives the orders"
-        collectives.broadcast_object(order, self.mesh.world)
-        return self._carry_out(order)
+    def run(self, step: StepInput) -> list[list[SequenceOutput]]:
+        """On the leader: run a step on all ranks; the outputs of each replica's rows."""
+        assert self.is_leader, "only the leader starts a step"
+        collectives.broadcast_object(step, self.mesh.world)
+        return self._execute(step)
 
     def follow(self) -> None:
-        """On all other ranks: carry out orders until there are no more."""
-        while (order := collectives.broadcast_object(None, self.mesh.world)) is not None:
-            if order.rows:
-                self._carry_out(order)
+        """On all other ranks: run the leader's steps until it shuts down."""
+        while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
+            if step.rows:
+                self._execute(step)
 
-    def beat(self) -> None:
-        """Show the other ranks that the first is still there, so that none gives up while nothing is asked."""
-        collectives.broadcast_object(Order(0, ()), self.mesh.world)
+    def heartbeat(self) -> None:
+        """On the leader, while it is idle: an empty step, so that no other rank's collective times out."""
+        collectives.broadcast_object(StepInput(0, ()), self.mesh.world)
 
-    def dismiss(self) -> None:
-        """No more orders come."""
+    def shut_down(self) -> None:
+        """On the leader: end `follow` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
-    def _carry_out(self, order: Order) -> list[list[Found]]:
-        network = self.networks[order.network]
+    def _execute(self, step: StepInput) -> list[list[SequenceOutput]]:
+        network = self.networks[step.network]
         with self._mode():
-            found = network.look(order.rows, order.depth) if order.depth else network.run(order.rows)
+            found = network.look(step.rows, step.depth) if step.depth else network.run(step.rows)
         speaks = network.stages[-1].stage.heads and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, found) if speaks else None, self.mesh.world)
         by_copy = dict(said for said in everyone if said is not None)
-        return [by_copy[copy] for copy in range(len(order.rows))]
+        return [by_copy[replica] for replica in range(len(step.rows))]

@@ -10,7 +10,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.generate import following, segments
-from megatron.inference.text import Text
+from megatron.inference.detokenizer import Detokenizer
 from tests.helpers.architecture import ROOT
 
 DATA = ROOT / "examples" / "data"
@@ -32,7 +32,7 @@ def test_pieces_are_the_text_of_all_ids_whatever_the_ids(name: str, data: st.Dat
     tokenizer = TOKENIZERS[name]
     numbers = st.lists(st.integers(0, tokenizer.vocab_size - 2), max_size=40)
     prompt, new = data.draw(numbers.filter(bool)), data.draw(numbers)
-    text = Text(tokenizer, prompt)
+    text = Detokenizer(tokenizer, prompt)
     pieces = [text.add([token]) for token in new]
     assert "".join(pieces) + text.finish() == text.whole == following(tokenizer, prompt[-8:], new)
 
@@ -41,13 +41,13 @@ def test_pieces_are_the_text_of_all_ids_whatever_the_ids(name: str, data: st.Dat
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_no_piece_ends_in_the_middle_of_a_character(name: str, words: str) -> None:
     tokenizer = TOKENIZERS[name]
-    text = Text(tokenizer, tokenizer.tokenize("so "))
+    text = Detokenizer(tokenizer, tokenizer.tokenize("so "))
     pieces = [text.add([token]) for token in tokenizer.tokenize(words)]
     assert "".join(pieces) == words and text.finish() == "" and "\ufffd" not in "".join(pieces)
 
 
 def test_bytes_that_never_make_a_character_are_not_held_back_for_ever() -> None:
-    text = Text(TOKENIZERS["bytes"], [97])
+    text = Detokenizer(TOKENIZERS["bytes"], [97])
     told = "".join(text.add([0xe4]) for _ in range(500))
     assert len(told) > 400 and len(told + text.finish()) == 500
 
@@ -57,7 +57,7 @@ def test_bytes_that_never_make_a_character_are_not_held_back_for_ever() -> None:
 @given(content=st.text("abc\u00e9", max_size=30), stop=st.lists(st.text("abc\u00e9", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_a_text_is_cut_at_its_first_stop_word_and_never_shows_more(keep: bool, content: str, stop: list[str]) -> None:
     tokenizer = TOKENIZERS["bytes"]
-    text, told = Text(tokenizer, [120], stop, keep_stop=keep), ""
+    text, told = Detokenizer(tokenizer, [120], stop, keep_stop=keep), ""
     for count, token in enumerate(tokenizer.tokenize(content), start=1):
         told += text.add([token])
         if text.ended:
@@ -72,7 +72,7 @@ def test_a_text_is_cut_at_its_first_stop_word_and_never_shows_more(keep: bool, c
 
 
 def test_what_may_become_a_stop_word_is_held_back() -> None:
-    text = Text(TOKENIZERS["bytes"], [120], ["\n\nUser:"])
+    text = Detokenizer(TOKENIZERS["bytes"], [120], ["\n\nUser:"])
     assert [text.add([token]) for token in b"ok\n\nUs and"] == ["o", "k", "", "", "", "", "\n\nUs ", "a", "n", "d"]
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from megatron.core.tokenizers.base import Tokenizer
 
-_CONTEXT = 8  # ids decoded in front of new ones: some tokenizers put a blank between two tokens, or none before the first
-_UNFINISHED = "\ufffd"  # bytes that make no character yet are shown as one of these
-_PATIENCE = 64  # ids that make no whole character any more
+_CONTEXT = 8  # ids decoded before the new ones: some tokenizers join tokens with a space, or drop the first space
+_UNFINISHED = "\ufffd"  # what an incomplete character is decoded to
+_PATIENCE = 64  # ids without a complete character after which waiting for one ends
 
 
-class Text:
-    """The text of one answer."""
+class Detokenizer:
+    """The text of one reply."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False) -> None:
         self._tokenizer, self._stop_words, self._keep_stop = tokenizer, tuple(stop_words), keep_stop
@@ -27,25 +27,25 @@ class Text:
 
     @property
     def whole(self) -> str:
-        """All of the text that is known, up to a stop word."""
+        """All text so far, up to a stop word."""
         return self._text
 
     def add(self, ids: Sequence[int]) -> str:
-        """Take new ids; returns what has become certain. `ended` tells whether a stop word has come."""
+        """Add new ids; returns the text that is now final. `ended` tells whether a stop word was found."""
         self._ids += ids
         self._decode(finishing=False)
         self._stop()
         return self._say(len(self._text) if self.ended else len(self._text) - self._doubtful())
 
     def finish(self) -> str:
-        """No more ids come; returns what was held back."""
+        """End the text; returns what was held back."""
         if not self.ended:
             self._decode(finishing=True)
             self._stop()
         return self._say(len(self._text))
 
     def _decode(self, *, finishing: bool) -> None:
-        """The text of all ids, but for a character that is not whole yet."""
+        """Decode all ids, without an incomplete character at the end."""
         context = self._tokenizer.detokenize(self._ids[self._first:self._settled])
         found = self._tokenizer.detokenize(self._ids[self._first:])[len(context):]
         whole = finishing or not found.endswith(_UNFINISHED)
@@ -66,7 +66,7 @@ class Text:
             self.ended = True
 
     def _doubtful(self) -> int:
-        """Characters at the end that may be the beginning of a stop word."""
+        """Number of characters at the end that may begin a stop word."""
         return max((size for word in self._stop_words for size in range(1, len(word))
                     if self._text.endswith(word[:size])), default=0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.inference import InferenceConfig
-from megatron.inference import engine, graphs
+from megatron.inference import cuda_graphs, engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from tests.helpers import repeats
@@ -19,16 +19,16 @@ from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prom
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Steps are recorded by the stand-in; the shapes, as they are recorded."""
     shapes: list[tuple[int, int]] = []
-    old = graphs.Recordings._recorded
+    old = cuda_graphs.CapturedGraphs._recorded
 
-    def noting(self: graphs.Recordings, inputs: Any) -> Any:
+    def noting(self: cuda_graphs.CapturedGraphs, inputs: Any) -> Any:
         shapes.append(tuple(inputs[3].shape))
         self._record = repeats.record
         return old(self, inputs)
 
-    monkeypatch.setattr(graphs.Recordings, "_recorded", noting)
-    monkeypatch.setattr(engine.graphs, "unfit", lambda _: "")
-    monkeypatch.setattr(graphs, "_FEWEST_KEYS", 16)
+    monkeypatch.setattr(cuda_graphs.CapturedGraphs, "_recorded", noting)
+    monkeypatch.setattr(engine.cuda_graphs, "unfit", lambda _: "")
+    monkeypatch.setattr(cuda_graphs, "_FEWEST_KEYS", 16)
     return shapes
 
 
@@ -63,8 +63,8 @@ def test_the_shape_longest_unused_is_recorded_anew(recorded: list[tuple[int, int
 
 
 def test_steps_of_many_ranks_of_experts_or_without_a_gpu_are_not_recorded() -> None:
-    assert graphs.unfit([network()]) == "there is no GPU"
+    assert cuda_graphs.unfit([network()]) == "there is no GPU"
     with pytest.raises(ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"):
         engine_of(network(), inference_dynamic_batching_num_cuda_graphs=4)
-    assert engine_of(network()).crew.networks[0].recordings is None
+    assert engine_of(network()).runner.networks[0].captured_graphs is None
     assert "too small" in " ".join(InferenceConfig(inference_dynamic_batching_num_cuda_graphs=-1).problems())

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from megatron.inference.blocks import Blocks
+from megatron.inference.block_allocator import BlockAllocator
 
 SIZE = 2
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)  # two ids only: many begin alike
@@ -20,24 +20,24 @@ class Texts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(14, SIZE)
+        self.blocks = BlockAllocator(14, SIZE)
         self.tables: list[tuple[list[int], list[int], range]] = []
         self.stored: dict[int, tuple[int, ...]] = {}
 
     @rule(ids=TEXTS, more=st.integers(0, 8))
     def come(self, ids: list[int], more: int) -> None:
         """A text takes what is stored of its beginning, and blocks for the rest, where it was promised them if it was."""
-        shared = self.blocks.beginning(ids)
+        shared = self.blocks.cached_prefix(ids)
         assert len(shared) * SIZE < len(ids), "its last token is left to be read"
         for place, block in enumerate(shared):
             assert self.stored[block] == tuple(ids[:(place + 1) * SIZE]), "a block of another text was shared"
         table = list(shared)
-        run = self.blocks.promise(self.blocks.needed(len(ids) + more) - len(shared), shared)
+        run = self.blocks.reserve(self.blocks.needed(len(ids) + more) - len(shared), shared)
         others = {block for *_, other in self.tables for block in other}
         assert not others & set(run) and not set(run) & {block for table, *_ in self.tables for block in table} and 0 not in run
         while len(table) < self.blocks.needed(len(ids)):
             if not self.blocks.available:
-                self.blocks.give_back(table, run)
+                self.blocks.release(table, run)
                 return
             wish = table[-1] + 1 if table else run.start
             table.append(self.blocks.take(wish) if wish in run else self.blocks.take())
@@ -51,12 +51,12 @@ class Texts(RuleBasedStateMachine):
         """A text leaves."""
         if self.tables:
             table, _, run = self.tables.pop(number % len(self.tables))
-            self.blocks.give_back(table, run)
+            self.blocks.release(table, run)
 
     @rule()
     def forget(self) -> None:
         """The weights change."""
-        self.blocks.forget_all()
+        self.blocks.clear()
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:
@@ -73,70 +73,70 @@ TestTexts = Texts.TestCase
 
 
 def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_start() -> None:
-    blocks = Blocks(5, SIZE)
+    blocks = BlockAllocator(5, SIZE)
     first, second = [1, 1, 2, 2, 3], [4, 4, 5]
     for ids in (first, second):
         table = [blocks.take() for _ in range(len(ids) // SIZE)]
         blocks.publish(table, ids, known=0, content=b"")
-        blocks.give_back(table)
-    assert (blocks.kept, blocks.available) == (3, 4)
+        blocks.release(table)
+    assert (blocks.cached, blocks.available) == (3, 4)
     taken = [blocks.take(), blocks.take()]  # the free one, then the second block of the first text
-    assert blocks.kept == 2
-    blocks.give_back(taken)
-    shared = blocks.beginning(first)
-    assert len(shared) == 1 and len(blocks.beginning(second)) == 1
+    assert blocks.cached == 2
+    blocks.release(taken)
+    shared = blocks.cached_prefix(first)
+    assert len(shared) == 1 and len(blocks.cached_prefix(second)) == 1
 
 
 def test_blocks_are_published_as_they_fill() -> None:
-    blocks = Blocks(6, SIZE)
+    blocks = BlockAllocator(6, SIZE)
     table, ids = [blocks.take() for _ in range(3)], [1, 2, 3, 4, 5, 6]
     content = blocks.publish(table, ids[:3], known=0, content=b"")
-    assert blocks.beginning([*ids, 7]) == table[:1]
+    assert blocks.cached_prefix([*ids, 7]) == table[:1]
     blocks.publish(table, ids, known=1, content=content)
-    assert blocks.beginning([*ids, 7]) == table
+    assert blocks.cached_prefix([*ids, 7]) == table
 
 
 @pytest.mark.parametrize("tokens, count", [(0, 0), (1, 1), (2, 1), (3, 2)])
 def test_so_many_blocks_hold_so_many_tokens(tokens: int, count: int) -> None:
-    assert Blocks(4, SIZE).needed(tokens) == count
+    assert BlockAllocator(4, SIZE).needed(tokens) == count
 
 
 def test_nothing_is_shared_when_that_is_not_wanted() -> None:
-    blocks = Blocks(6, SIZE, sharing=False)
+    blocks = BlockAllocator(6, SIZE, sharing=False)
     table = [blocks.take(), blocks.take()]
     blocks.publish(table, [1, 2, 3, 4], known=0, content=b"")
-    assert blocks.beginning([1, 2, 3, 4, 5]) == []
-    blocks.give_back(table)
-    assert (blocks.kept, blocks.available) == (0, 5)
+    assert blocks.cached_prefix([1, 2, 3, 4, 5]) == []
+    blocks.release(table)
+    assert (blocks.cached, blocks.available) == (0, 5)
 
 
 def test_texts_are_promised_neighbours_and_stay_out_of_what_others_are_promised() -> None:
-    blocks = Blocks(12, SIZE)
-    first, second = blocks.promise(4), blocks.promise(4)
-    assert (first, second, blocks.promise(4)) == (range(1, 5), range(5, 9), range(0))
+    blocks = BlockAllocator(12, SIZE)
+    first, second = blocks.reserve(4), blocks.reserve(4)
+    assert (first, second, blocks.reserve(4)) == (range(1, 5), range(5, 9), range(0))
     taken = [blocks.take(place) for place in (1, 2, 5)]
     others = [blocks.take() for _ in range(3)]
     assert taken == [1, 2, 5] and others == [9, 10, 11], "what nobody was promised goes first"
     assert blocks.take() == 3, "then what nobody has used"
-    blocks.give_back(taken[:2], first)
-    assert blocks.promise(2) == range(1, 3) and blocks.promise(1) == range(4, 5)
+    blocks.release(taken[:2], first)
+    assert blocks.reserve(2) == range(1, 3) and blocks.reserve(1) == range(4, 5)
 
 
 def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
-    blocks = Blocks(12, SIZE)
-    run, ids = blocks.promise(3), [1, 1, 2, 2, 3]
+    blocks = BlockAllocator(12, SIZE)
+    run, ids = blocks.reserve(3), [1, 1, 2, 2, 3]
     table = [blocks.take(place) for place in run]
     blocks.publish(table, ids, known=0, content=b"")
-    blocks.give_back(table, run)
-    shared = blocks.beginning([*ids[:4], 4, 5])
-    assert shared == [1, 2] and blocks.promise(4, shared) == range(3, 7)
-    assert blocks.promise(5, [5]) == range(0), "somebody else was promised what lies behind"
+    blocks.release(table, run)
+    shared = blocks.cached_prefix([*ids[:4], 4, 5])
+    assert shared == [1, 2] and blocks.reserve(4, shared) == range(3, 7)
+    assert blocks.reserve(5, [5]) == range(0), "somebody else was promised what lies behind"
 
 
 def test_runs_of_free_blocks_go_before_runs_that_know_something() -> None:
-    blocks = Blocks(9, SIZE)
-    table = [blocks.take(place) for place in blocks.promise(4)]
+    blocks = BlockAllocator(9, SIZE)
+    table = [blocks.take(place) for place in blocks.reserve(4)]
     blocks.publish(table, [1, 1, 2, 2, 3, 3, 4, 4], known=0, content=b"")
-    blocks.give_back(table, range(1, 5))
-    assert blocks.promise(4) == range(5, 9) and blocks.promise(3) == range(1, 4) and blocks.kept == 4
-    assert blocks.take(2) == 2 and blocks.kept == 3 and blocks.beginning([1, 1, 2, 2, 3]) == [1]
+    blocks.release(table, range(1, 5))
+    assert blocks.reserve(4) == range(5, 9) and blocks.reserve(3) == range(1, 4) and blocks.cached == 4
+    assert blocks.take(2) == 2 and blocks.cached == 3 and blocks.cached_prefix([1, 1, 2, 2, 3]) == [1]

@@ -1,9 +1,9 @@
-"""Requests of one HTTP call on their way through the engine.
+"""The engine requests of one HTTP call.
 
     call = Call(service, requests)            # from the event loop
     replies = await call.replies()            # or: async for place, event in call.events()
 
-The engine tells of them in its own thread; the news are handed over to the event loop. Who stops to listen lets them go.
+The engine sends events in its own thread; they are handed over to the event loop. Leaving the iteration cancels the requests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.inference.service import Service, Stopped, Stream
 T = TypeVar("T")
 
 
-class Gone(Exception):
-    """The client has left."""
+class ClientDisconnected(Exception):
+    """The client has closed the connection."""
 
 
-class Call:
-    """Raises `Refused` if the engine does not take all of the requests; then it has none of them."""
+class PendingRequests:
+    """Submits requests to the engine: all of them, or none and raises `Refused`."""
 
     def __init__(self, service: Service, requests: Sequence[Request]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Call:
             raise refusal(error) from error
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(number of the request, what is new), until all have their reply."""
+        """(index of the request, event), until all have their reply."""
         try:
             while not all(self._ended):
                 place, event = await self._news.get()
@@ -66,7 +66,7 @@ class Call:
         return [found[place] for place in sorted(found)]
 
     def cancel(self) -> None:
-        """Let go what has not ended."""
+        """Cancel the requests that have not ended."""
         for place, stream in enumerate(self._streams):
             if not self._ended[place]:
                 self._ended[place] = True
@@ -83,7 +83,7 @@ class Call:
 
 
 def refusal(error: Busy | Stopped | ConfigError) -> Refused:
-    """What a client hears of it."""
+    """The HTTP response to a request that the engine does not accept."""
     if isinstance(error, Busy):
         return Refused(str(error), 429, {"Retry-After": "1"})
     if isinstance(error, Stopped):
@@ -92,14 +92,14 @@ def refusal(error: Busy | Stopped | ConfigError) -> Refused:
     return Refused("; ".join(line.strip() for line in lines[1:]) or lines[0])
 
 
-async def unless_gone(work: Awaitable[T], receive: Callable[[], Awaitable[object]]) -> T:
-    """The result of some work, which is cancelled if the client leaves; `Gone` then. receive: of ASGI, the body having been read."""
+async def until_disconnected(work: Awaitable[T], receive: Callable[[], Awaitable[object]]) -> T:
+    """Await `work`; cancel it and raise `ClientDisconnected` if the client disconnects. receive: of ASGI, after the body was read."""
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             return doing.result()
-        raise Gone
+        raise ClientDisconnected
     finally:
         for task in (doing, leaving):
             task.cancel()
@@ -114,21 +114,21 @@ async def _left(receive: Callable[[], Awaitable[object]]) -> None:
 
 
 class Searches:
-    """Work that asks the engine again and again, in threads of its own: few at once, and refused beyond."""
+    """Runs work that submits many rounds of requests (beam search) in threads: at most `most` at once, more are refused."""
 
     def __init__(self, service: Service, most: int) -> None:
         self._service, self._most, self._running = service, most, 0
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="search")
 
     async def run(self, search: Callable[[Callable[[Sequence[Request]], list[Reply]]], T]) -> T:
-        """What `search` finds; it is given what asks the engine, and ends at its next question when nobody waits any more."""
+        """Run `search`, which gets a function that submits requests; that raises `ClientDisconnected` once nobody waits any more."""
         if self._running >= self._most:
             raise Refused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})
         over = threading.Event()
 
         def ask(requests: Sequence[Request]) -> list[Reply]:
             if over.is_set():
-                raise Gone
+                raise ClientDisconnected
             return self._service.ask(requests)
 
         self._running += 1

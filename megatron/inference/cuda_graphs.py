@@ -1,11 +1,10 @@
-"""Steps in which every text takes one token, recorded once and repeated: on a GPU, launching kernels one by one would take longer
-than the kernels.
+"""Decoding steps (one token per sequence) as CUDA graphs: launching kernels one by one would take longer than the kernels.
 
-    record                   forward pass of 8 rows of 512 keys over tensors that stay where they are
-    5 texts of <= 512 keys   ids, places and tables are written into those tensors, 3 rows are filled up; repeat
+    capture                      the forward pass of 8 rows of 512 keys over static tensors
+    5 sequences of <= 512 keys   ids, positions and block tables are copied into those tensors, 3 rows are padding; replay
 
-A recording is of one shape, rows x keys, both rounded up to powers of two. Rows that fill up read and write the first block,
-which is nobody's.
+A graph is of one shape, rows x keys, both rounded up to powers of two. Padding rows read and write block 0, which belongs
+to no sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.inference.cache import Group, Pool, Span, StepCache, slots_of
+from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, slots_of
 
 _FEWEST_KEYS = 256  # of a recording
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 def unfit(stages: Sequence[GPTModel]) -> str:
-    """Why the passes of these stages cannot be recorded, or nothing."""
+    """Why the passes of these stages cannot be captured; "" if they can."""
     build = stages[0].build
     if build.mesh.device.type != "cuda":
         return "there is no GPU"
@@ -39,7 +38,7 @@ def unfit(stages: Sequence[GPTModel]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _CapturedGraph:
     """One shape. ids, positions, new: [1, rows], [1, rows], [rows]; slots, padding: [rows, keys]; logits: [rows, 1, v]."""
 
     ids: Tensor
@@ -51,16 +50,16 @@ class _Recording:
     logits: Tensor
 
 
-class Recordings:
+class CapturedGraphs:
     """Recorded steps of one network that lies on this rank alone, at most `count` shapes of them: the one longest unused goes.
 
     record: runs what it is given, and returns what repeats it on the same tensors, and the tensor that it returns.
     """
 
-    def __init__(self, stage: GPTModel, pool: Pool, *, block_size: int, count: int, record: Recorder | None = None) -> None:
+    def __init__(self, stage: GPTModel, pool: KVCache, *, block_size: int, count: int, record: Recorder | None = None) -> None:
         self._stage, self._pool, self._block_size, self._count = stage, pool, block_size, count
         self._record = record or devices.Graphs(pool.device).record
-        self._kept: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _CapturedGraph] = OrderedDict()
 
     def logits(self, ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
         """What follows the next token of each text, [texts, 1, v]; good until the next step. ids: those tokens."""
@@ -84,11 +83,11 @@ class Recordings:
         found.repeat()
         return found.logits[:len(spans)]
 
-    def _recorded(self, inputs: Sequence[Tensor]) -> _Recording:
+    def _recorded(self, inputs: Sequence[Tensor]) -> _CapturedGraph:
         ids, positions, new, slots, padding = inputs
-        cache = StepCache(self._pool, [Group(0, 1, slots, padding)], new=new)
+        cache = StepCache(self._pool, [CacheGroup(0, 1, slots, padding)], new=new)
         repeat, logits = self._record(lambda: self._stage(ids=ids, positions=positions, cache=cache))
-        return _Recording(*inputs, repeat, logits)
+        return _CapturedGraph(*inputs, repeat, logits)
 
 
 def _rounded(number: int, least: int) -> int:

@@ -1,9 +1,9 @@
-"""Which ranks are there: each keeps a connection to the first, which the system closes when its process ends, however it ends.
+"""Detects dead ranks: each keeps a TCP connection to the first rank, which the system closes when its process ends.
 
     with roll_call(mesh, address) as roll:     # on all ranks together
         roll.lost                              # on the first: "rank 1 of 2 (process 4711 on host) has ended", or nothing
 
-The collectives of a pass notice a lost rank only when there is a pass, some never, and none says which it was.
+A collective notices a dead rank only while one is running, sometimes never, and does not say which rank it was.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.core.parallel.mesh import Mesh
 _JOIN_SECONDS, _HELLO_SECONDS = 60.0, 5.0
 
 
-class Roll:
-    """The first rank that is lost, by its name. Where there is nothing to watch, none is."""
+class RankLiveness:
+    """The name of the first rank that died; always empty with one rank."""
 
     def __init__(self) -> None:
         self._news = threading.Event()
@@ -33,17 +33,17 @@ class Roll:
 
     @property
     def lost(self) -> str:
-        """The rank that ended first; empty while all are there."""
+        """The rank that ended first; empty while all are alive."""
         return self._lost
 
     def wait(self, seconds: float) -> str:
-        """`lost`, which may come a moment later than the failure that it explains."""
+        """`lost`, after waiting up to so many seconds: the news may come later than the failure that it explains."""
         if self._watches:
             self._news.wait(seconds)
         return self._lost
 
     def watch(self, ranks: dict[socket.socket, str], over: socket.socket) -> None:
-        """Wait until one of these connections ends, or the other does, by which it is all over."""
+        """Wait until the connection of a rank closes, or `over` does, which ends the watching."""
         self._watches = True
         with selectors.DefaultSelector() as selector:
             for connection in (*ranks, over):
@@ -55,34 +55,34 @@ class Roll:
 
 
 @contextmanager
-def roll_call(mesh: Mesh, address: str) -> Iterator[Roll]:
+def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
     """All ranks call this together and leave it together. address: of the first rank's machine, as the launcher gives it.
 
     Raises `ConfigError` if a rank cannot reach the first.
     """
-    roll, axis = Roll(), mesh.world
+    liveness, axis = RankLiveness(), mesh.world
     if axis.size == 1:
-        yield roll
+        yield liveness
         return
     with ExitStack() as stack:
         if axis.is_first:
             ranks = gathered(axis.size, lambda told: collectives.broadcast_object(told, axis), stack)
             here, there = (stack.enter_context(end) for end in socket.socketpair())
-            watching = threading.Thread(target=roll.watch, args=(ranks, there), name="roll call", daemon=True)
+            watching = threading.Thread(target=liveness.watch, args=(ranks, there), name="rank liveness", daemon=True)
             watching.start()
             try:
-                yield roll
+                yield liveness
             finally:
                 here.close()  # which ends the watching
                 watching.join()
         else:
             port, secret = collectives.broadcast_object(None, axis)
             stack.enter_context(_joined((address, port), secret, f"rank {axis.rank} of {axis.size}"))
-            yield roll
+            yield liveness
 
 
 def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack) -> dict[socket.socket, str]:
-    """On the first rank: a connection of every other, and its name."""
+    """On the first rank: accept a connection of every other rank; connection -> its name."""
     secret, ranks = secrets.token_hex(16), dict[socket.socket, str]()
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     end = time.monotonic() + _JOIN_SECONDS
@@ -103,7 +103,7 @@ def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitSt
 
 
 def _line(connection: socket.socket) -> str:
-    """What comes first; nothing if that takes too long."""
+    """The first line that a connection sends; "" after a time limit."""
     try:
         connection.settimeout(_HELLO_SECONDS)
         with connection.makefile("rb") as lines:
@@ -115,7 +115,7 @@ def _line(connection: socket.socket) -> str:
 
 
 def _joined(address: tuple[str, int], secret: str, name: str) -> socket.socket:
-    """On another rank: the connection to the first."""
+    """On another rank: connect to the first."""
     try:
         connection = socket.create_connection(address, timeout=_JOIN_SECONDS)
     except OSError as error:

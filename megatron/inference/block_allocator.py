@@ -1,0 +1,153 @@
+"""Allocates the blocks of the paged KV cache, with prefix caching. Bookkeeping only, no tensors.
+
+The cache is divided into blocks of a few tokens. A sequence has a list of blocks, its block table; sequences with a common prefix share
+the full blocks of it. A block that no sequence uses any more keeps its content until it is allocated again.
+
+    table of a: 5 2 7      table of b: 5 2 9      free: 1 3 4 6      cached: 8, the third block of a sequence that has ended
+
+Keys of a sequence in contiguous blocks are read in place; scattered ones must be gathered. So each sequence reserves a contiguous
+run, long enough for its final length; others use these blocks only if there are no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+_NOWHERE = 0  # padding tokens are stored in block 0, which belongs to no sequence
+
+
+class BlockAllocator:
+    """The blocks of one cache. count: all blocks, block 0 included; size: tokens in a block; sharing: prefix caching."""
+
+    def __init__(self, count: int, size: int, *, sharing: bool = True) -> None:
+        self.count, self.size, self.sharing = count, size, sharing
+        self._free = dict.fromkeys(range(_NOWHERE + 1, count))  # in the order of allocation
+        # Per block: neither used nor reserved, so that a run may contain it.
+        self._unused, self._reserved, self._last = np.arange(count) > _NOWHERE, np.zeros(count, bool), _NOWHERE
+        self._users: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # without users, least recently used first
+        self._by_content: dict[bytes, int] = {}
+        self._content: dict[int, bytes] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that sequences can have."""
+        return self.count - 1
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Unused blocks whose content is still cached."""
+        return len(self._cached)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.size)
+
+    def reserve(self, count: int, behind: Sequence[int] = ()) -> range:
+        """Reserve a contiguous run of `count` blocks that are neither used nor reserved; behind a sequence's blocks as many as there are.
+
+        Free blocks first, then cached ones, next-fit. Returns an empty range if there is no such run.
+        """
+        open_ = self._unused & ~self._reserved
+        if behind:
+            first = behind[-1] + 1
+            closed = np.flatnonzero(~open_[first:first + count])
+            run = range(first, min(first + (int(closed[0]) if len(closed) else count), self.count))
+        else:
+            blank = open_.copy()
+            blank[list(self._cached)] = False
+            run = _run(blank, count, self._last) or _run(open_, count, self._last)
+            self._last = run.stop or self._last
+        self._reserved[run.start:run.stop] = True
+        return run
+
+    def take(self, wish: int = _NOWHERE) -> int:
+        """Allocate a block; one must be available. wish: this one if it is unused."""
+        if not self._unused[wish]:
+            unreserved = (block for block in self._free if not self._reserved[block])
+            wish = next(unreserved, _NOWHERE) or next(iter(self._free), _NOWHERE) or next(iter(self._cached))
+        if wish in self._cached:
+            del self._cached[wish]
+            self._evict(wish)
+        else:
+            del self._free[wish]
+        self._users[wish], self._unused[wish] = 1, False
+        return wish
+
+    def release(self, blocks: Sequence[int], reserved: range = range(0)) -> None:
+        """Release a sequence's blocks and reservation. Its last blocks are evicted first, since a prefix is more likely to be
+        used again.
+        """
+        self._reserved[reserved.start:reserved.stop] = False
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            del self._users[block]
+            self._unused[block] = True
+            (self._cached if block in self._content else self._free)[block] = None
+
+    def cached_prefix(self, ids: Sequence[int]) -> list[int]:
+        """The longest cached prefix of `ids`, as blocks that are now shared with it. At least the last token is left to compute."""
+        found: list[int] = []
+        if not self.sharing:
+            return found
+        content = b""
+        for start in range(0, len(ids) - self.size, self.size):
+            content = _mark(content, ids[start:start + self.size])
+            block = self._by_content.get(content)
+            if block is None:
+                break
+            self._users[block], self._unused[block] = self._users.get(block, 0) + 1, False
+            self._cached.pop(block, None)
+            found.append(block)
+        return found
+
+    def publish(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
+        """Make the full blocks of a sequence available as a cached prefix.
+
+        ids: tokens whose keys and values are stored. known: number of blocks published before, and content: the hash that that
+        call returned. Returns the hash of everything published so far.
+        """
+        if not self.sharing:
+            return content
+        for place in range(known, len(ids) // self.size):
+            content = _mark(content, ids[place * self.size:(place + 1) * self.size])
+            if content not in self._by_content and blocks[place] not in self._content:
+                self._by_content[content] = blocks[place]
+                self._content[blocks[place]] = content
+        return content
+
+    def clear(self) -> None:
+        """Empty the prefix cache, as when the weights have changed."""
+        self._free |= self._cached
+        self._cached.clear()
+        self._by_content.clear()
+        self._content.clear()
+
+    def _evict(self, block: int) -> None:
+        del self._by_content[self._content.pop(block)]
+
+
+def _run(open_: np.ndarray, count: int, start: int) -> range:
+    """The first run of `count` open blocks from `start` on, else from the beginning, else an empty range."""
+    for skipped in (start, 0):
+        edges = np.flatnonzero(np.diff(open_[skipped:], prepend=False, append=False)).reshape(-1, 2) + skipped
+        long = edges[edges[:, 1] - edges[:, 0] >= count]
+        if len(long):
+            return range(int(long[0, 0]), int(long[0, 0]) + count)
+    return range(0)
+
+
+def _mark(before: bytes, ids: Sequence[int]) -> bytes:
+    """Hash of a block's ids and of everything before it."""
+    return hashlib.blake2b(before + np.asarray(ids, np.int64).tobytes(), digest_size=16).digest()
