@@ -210,7 +210,8 @@ class Session:
         seconds = time.perf_counter() - self.since
         times = self.trainer.run.timers.collect(steps=self.steps_since)
         report = self.meter.report(train_iters=self.total, seconds=seconds, skipped_samples=progress.skipped_train_samples,
-                                   work=self.work if log.log_throughput else None)
+                                   work=self.work if log.log_throughput else None, seq_length=self.config.train.seq_length,
+                                   samples_left=self.trainer.batches.samples_of(self.total - progress.iteration, progress.consumed_train_samples))
         self.writers.report(report)
         self.writers.times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
         if not self.reported_memory or self._due(log.log_memory_interval):

@@ -4,6 +4,7 @@
     save, report     points = meter.resolve()         one reduction and one copy for all steps since the last time
     report           meter.report(...) -> Report      averages over the interval
                      report_line(report)              the log line, byte for byte Megatron's
+                     time_left_line(report)           its companion: when the run ends
 
 A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
 when they are resolved, so a step's loss is the mean over all its tokens. The interval's loss is the mean over its steps
@@ -17,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class Step:
 
     losses: before, this rank's [sum, count] of each, a tensor of two numbers; after, the mean over all ranks. Figures that
     stay off the log line have names under moe/. loads: before, how often experts were chosen; after, among the losses.
-    None: not measured in this run or this step. consumed_samples: of the run, after the step.
+    None: not measured in this run or this step. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the
+    step, as in Megatron's log: what the next step takes.
     skipped: the optimizer did not step (overflow in fp16).
     """
 
@@ -86,7 +88,10 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped."""
+    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped.
+
+    samples_left, tokens_left, seconds_left: until the run's last iteration, at this interval's speed.
+    """
 
     last: Step
     train_iters: int
@@ -96,6 +101,9 @@ class Report:
     skipped_iterations: int
     nan_iterations: int
     throughput: Throughput | None = None
+    samples_left: int = 0
+    tokens_left: int = 0
+    seconds_left: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +143,18 @@ class Meter:
         return found
 
     def report(
-        self, *, train_iters: int, seconds: float, skipped_samples: int = 0, work: Work | None = None
+        self, *, train_iters: int, seconds: float, skipped_samples: int = 0, work: Work | None = None, samples_left: int = 0,
+        seq_length: int = 0,
     ) -> Report:
-        """Close the interval, which took `seconds`. Resolve first; every rank may call it."""
+        """Close the interval, which took `seconds`. samples_left: until the run ends, each of seq_length tokens.
+
+        Resolve first; every rank may call it.
+        """
         assert self._interval and not self._pending, "a report needs steps, and all of them resolved"
         steps, self._interval = self._interval, []
         names = dict.fromkeys(name for step in steps for name in step.losses)
         done = [step for step in steps if not step.skipped]
+        samples = sum(step.batch_size for step in steps)
         means = {}
         for name in names:
             values = [step.losses[name] for step in done if name in step.losses]
@@ -155,7 +168,10 @@ class Meter:
             losses=means,
             skipped_iterations=len(steps) - len(done),
             nan_iterations=sum(not step.finite for step in steps),
-            throughput=None if work is None else work.throughput(sum(step.batch_size for step in steps), seconds),
+            throughput=None if work is None else work.throughput(samples, seconds),
+            samples_left=samples_left,
+            tokens_left=samples_left * seq_length,
+            seconds_left=samples_left * seconds / samples,
         )
 
 
@@ -220,13 +236,13 @@ def known_peak(device_name: str, dtype: str) -> float | None:
 def report_line(report: Report, now: datetime) -> str:
     """Megatron's log line. Fields of ours (tokens per second, MFU) stand behind all of Megatron's."""
     last, speed = report.last, report.throughput
-    parts = [f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{report.train_iters:8d}",
+    parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{report.train_iters:8d}",
              f"consumed samples: {last.consumed_samples:12d}"]
     if report.skipped_samples > 0:
         parts.append(f"skipped samples: {report.skipped_samples:12d}")
     parts.append(f"elapsed time per iteration (ms): {report.seconds_per_iteration * 1000.0:.1f}")
     if speed is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.causal_tflops:.1f}")
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_tflops_text(speed.causal_tflops)}")
     parts.append(f"learning rate: {last.learning_rate:.6E}")
     if last.decoupled_learning_rate is not None:
         parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
@@ -247,6 +263,19 @@ def report_line(report: Report, now: datetime) -> str:
             parts.append(f"MFU: {speed.causal_tflops / speed.peak:.1%} causal, {speed.square_tflops / speed.peak:.1%} "
                          f"square, of {speed.peak:g} TFLOP/s")
     return " | ".join(parts) + " |"
+
+
+def time_left_line(report: Report, now: datetime) -> str | None:
+    """When the run ends and what it still has to read; None in its last iteration."""
+    if not report.samples_left:
+        return None
+    left = timedelta(seconds=round(report.seconds_left))
+    return f" ETA: {now + left:%Y-%m-%d %H:%M:%S}, in {left} | tokens left: {report.tokens_left} |"
+
+
+def _tflops_text(rate: float) -> str:
+    """Megatron's one digit behind the point, or where that would be zero the first two that are not."""
+    return f"{rate:.1f}" if rate >= 0.095 or rate <= 0 else f"{rate:.{1 - math.floor(math.log10(rate))}f}"
 
 
 def validation_text(losses: Mapping[str, float], where: str, set_name: str | None = None) -> str:
@@ -288,6 +317,6 @@ def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, f
 
 def progress_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
     """What progress.txt says of a checkpoint: speed of this job, and the work done by the run so far."""
-    return [f"Iteration: {iteration}", f"Job throughput: {job_tflops:.1f} TFLOP/s/GPU",
+    return [f"Iteration: {iteration}", f"Job throughput: {_tflops_text(job_tflops)} TFLOP/s/GPU",
             f"Floating-point operations: {total_flops:.2e}",
             f"Tokens (in billions): {total_tokens / 1e9:.2f}"]

@@ -194,10 +194,8 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
             parallel.finish_reduction()
     if config.train.empty_unused_memory_level == 2:
         empty_cache(mesh.device)
-    rate = trainer.schedule.lr(progress.schedule_samples)
-    decoupled = _decoupled_rate(trainer)
-    optimizer.set_rates(rate, trainer.schedule.weight_decay(progress.schedule_samples), decoupled)
-    scale = optimizer.scaler.scale
+    optimizer.set_rates(trainer.schedule.lr(progress.schedule_samples), trainer.schedule.weight_decay(progress.schedule_samples),
+                        _decoupled_rate(trainer))
     trainer.before_update()
     losses = {**work.report(), **work.notes()}
     mesh.trail.enter("optimizer")
@@ -213,8 +211,8 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     if result.stepped:
         progress.schedule_samples += size.global_batch_size
     return Step(iteration=progress.iteration, consumed_samples=progress.consumed_train_samples,
-                batch_size=size.global_batch_size, learning_rate=rate, losses=losses, loads=loads,
-                decoupled_learning_rate=decoupled, loss_scale=scale, grad_norm=result.norm, num_zeros=result.zeros,
+                batch_size=size.global_batch_size, learning_rate=trainer.schedule.lr(progress.schedule_samples), losses=losses, loads=loads,
+                decoupled_learning_rate=_decoupled_rate(trainer), loss_scale=optimizer.scaler.scale, grad_norm=result.norm, num_zeros=result.zeros,
                 params_norm=norm, skipped=not result.stepped)
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from megatron.core.config.flags import refuse
 from megatron.core.config.run import LogConfig
 from megatron.training.ledger import plain
-from megatron.training.metrics import Report, Step, perplexity, report_line, validation_text
+from megatron.training.metrics import Report, Step, perplexity, report_line, time_left_line, validation_text
 
 MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
                 "max allocated": "mem-max-allocated-bytes", "allocated count": "mem-allocated-count"}
@@ -90,10 +90,12 @@ class Writers:
                 self._write(values, iteration=step.iteration, samples=step.consumed_samples)
 
     def report(self, report: Report) -> None:
-        """Show the log line of an interval, and record its speed."""
+        """Show the log line of an interval and when the run ends, and record its speed."""
         if not self._speaks:
             return
-        self._console(report_line(report, datetime.now()))
+        now = datetime.now()
+        self._console(report_line(report, now))
+        self.text(time_left_line(report, now))
         fields = dataclasses.asdict(report)
         last = fields.pop("last")
         self._record("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)

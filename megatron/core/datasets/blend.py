@@ -170,8 +170,9 @@ def _report(dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int |
         logger.info("  counts are up to %.2f samples from the weights' shares; --blend-order exact keeps them within one", furthest)
     for use in uses:
         if use.epochs > most_epochs:
-            logger.warning("%s: %s is gone through %.1f times, more than --warn-epochs %g: give it a smaller weight, or more "
-                           "text", plan.name, use.prefix, use.epochs, most_epochs)
+            # All ranks know it, and one says it: lines below a warning come from the first rank alone.
+            logger.info("WARNING: %s: %s is gone through %.1f times, more than --warn-epochs %g: give it a smaller weight, or more "
+                        "text", plan.name, use.prefix, use.epochs, most_epochs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ class ChatDataset:
                                       for epoch in range(epochs)])
         self._places = np.arange(sequence_length)
         self.tokens_per_epoch, self.samples_per_epoch = int(sizes.sum()), float(len(ends))
-        logger.info("%s: %d conversations of %s in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
-                    "left out since no answer is within the cut", split, len(kept), self.prefix, len(ends), sequence_length,
+        logger.info("%s (%s): %d conversations in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
+                    "left out since no answer is within the cut", self.prefix, split, len(kept), len(ends), sequence_length,
                     100 * self.fill, len(long) - len(unanswered), len(unanswered))
 
     @property

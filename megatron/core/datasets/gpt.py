@@ -12,7 +12,6 @@ options say whether positions, attention and loss notice where one ends.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,8 +26,6 @@ NO_PAD = -1  # padding that no token id equals
 
 # What is done to the ids of sample `index` before they are cut or padded to L + 1: (ids [t], index) -> ids, of any length.
 Rearrange = Callable[[np.ndarray, int], np.ndarray]
-
-logger = logging.getLogger(__name__)
 
 
 class TokenSource(Protocol):
@@ -112,8 +109,6 @@ class GPTDataset:
         self.prefix, self.tokens_per_epoch, self.samples_per_epoch = source.prefix, tokens, tokens / size
         self._positions = np.arange(size, dtype=np.int64)
         self._positions.flags.writeable = False
-        logger.info("%s: %d samples of %d tokens, %d x %d tokens of %s",
-                    split, len(self), size, plan.epochs, tokens, source.prefix)
 
     def __len__(self) -> int:
         """The number of samples; at least as many as were asked for."""

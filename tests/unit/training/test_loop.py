@@ -68,6 +68,8 @@ def test_a_run_on_mock_data_says_what_it_is_and_learns(capsys: pytest.CaptureFix
     # 2 layers of 12 h^2 + 13 h, vocabulary 32 and 64 positions of h, a norm of 2 h
     assert f"parameters on (tensor, pipeline) rank (0, 0): {2 * (12 * 256 + 13 * 16) + (32 + 64) * 16 + 2 * 16}\n" in text
     assert reported(text) == [1, 3, 6]
+    assert len(re.findall("^train: ", text, re.MULTILINE)) == 1
+    assert re.findall(r"\|\n ETA: [-\d]+ [:\d]+, in [:\d]+ \| tokens left: (\d+) \|\n", text) == [str((8 - done) * 4 * 64) for done in (1, 3, 6)]
     found = losses(log)
     assert list(found) == list(range(1, 9)) and found[8] < found[1] - 0.1, found
     assert abs(found[1] - math.log(31)) < 0.1, "an untrained model knows nothing of its 31 ids"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.training.metrics import (Loads, Meter, Report, Step, Throughput, Work, known_peak, memory_line, progress_facts,
-                                       progress_line, report_line, theoretical_memory_line, validation_text)
+                                       progress_line, report_line, theoretical_memory_line, time_left_line, validation_text)
 
 NOW = datetime(2024, 9, 3, 15, 54, 54)
 
@@ -117,9 +117,9 @@ REPORT = Report(last=LAST, train_iters=500000, skipped_samples=0, seconds_per_it
 
 
 def test_the_log_line_is_one_that_megatron_printed():
-    """The expected text is a line of a published Megatron-LM log, without its throughput field."""
-    assert report_line(REPORT, datetime(2024, 9, 3, 15, 56, 55)) == (
-        " [2024-09-03 15:56:55] iteration       20/  500000 | consumed samples:        20480 | elapsed time per iteration"
+    """The expected text is a line of a published Megatron-LM log, without its throughput field, and with the digits that newer ones have."""
+    assert report_line(REPORT, datetime(2024, 9, 3, 15, 56, 55, 123456)) == (
+        " [2024-09-03 15:56:55.123456] iteration       20/  500000 | consumed samples:        20480 | elapsed time per iteration"
         " (ms): 12137.9 | learning rate: 6.976744E-07 | global batch size:  1024 | lm loss: 1.064275E+01 | loss scale: "
         "262144.0 | grad norm: 47.021 | number of skipped iterations:   5 | number of nan iterations:   0 |")
 
@@ -138,6 +138,25 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
                   " | num zeros: 57219176.0 | ", " | params norm: 315.023 | ", " | tokens per second: 172800.0 | ",
                   " | MFU: 45.0% causal, 50.0% square, of 989 TFLOP/s |"):
         assert field in line
+
+
+@pytest.mark.parametrize("tflops, shown", [(445.05, "445.1"), (1.0, "1.0"), (0.14, "0.1"), (0.0512, "0.051"), (0.0004567, "0.00046"), (0.0, "0.0")])
+def test_a_small_throughput_is_a_number_and_not_zero(tflops: float, shown: str) -> None:
+    report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, tflops, tflops))
+    assert f" | throughput per GPU (TFLOP/s/GPU): {shown} | " in report_line(report, NOW)
+    assert progress_facts(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1] == f"Job throughput: {shown} TFLOP/s/GPU"
+
+
+def test_the_companion_of_the_log_line_says_when_the_run_ends() -> None:
+    meter = Meter(same)
+    meter.add(step(1))
+    meter.add(dataclasses.replace(step(2), batch_size=32))
+    meter.resolve()
+    report = meter.report(train_iters=9, seconds=5.0, samples_left=32 * 800, seq_length=1000)
+    assert (report.samples_left, report.tokens_left, report.seconds_left) == (25600, 25600000, 25600 * 5.0 / 40)
+    assert time_left_line(report, datetime(2024, 9, 3, 23, 30)) == " ETA: 2024-09-04 00:23:20, in 0:53:20 | tokens left: 25600000 |"
+    last = dataclasses.replace(report, samples_left=0, tokens_left=0, seconds_left=0.0)
+    assert time_left_line(last, NOW) is None
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown():

@@ -157,12 +157,23 @@ def test_the_learning_rate_follows_the_samples_that_moved_the_weights() -> None:
         assert trainer.progress.schedule_samples == 0
     skipped = len(steps) - 1
     assert skipped > 0 and not steps[-1].skipped
-    assert [step.loss_scale for step in steps] == [2.0 ** (40 - number) for number in range(len(steps))]
-    assert all(step.learning_rate == 1e-2 for step in steps), "a skipped step used up some of the learning rate"
+    # As in Megatron's log: scale and rate after the step, which the next one takes.
+    assert [step.loss_scale for step in steps] == [*(2.0 ** (39 - number) for number in range(skipped)), 2.0 ** (40 - skipped)]
+    assert all(step.learning_rate == 1e-2 for step in steps[:-1]), "a skipped step used up some of the learning rate"
+    assert steps[-1].learning_rate == pytest.approx(1e-2 * (1 - 8 / 64), rel=1e-12)
     assert trainer.progress.iteration == len(steps) and trainer.progress.consumed_train_samples == 8 * len(steps)
     assert trainer.progress.schedule_samples == 8
     after = resolved(train_step(trainer, tiny.batches(trainer.run, 0)))
-    assert after.learning_rate == pytest.approx(1e-2 * (1 - 8 / 64), rel=1e-12)
+    assert after.learning_rate == pytest.approx(1e-2 * (1 - 16 / 64), rel=1e-12)
+
+
+def test_the_reported_learning_rate_is_that_of_megatrons_log() -> None:
+    """Megatron reads it from its optimizer after the scheduler's step: at iteration n of a warm-up of 4 it is n quarters."""
+    trainer = trainer_of(optimizer="adam", lr=1e-2, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=4, decoupled_lr=1.0,
+                         decoupled_min_lr=0.0, train_iters=8)
+    steps = [resolved(train_step(trainer, tiny.batches(trainer.run, number))) for number in range(6)]
+    assert [step.learning_rate for step in steps] == pytest.approx([1e-2 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
+    assert [step.decoupled_learning_rate for step in steps] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("tied", [True, False])

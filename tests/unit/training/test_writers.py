@@ -140,7 +140,7 @@ def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
 def test_a_report_is_one_line_of_the_console(shown):
     make(shown).report(REPORT)
     (line,) = shown
-    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration        4/     100 \| consumed samples:           32 \| ", line)
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/     100 \| consumed samples:           32 \| ", line)
 
 
 @pytest.mark.parametrize("speaks", [True, False])
