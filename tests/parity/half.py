@@ -13,7 +13,7 @@ from tests.helpers.training import Held, held_weights
 
 
 class HalfStep(NamedTuple):
-    """One step. scale: the loss scale it was taken with."""
+    """One step. scale: the loss scale after it."""
 
     loss: float
     norm: float
