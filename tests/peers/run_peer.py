@@ -1,0 +1,244 @@
+"""Train a case with the real Megatron Core, save as Megatron-LM saves, go on, and write the losses. One process a rank.
+
+    python run_peer.py CASE FOLDER          with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+
+Only `megatron.core` is in the package; what Megatron-LM's `training` adds around it (the arguments, the common entries of a
+checkpoint, its places on disk) is written here from the description of its format. It runs where the working directory and
+PYTHONPATH make `megatron` NVIDIA's package and not ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import types
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import without_gpu  # noqa: E402
+
+without_gpu.answer_for_cuda()
+
+import upstream_arguments  # noqa: E402
+from cases import CASES, LAST, SAVED  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt import gpt_layer_specs as specs  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+
+
+def arguments(given: dict[str, Any], iteration: int) -> argparse.Namespace:
+    """The namespace of a run of Megatron-LM, with values of Megatron Core's and torch's classes."""
+    args = upstream_arguments.namespace(given, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), iteration=iteration)
+    args.attention_backend = AttnBackend.auto
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float
+    args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
+    size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-(args.vocab_size + 1) // size) * size
+    return args
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """The config of Megatron Core that Megatron-LM makes of its arguments."""
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = {name: getattr(args, name) for name in kind.__dataclass_fields__ if hasattr(args, name)}
+    values |= {"layernorm_zero_centered_gamma": args.apply_layernorm_1p, "layernorm_epsilon": args.norm_epsilon,
+               "pipeline_dtype": args.params_dtype, "num_moe_experts": args.num_experts,
+               "num_query_groups": args.num_query_groups if args.group_query_attention else None, "persist_layer_norm": False,
+               "cp_comm_type": "p2p", "bias_activation_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
+               "bias_dropout_fusion": False, "gated_linear_unit": args.swiglu}
+    if args.swiglu:
+        values["activation_func"] = torch.nn.functional.silu
+    if args.rope_type is None:
+        values.pop("rope_type", None)
+    return kind(**values)
+
+
+def build(args: argparse.Namespace) -> DistributedDataParallel:
+    """The network, as `gpt_builder` of Megatron-LM makes it with --transformer-impl local."""
+    config = transformer_config(args)
+    if args.num_experts:
+        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    else:
+        spec = specs.get_gpt_layer_local_spec(None, False, args.qk_layernorm, args.multi_latent_attention,
+                                              normalization=args.normalization)
+    mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,
+                     max_sequence_length=args.max_position_embeddings, parallel_output=True,
+                     share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                     position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+                     rotary_base=args.rotary_base, mtp_block_spec=mtp)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
+    wrapped = DistributedDataParallel(config, ddp, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def optimizer_and_schedule(args: argparse.Namespace, model: DistributedDataParallel) -> tuple[Any, OptimizerParamScheduler]:
+    """Adam and its learning rates, in samples as Megatron-LM counts them."""
+    values = {name: getattr(args, name) for name in OptimizerConfig.__dataclass_fields__ if hasattr(args, name)}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**values), [model])
+    size = args.global_batch_size
+    schedule = OptimizerParamScheduler(
+        optimizer, init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters * size,
+        lr_decay_steps=args.lr_decay_iters * size, lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay, wd_incr_steps=args.train_iters * size, wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=False)
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer, schedule
+
+
+def write_tokens(prefix: Path, vocab_size: int) -> None:
+    """A small pair of .bin and .idx of Megatron Core's own writer: every document counts on from a random id, with slips."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    draws = np.random.RandomState(5)
+    writer = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(60):
+        steps = np.where(draws.rand(draws.randint(8, 40)) < 0.2, draws.randint(0, vocab_size), 1)
+        ids = (draws.randint(0, vocab_size) + np.cumsum(steps)) % vocab_size
+        writer.add_document(torch.tensor([*ids, vocab_size]), [len(ids) + 1])
+    writer.finalize(f"{prefix}.idx")
+
+
+def samples(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro batches in Megatron-LM's order (--dataloader-type single), over its GPT data set."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    names = {"kind": "null", "vocab_size": args.vocab_size}
+    tokenizer = types.SimpleNamespace(eod=args.vocab_size, pad=-1, vocab_size=args.vocab_size + 1, unique_identifiers=names)
+    config = GPTDatasetConfig(random_seed=args.seed, sequence_length=args.seq_length, blend=(args.data_path, None), split=args.split,
+                              tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+                              create_attention_mask=True, mid_level_dataset_surplus=0.005, path_to_cache="cache")
+    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [args.train_iters * args.global_batch_size, 0, 0], lambda: True, config).build()
+    per_rank = args.global_batch_size // args.data_parallel_size
+    rank = parallel_state.get_data_parallel_rank()
+    for start in range(0, args.train_iters * args.global_batch_size, args.micro_batch_size * args.data_parallel_size):
+        first = start + rank * args.micro_batch_size
+        assert per_rank % args.micro_batch_size == 0
+        rows = [train[place] for place in range(first, first + args.micro_batch_size)]
+        yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro batch: the losses of its tokens, and how to sum them (two values: a sum, and a number of tokens)."""
+    batch = next(batches)
+
+    def loss_func(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, tokens = (losses.view(-1).float() * mask.view(-1)).sum(), mask.sum().int()
+        return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+    out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return out, partial(loss_func, batch["loss_mask"])
+
+
+def train_step(args: argparse.Namespace, model: Any, optimizer: Any, schedule: Any, batches: Any) -> dict[str, float]:
+    """One iteration. Returns the loss of the global batch, and the norm of its gradient."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    count = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    reduced = get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=batches, model=[model], num_microbatches=count, seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size, decoder_seq_length=None, forward_only=False)
+    _, norm, _ = optimizer.step()
+    rate = optimizer.param_groups[0]["lr"]
+    schedule.step(increment=args.global_batch_size)
+    sums = torch.stack([one["lm loss"] for one in reduced]).sum(0)
+    torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    return {"loss": float(sums[0] / sums[1]), "grad_norm": float(norm), "lr": rate}
+
+
+def random_states(args: argparse.Namespace) -> Any:
+    """The entry `rng_state`."""
+    state = [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state(),
+              "cuda_rng_state": torch.cuda.get_rng_state(), "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}]
+    if args.ckpt_format != "torch_dist":
+        return state
+    p, t = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return ShardedObject("rng_state", state, (args.pipeline_model_parallel_size, args.tensor_model_parallel_size), (p, t),
+                         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, schedule: Any, iteration: int) -> None:
+    """Write a checkpoint where and as Megatron-LM does."""
+    place = folder / "checkpoints" / f"iter_{iteration:07d}"
+    sharded = args.ckpt_format == "torch_dist"
+    meta: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        whole = args.dist_ckpt_optim_fully_reshardable
+        meta["distrib_optim_sharding_type"] = "fully_reshardable" if whole else "dp_reshardable"
+        meta |= {"distrib_optim_fully_reshardable_mem_efficient": False} if whole else {}
+    meta["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    network = model.module
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration,
+             "model": network.sharded_state_dict(metadata=meta) if sharded else network.state_dict_for_save_checkpoint()}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=meta) if sharded else optimizer.state_dict()
+    state |= {"opt_param_scheduler": schedule.state_dict(), "rng_state": random_states(args),
+              "num_floating_point_operations_so_far": 12345}
+    if sharded:
+        place.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy("torch_dist")
+        del meta["dp_cp_group"]
+        dist_checkpointing.save(state, str(place), strategy, content_metadata=meta)
+    else:
+        file = place / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" / "model_optim_rng.pt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if args.use_distributed_optimizer:
+            optimizer.save_parameter_state(str(file.parent / "distrib_optim.pt"))
+        if parallel_state.get_data_parallel_rank() == 0:
+            torch.save(state, file)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def run(name: str, folder: Path) -> None:
+    """One rank of one case."""
+    case = CASES[name]
+    args = arguments(case.arguments, 0)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    without_gpu.keep_no_random_states()
+    without_gpu.multiply_groups()
+    without_gpu.do_without_transformer_engine()
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    if torch.distributed.get_rank() == 0:
+        write_tokens(folder / "tokens", args.vocab_size)
+    torch.distributed.barrier()
+    os.chdir(folder)
+    model = build(args)
+    optimizer, schedule = optimizer_and_schedule(args, model)
+    batches, steps = samples(args), []
+    for iteration in range(1, LAST + 1):
+        steps.append({"iteration": iteration, **train_step(args, model, optimizer, schedule, batches)})
+        if iteration == SAVED:
+            save(arguments(case.arguments, iteration), folder, model, optimizer, schedule, iteration)
+    if torch.distributed.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(steps, indent=1))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]).resolve())
