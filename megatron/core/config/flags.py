@@ -20,6 +20,15 @@ from typing import Any, Literal, TypeVar, Union
 
 Config = TypeVar("Config")
 
+# What another value of a field means for a run that goes on from a checkpoint:
+#   network     another function or other shapes of parameters; weights of one are no weights of the other
+#   adaptable   another function of the same parameters, to which training on can adapt a network (--finetune)
+#   tokenizer   what ids mean; the tokenizer's fingerprint is compared, since files move
+#   data        other samples, or another order: how many were consumed says nothing of what comes next
+#   training    other numbers from here on
+#   free        the same numbers but for rounding: layout, kernels, memory, paths, reports
+Role = Literal["network", "adaptable", "tokenizer", "data", "training", "free"]
+
 
 class ConfigError(Exception):
     """Settings that cannot be used. The message lists every broken rule and its mend."""
@@ -41,14 +50,32 @@ def flag(
     also: tuple[str, ...] = (),
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
+    role: Role | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a flag.
 
+    role: what another value means for a run that goes on from a checkpoint; every field of a `RunConfig` has one.
     off: the spelling that turns a default-on switch off, when it is not `--no-<name>`.
     also: further spellings of the same flag. parse: reads one word of the command line; default: the field's type.
     """
-    metadata = {"help": help, "off": off, "also": also, "parse": parse, "metavar": metavar}
+    metadata = {"help": help, "off": off, "also": also, "parse": parse, "metavar": metavar, "role": role}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def plain(default: Any, *, role: Role) -> Any:
+    """Declare a dataclass field that is not a flag, and its role."""
+    return dataclasses.field(default=default, metadata={"role": role})
+
+
+def roles_of(config_class: type) -> dict[str, Role | None]:
+    """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
+    hints, found = _types(config_class), {}
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= roles_of(hints[field.name])
+        else:
+            found[field.name] = field.metadata.get("role")
+    return found
 
 
 def spelling(name: str) -> str:

@@ -18,10 +18,12 @@ class GraphConfig:
     Layers are recorded, forward and backward, and repeated: on a GPU, starting many small kernels takes longer than they do.
     """
 
-    cuda_graph_impl: Literal["none", "local"] = flag("none", "local: record the layers as CUDA graphs, one for each microbatch under way")
+    cuda_graph_impl: Literal["none", "local"] = flag(
+        "none", "local: record the layers as CUDA graphs, one for each microbatch under way", role="free")
     cuda_graph_modules: tuple[Module, ...] = flag(
-        (), "halves of layers that are recorded, with the norm before each; left out: both, but no experts", also=("--cuda-graph-scope",))
-    cuda_graph_warmup_steps: int = flag(3, "training steps before they are recorded, in which libraries make their plans")
+        (), "halves of layers that are recorded, with the norm before each; left out: both, but no experts", also=("--cuda-graph-scope",),
+        role="free")
+    cuda_graph_warmup_steps: int = flag(3, "training steps before they are recorded, in which libraries make their plans", role="free")
 
     @property
     def modules(self) -> tuple[Module, ...]:

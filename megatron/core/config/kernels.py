@@ -29,13 +29,14 @@ class KernelConfig:
     """
 
     kernel: tuple[str, ...] = flag(
-        (), f"kernels to use, each as OPERATION=NAME, such as rms_norm=triton; operations: {', '.join(NAMED)}")
+        (), f"kernels to use, each as OPERATION=NAME, such as rms_norm=triton; operations: {', '.join(NAMED)}", role="free")
     cross_entropy_fusion_impl: Literal["auto", "native", "linear", "triton"] = flag(
         "auto", "the loss of logits that are all there (native), or of blocks of them, which are made, used and forgotten (linear; triton: "
-        "with Triton's kernels for their softmax)")
+        "with Triton's kernels for their softmax)", role="free")
 
     transformer_impl: Literal["local", "transformer_engine"] = flag(
-        "local", "transformer_engine: what that library can compute, which is attention, it computes where it is installed; layers are ours")
+        "local", "transformer_engine: what that library can compute, which is attention, it computes where it is installed; layers are ours",
+        role="free")
 
     @property
     def preferred(self) -> str:

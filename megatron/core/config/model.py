@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import ConfigError, flag
+from megatron.core.config.flags import ConfigError, flag, plain
 from megatron.core.config.kernels import KernelConfig
 from megatron.core.config.moe import MoEConfig
 
@@ -22,29 +22,35 @@ class RopeConfig:
 
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
         "learned_absolute", "how positions are told to the network; yarn: rotations stretched for longer texts; mrope: rotations by "
-        "time, height and width; relative: T5's bias of the scores by distance")
-    relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart")
-    relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike")
-    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies")
-    rotary_percent: float = flag(1.0, "share of each head that is rotated")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs instead of the two halves of a head")
+        "time, height and width; relative: T5's bias of the scores by distance", role="network")
+    relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart", role="network")
+    relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike", role="network")
+    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable")
+    rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs instead of the two halves of a head", role="network")
     rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "divide positions by this factor (linear interpolation)")
-    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
-    rope_scaling_low_freq_factor: float = flag(1.0, "turns over the original length below which --use-rope-scaling is full")
-    rope_scaling_high_freq_factor: float = flag(4.0, "turns over the original length above which --use-rope-scaling is none")
-    rope_scaling_original_length: int = flag(8192, "positions that the network was trained on before --use-rope-scaling")
-    rope_type: Literal["rope", "yarn"] | None = flag(None, "kind of rotation; left out: as --position-embedding-type says")
-    rotary_scaling_factor: float = flag(1.0, "yarn: how many times longer texts become")
-    yarn_original_max_position_embeddings: int = flag(4096, "yarn: positions that the network was trained on before")
-    yarn_beta_fast: float = flag(32.0, "yarn: pairs that turn more often than this over the original length stay as they are")
-    yarn_beta_slow: float = flag(1.0, "yarn: pairs that turn less often than this are slowed by the whole factor")
-    yarn_correction_range_round_to_int: bool = flag(True, "yarn: the pairs between the two begin and end at whole numbers")
-    mscale: float = flag(1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor")
-    mscale_all_dim: float = flag(0.0, "yarn: how much the scores grow with the logarithm of the factor")
-    mrope_section: tuple[int, ...] | None = flag(None, "mrope: pairs that turn by time, by height and by width")
-    no_rope_freq: str | None = flag(None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none")
+        None, "divide positions by this factor (linear interpolation)", role="adaptable")
+    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does", role="adaptable")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", role="adaptable")
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "turns over the original length below which --use-rope-scaling is full", role="adaptable")
+    rope_scaling_high_freq_factor: float = flag(
+        4.0, "turns over the original length above which --use-rope-scaling is none", role="adaptable")
+    rope_scaling_original_length: int = flag(8192, "positions that the network was trained on before --use-rope-scaling", role="adaptable")
+    rope_type: Literal["rope", "yarn"] | None = flag(
+        None, "kind of rotation; left out: as --position-embedding-type says", role="adaptable")
+    rotary_scaling_factor: float = flag(1.0, "yarn: how many times longer texts become", role="adaptable")
+    yarn_original_max_position_embeddings: int = flag(4096, "yarn: positions that the network was trained on before", role="adaptable")
+    yarn_beta_fast: float = flag(
+        32.0, "yarn: pairs that turn more often than this over the original length stay as they are", role="adaptable")
+    yarn_beta_slow: float = flag(1.0, "yarn: pairs that turn less often than this are slowed by the whole factor", role="adaptable")
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "yarn: the pairs between the two begin and end at whole numbers", role="adaptable")
+    mscale: float = flag(1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor", role="adaptable")
+    mscale_all_dim: float = flag(0.0, "yarn: how much the scores grow with the logarithm of the factor", role="adaptable")
+    mrope_section: tuple[int, ...] | None = flag(None, "mrope: pairs that turn by time, by height and by width", role="network")
+    no_rope_freq: str | None = flag(
+        None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none", role="adaptable")
 
     @property
     def rotates(self) -> bool:
@@ -64,12 +70,13 @@ class MLAConfig:
     Keys and values are made of one small vector a token, and queries too if asked (DeepSeek-V2, 2024).
     """
 
-    multi_latent_attention: bool = flag(False, "keys and values come from a latent vector; one rotated key serves all heads")
-    q_lora_rank: int | None = flag(None, "size of the queries' latent vector; left out: queries have none")
-    kv_lora_rank: int = flag(32, "size of the latent vector of keys and values")
-    qk_head_dim: int = flag(128, "sizes of a query and key head that are not rotated")
-    qk_pos_emb_head_dim: int = flag(64, "sizes of a query and key head that are rotated")
-    v_head_dim: int = flag(128, "size of a value head")
+    multi_latent_attention: bool = flag(
+        False, "keys and values come from a latent vector; one rotated key serves all heads", role="network")
+    q_lora_rank: int | None = flag(None, "size of the queries' latent vector; left out: queries have none", role="network")
+    kv_lora_rank: int = flag(32, "size of the latent vector of keys and values", role="network")
+    qk_head_dim: int = flag(128, "sizes of a query and key head that are not rotated", role="network")
+    qk_pos_emb_head_dim: int = flag(64, "sizes of a query and key head that are rotated", role="network")
+    v_head_dim: int = flag(128, "size of a value head", role="network")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +86,10 @@ class MTPConfig:
     More layers behind the last, each of which predicts one token further (DeepSeek-V3, 2024).
     """
 
-    mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one")
-    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses")
-    mtp_use_repeated_layer: bool = flag(False, "one layer serves all depths")
-    mtp_detach_heads: bool = flag(False, "their losses do not train the layers before them")
+    mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one", role="network")
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses", role="training")
+    mtp_use_repeated_layer: bool = flag(False, "one layer serves all depths", role="network")
+    mtp_detach_heads: bool = flag(False, "their losses do not train the layers before them", role="training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,71 +99,73 @@ class ModelConfig:
     The shape of the network. Sizes that are left out follow from the others.
     """
 
-    num_layers: int | None = flag(None, "number of transformer layers")
-    encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers")
-    decoder_num_layers: int | None = flag(None, "T5: layers of the decoder; left out: as many as the encoder has")
-    hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64")
-    num_attention_heads: int | None = flag(None, "number of query heads")
-    kv_channels: int | None = flag(None, "size of one head; left out: hidden size / heads")
-    group_query_attention: bool = flag(False, "several query heads share a key/value head")
-    num_query_groups: int = flag(1, "number of key/value heads, with --group-query-attention")
-    max_position_embeddings: int | None = flag(None, "longest sequence that positions allow; left out: --seq-length")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times the tensor size")
-    padded_vocab_size: int | None = flag(None, "exact padded vocabulary, instead of computing it")
-    true_vocab_size: int | None = None  # the tokenizer's size, filled in once the tokenizer is there
-    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
-    norm_epsilon: float = flag(1e-5, "epsilon of the norms")
-    apply_layernorm_1p: bool = flag(False, "store each norm's weight minus one, so that weight decay pulls to one")
-    add_bias_linear: bool = flag(True, "linear layers have biases", off="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear")
-    swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
-    quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)")
-    squared_relu: bool = flag(False, "MLP with the square of ReLU")
-    relu: bool = flag(False, "MLP with ReLU (T5 v1.0)")
-    geglu: bool = flag(False, "gated MLP with GELU; with --openai-gelu by its tanh formula (T5 v1.1)")
-    openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function")
+    num_layers: int | None = flag(None, "number of transformer layers", role="network")
+    encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers", role="network")
+    decoder_num_layers: int | None = flag(None, "T5: layers of the decoder; left out: as many as the encoder has", role="network")
+    hidden_size: int | None = flag(None, "width of the residual stream", role="network")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64", role="network")
+    num_attention_heads: int | None = flag(None, "number of query heads", role="network")
+    kv_channels: int | None = flag(None, "size of one head; left out: hidden size / heads", role="network")
+    group_query_attention: bool = flag(False, "several query heads share a key/value head", role="free")
+    num_query_groups: int = flag(1, "number of key/value heads, with --group-query-attention", role="network")
+    max_position_embeddings: int | None = flag(None, "longest sequence that positions allow; left out: --seq-length", role="network")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times the tensor size", role="free")
+    padded_vocab_size: int | None = flag(None, "exact padded vocabulary, instead of computing it", role="free")
+    true_vocab_size: int | None = plain(None, role="network")  # the tokenizer's size, filled in once the tokenizer is there
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own", role="network")
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
+    apply_layernorm_1p: bool = flag(False, "store each norm's weight minus one, so that weight decay pulls to one", role="network")
+    add_bias_linear: bool = flag(True, "linear layers have biases", off="--disable-bias-linear", role="network")
+    add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
+    swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")
+    quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)", role="network")
+    squared_relu: bool = flag(False, "MLP with the square of ReLU", role="network")
+    relu: bool = flag(False, "MLP with ReLU (T5 v1.0)", role="network")
+    geglu: bool = flag(False, "gated MLP with GELU; with --openai-gelu by its tanh formula (T5 v1.1)", role="network")
+    openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function", role="network")
     activation_func_clamp_value: float | None = flag(
-        None, "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)")
-    glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)")
-    qk_layernorm: bool = flag(False, "norm of every query and key head")
-    qk_l2_norm: bool = flag(False, "queries and keys are divided by their root mean square after rotation, without weights")
-    qk_clip: bool = flag(False, "after each step, weights of queries and keys shrink where a head's largest score was too large")
-    qk_clip_threshold: float = flag(100.0, "--qk-clip: largest score that is left alone")
-    qk_clip_alpha: float = flag(0.5, "--qk-clip: share of the shrinking that queries take")
-    window_size: str | None = flag(None, "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all")
+        None, "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)", role="network")
+    glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network")
+    qk_layernorm: bool = flag(False, "norm of every query and key head", role="network")
+    qk_l2_norm: bool = flag(False, "queries and keys are divided by their root mean square after rotation, without weights", role="network")
+    qk_clip: bool = flag(
+        False, "after each step, weights of queries and keys shrink where a head's largest score was too large", role="training")
+    qk_clip_threshold: float = flag(100.0, "--qk-clip: largest score that is left alone", role="training")
+    qk_clip_alpha: float = flag(0.5, "--qk-clip: share of the shrinking that queries take", role="training")
+    window_size: str | None = flag(None, "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all", role="adaptable")
     window_attn_skip_freq: str | None = flag(
-        None, "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window")
+        None, "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window", role="adaptable")
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
-        "vanilla", "attention sinks: one more score of zero, or a learned one a head, that takes weight and gives nothing")
-    attention_logit_softcap: float | None = flag(None, "scores become cap * tanh(score / cap)")
-    final_logit_softcap: float | None = flag(None, "logits become cap * tanh(logit / cap)")
-    attention_output_gate: bool = flag(False, "each head's output is multiplied by a sigmoid of the layer's input")
-    init_method_std: float = flag(0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)")
-    embedding_init_method_std: float | None = flag(None, "deviation of the initial embeddings, if another")
-    init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule")
-    hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers")
-    attention_dropout: float = flag(0.1, "dropout of attention probabilities")
-    apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)")
-    norm_after_residual: bool = flag(False, "norms stand after each residual sum and none ends the network (published BERT)")
-    sandwich_norm: bool = flag(False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)")
-    embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)")
-    scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)")
-    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
-    softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)")
-    scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)")
-    bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head")
+        "vanilla", "attention sinks: one more score of zero, or a learned one a head, that takes weight and gives nothing", role="network")
+    attention_logit_softcap: float | None = flag(None, "scores become cap * tanh(score / cap)", role="adaptable")
+    final_logit_softcap: float | None = flag(None, "logits become cap * tanh(logit / cap)", role="adaptable")
+    attention_output_gate: bool = flag(False, "each head's output is multiplied by a sigmoid of the layer's input", role="network")
+    init_method_std: float = flag(0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)", role="training")
+    embedding_init_method_std: float | None = flag(None, "deviation of the initial embeddings, if another", role="training")
+    init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule", role="training")
+    hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers", role="training")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities", role="training")
+    apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)", role="network")
+    norm_after_residual: bool = flag(
+        False, "norms stand after each residual sum and none ends the network (published BERT)", role="network")
+    sandwich_norm: bool = flag(False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)", role="network")
+    embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)", role="network")
+    scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)", role="network")
+    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32", role="training")
+    softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)", role="network")
+    scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)", role="network")
+    bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head", role="network")
     attention_backend: Literal["auto", "fused", "flash", "cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex", "unfused",
                                "local"] = flag(
         "auto", "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3, "
-        "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula")
+        "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula", role="free")
     rope: RopeConfig = RopeConfig()
     mla: MLAConfig = MLAConfig()
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
     kernels: KernelConfig = KernelConfig()
-    architecture: Literal["gpt", "bert", "t5"] = "gpt"  # said by the entry script
+    architecture: Literal["gpt", "bert", "t5"] = plain("gpt", role="network")  # said by the entry script
 
     def resolve(self) -> ModelConfig:
         """Fill in the sizes that follow from others; fields already given stay as they are."""

@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 
 from megatron.core.config.flags import (
-    ConfigError, add_arguments, flag, flag_fields, from_namespace, from_values, known_flags, refuse, spelling, to_values, words_of)
+    ConfigError, Role, add_arguments, flag, flag_fields, from_namespace, from_values, known_flags, refuse, roles_of, spelling, to_values,
+    words_of)
 from megatron.core.config.run import RunConfig
 
 
@@ -156,3 +157,10 @@ def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, ki
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {field.name}
     assert after[field.name] == (list(value) if isinstance(value, tuple) else value)
+
+
+def test_every_field_of_a_run_says_what_another_value_means() -> None:
+    roles = roles_of(RunConfig)
+    assert {field.name for field, _ in flag_fields(RunConfig)} < roles.keys() and len(roles) > 300
+    silent = [name for name, role in roles.items() if role not in get_args(Role)]
+    assert not silent, f'give these a role="..." beside their help (config/flags.py says which there are): {", ".join(silent)}'
