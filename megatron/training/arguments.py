@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
 from megatron.core.optimizer.schedule import Schedule
 from megatron.training.elastic import fit
 from megatron.training.legacy_flags import nearest, translate
@@ -83,11 +83,13 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
             problems.append(f"{word} is not a flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
         elif not any(other.startswith("--") for other in unknown):
             problems.append(f"{word!r} belongs to no flag")
-    if args.use_checkpoint_args and args.load:
-        try:
+    try:
+        if args.use_checkpoint_args and args.load:
             _take_from_checkpoint(args)
-        except CheckpointError as error:
-            problems.append(str(error))
+        if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
+            messages += _as_many_ids(args)
+    except CheckpointError as error:
+        problems.append(str(error))
     args.messages, args.problems = messages, problems
     return args
 
@@ -246,3 +248,20 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
         if name in fields:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
+
+
+def _as_many_ids(args: argparse.Namespace) -> list[str]:
+    """Let a NullTokenizer go on with the ids that it had when the checkpoint was saved. Returns what to tell the user."""
+    path, step = (args.load, args.ckpt_step) if args.load else (args.pretrained_checkpoint, None)
+    try:
+        saved = saved_values(path, step)
+    except CheckpointError:
+        from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
+        try:
+            saved = foreign_settings(path, step) or {}
+        except CheckpointError:
+            return []  # whoever loads it says what is wrong
+    given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)
+    return [] if args.vocab_size == given else [
+        f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
+        "once an id more, is now the last of --vocab-size"]

@@ -67,7 +67,7 @@ def foreign_settings(path: str | Path, step: int | None = None) -> dict[str, Any
         return None
     dialect, place = found
     settings = model_settings(place) if dialect.name == "Hugging Face" else dialect.open(place, None).settings
-    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE
+    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {"null_tokenizer_ids"}
     return {name: value for name, value in settings.items() if name in names}
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.config.data import DataConfig, TokenizerConfig
+from megatron.core.config.data import DataConfig, TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError, from_values, refuse
 from megatron.core.config.kernels import KernelConfig
 from megatron.core.config.optim import PrecisionConfig
@@ -116,7 +116,9 @@ def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerCon
     own = model_settings(source.where) if is_folder(source.where) else source.settings
     saved = {} if "tokenizer_type" in given else {
         field.name: own[field.name] for field in dataclasses.fields(TokenizerConfig) if field.name in own}
-    return from_values(TokenizerConfig, {**saved, **given})
+    settings = from_values(TokenizerConfig, {**saved, **given})
+    older = settings.tokenizer_type == "NullTokenizer"
+    return dataclasses.replace(settings, vocab_size=null_vocab_size(settings.vocab_size, source.settings)) if older else settings
 
 
 def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:

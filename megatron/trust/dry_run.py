@@ -111,7 +111,7 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
     kernels = select(need, available(need, wishes))
     run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels,
-              tokenizer=NullTokenizer(max(1, (config.model.true_vocab_size or 2) - 1)), streams=_NoStreams(),
+              tokenizer=NullTokenizer(config.model.true_vocab_size or 2), streams=_NoStreams(),
               timers=Timers(level=0), log=logging.getLogger("megatron.dry_run"))
     provider = _PROVIDERS[config.model.architecture]
     trainer = build_trainer(run, provider.model, provider.forward_step)

@@ -96,7 +96,7 @@ def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run
     kernels = select(Need(device=device.type, dtype=getattr(torch, config.precision.dtype)), config.model.kernel_wishes)
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
     return Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels, timers=Timers(level=0),
-               tokenizer=NullTokenizer(config.model.true_vocab_size - 1), streams=RandomStreams.build(mesh, config.train.seed),
+               tokenizer=NullTokenizer(config.model.true_vocab_size), streams=RandomStreams.build(mesh, config.train.seed),
                log=logging.getLogger("megatron.rehearsal"))
 
 

@@ -168,7 +168,7 @@ def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProv
     mesh = Mesh.single(torch.device("cpu"))
     kernels = select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
                           padding=config.model.architecture != "gpt"), config.model.kernel_wishes)
-    run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(config.model.true_vocab_size - 1),
+    run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(config.model.true_vocab_size),
               streams=RandomStreams.build(mesh, config.train.seed), timers=Timers(level=0), log=logging.getLogger("megatron"),
               progress=Progress(**facts["progress"]))
     trainer = build_trainer(run, *provider)

@@ -45,7 +45,7 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
     theirs = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").eval()
     theirs.save_pretrained(folder)
     theirs.generation_config.eos_token_id = None
-    loaded = load_network(folder, GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": words - 1})
+    loaded = load_network(folder, GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": words})
     engine = Engine(loaded.stages, loaded.tokenizer, InferenceConfig(inference_dynamic_batching_prefix_caching=False))
 
     def ours(prompts: Ids, count: int) -> Ids:

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not 
 sys.path.insert(0, str(ROOT))
 
 SHAPE = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 8 --global-batch-size 8 "
-         "--hidden-dropout 0 --attention-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --eval-iters 0 "
+         "--hidden-dropout 0 --attention-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0 "
          "--log-interval 1 --num-workers 0").split()
 
 

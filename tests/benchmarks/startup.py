@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 1 --global-batch-size 1 "
-        "--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --eval-iters 0").split()
+        "--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0").split()
 COMMANDS = {
     "import torch": ["-c", "import torch, torch.distributed"],
     "--help": ["pretrain_gpt.py", "--help"],

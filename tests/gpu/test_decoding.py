@@ -23,7 +23,7 @@ def said(device: str, captured_graphs: int | None, **changes: Any) -> list[tuple
     run = tiny.run_of(settings, torch.device(device))
     stages = [tiny.gpt(run, spec).materialize(7, draw_on=torch.device("cpu")).eval() for spec in stages_of(run.config)]
     config = InferenceConfig(inference_max_requests=5, inference_dynamic_batching_num_cuda_graphs=captured_graphs)
-    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY - 1), config)
+    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY), config)
     if captured_graphs is None:
         assert engine.runner.networks[0].captured_graphs is not None, "recorded wherever it can be"
     return [reply.ids for reply in engine.run([greedy(text, 20) for text in prompts(7)])]

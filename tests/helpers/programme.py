@@ -17,11 +17,11 @@ from megatron.training.loop import DatasetProvider, pretrain
 from megatron.training.run import Run
 from megatron.training.stages import ForwardStep
 
-VOCABULARY = 30
+VOCABULARY = 30  # and the end of document
 SEQUENCE = 16
 # The smallest run that there is; what a test adds behind wins.
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
-        f"--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0 --eval-iters 0 "
+        f"--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY + 1} --num-workers 0 --eval-iters 0 "
         "--log-interval 1000 --make-vocab-size-divisible-by 8").split()
 
 

@@ -55,7 +55,7 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
     kernels = select(Need(device=device.type, dtype=dtype, low=settings.precision.low), settings.model.kernel_wishes)
-    return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY - 1),
+    return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY),
                streams=RandomStreams.build(mesh, settings.train.seed), timers=Timers(level=0), log=logging.getLogger("tiny"))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config.flags import flag
 
@@ -126,8 +127,8 @@ class TokenizerConfig:
     merge_file: str | None = flag(None, "merges of a byte-level BPE: merges.txt", role="tokenizer")
     tokenizer_model: str | None = flag(None, "model of the tokenizer: a SentencePiece .model, a rank file of tiktoken, or a "
                                              "tokenizer.json or the folder that holds it", role="tokenizer")
-    vocab_size: int | None = flag(None, "NullTokenizer: number of ids before the end of document; TikTokenizer: number of "
-                                        "ids to keep, special tokens included", role="tokenizer")
+    vocab_size: int | None = flag(None, "NullTokenizer: number of ids, the last of which ends documents; TikTokenizer: number "
+                                        "of ids to keep, special tokens included", role="tokenizer")
     vocab_extra_ids: int = flag(0, "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary", role="tokenizer")
     tiktoken_pattern: Literal["v1", "v2", "gpt2"] | None = flag(
         None, "how TikTokenizer cuts text into words; left out: v2, or gpt2 for r50k_base.tiktoken", role="tokenizer")
@@ -140,10 +141,20 @@ class TokenizerConfig:
         off="--tokenizer-hf-no-include-special-tokens", role="tokenizer")
     chat_template: str | None = flag(None, "Jinja template of a conversation: its text, or a file; left out: the one that "
                                            "comes with the tokenizer", role="training")
-    null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer's end of document (default: --vocab-size)", role="tokenizer")
-    null_tokenizer_pad_id: int | None = flag(None, "NullTokenizer's padding (default: it has none)", role="tokenizer")
+    null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer's end of document (default: --vocab-size less one)", role="tokenizer")
+    null_tokenizer_pad_id: int | None = flag(None, "NullTokenizer's padding (default, and -1: it has none)", role="tokenizer")
 
     @property
     def known_size(self) -> int:
         """Ids of the tokenizer, as far as flags alone say; else as many as GPT-2's has."""
-        return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257
+        return self.vocab_size if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257
+
+
+def null_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
+    """The --vocab-size that a NullTokenizer needs to be a checkpoint's, where the one given was enough when that was saved.
+
+    Before Megatron 0.18, and here as long, the tokenizer had one id more than --vocab-size: the end of document. saved: the
+    checkpoint's settings, with `null_tokenizer_ids` in one of Megatron's.
+    """
+    size = saved.get("true_vocab_size") if saved.get("tokenizer_type") == "NullTokenizer" else saved.get("null_tokenizer_ids")
+    return size if given is not None and size == given + 1 else given

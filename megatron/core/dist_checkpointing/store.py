@@ -31,7 +31,7 @@ from typing import Any
 
 import xxhash
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import flag_fields, refuse
 from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.files import DISK, Files, read_file, remove_tree, write_file
@@ -366,7 +366,17 @@ def describe(folder: str | Path, *, files: Files = DISK) -> Description:
 
 
 def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name.
+    """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name."""
+    values = saved_values(folder, step)
+    names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
+    found = {name: values[name] for name in names if name in values and name not in FREE}
+    if "vocab_size" in found:
+        found["vocab_size"] = null_vocab_size(found["vocab_size"], values)
+    return found
+
+
+def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
+    """Every setting of the run that saved the newest checkpoint in `folder`, or that of an iteration, by field name.
 
     A folder whose config.json is damaged is passed over, as its tensors will be when they are loaded.
     """
@@ -376,14 +386,10 @@ def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, 
     problems = []
     for one in folders:
         try:
-            values = describe(one).values
-            break
+            return describe(one).values
         except CheckpointError as error:
             problems.append(str(error))
-    else:
-        raise CheckpointError(f"--use-checkpoint-args: {folder} holds no sound checkpoint to take the settings from", problems)
-    names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
-    return {name: values[name] for name in names if name in values and name not in FREE}
+    raise CheckpointError(f"--use-checkpoint-args: {folder} holds no sound checkpoint to take the settings from", problems)
 
 
 def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:

@@ -23,7 +23,7 @@ from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
 class NullTokenizer:
-    """Text that is ids already, with white space between; ids below the size given are text, the next is the end.
+    """Text that is ids already, with white space between; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
     """
@@ -34,15 +34,15 @@ class NullTokenizer:
     chat_template = None
     engine = "the text is ids already"
 
-    def __init__(self, text_vocab_size: int, *, eod: int | None = None, pad: int | None = None) -> None:
-        self.vocab_size = text_vocab_size + 1
-        self.eod = self.eos = text_vocab_size if eod is None else eod
+    def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.eod = self.eos = vocab_size - 1 if eod is None else eod
         self.pad = pad
         self.special_ids = (self.eod,)
         outside = [number for number in (self.eod, pad) if number is not None and not 0 <= number < self.vocab_size]
         if outside:
-            raise ConfigError(f"--null-tokenizer-eod-id and --null-tokenizer-pad-id are ids from 0 to {text_vocab_size}, which is "
-                              f"--vocab-size; not {outside[0]}")
+            raise ConfigError(f"--null-tokenizer-eod-id and --null-tokenizer-pad-id are ids below --vocab-size, from 0 to "
+                              f"{vocab_size - 1}; not {outside[0]}")
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -153,7 +153,8 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
 def _null(config: TokenizerConfig) -> Tokenizer:
     if config.vocab_size is None or config.vocab_size < 1:
         raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, not {config.vocab_size}")
-    return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=config.null_tokenizer_pad_id)
+    pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
+    return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
 KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({

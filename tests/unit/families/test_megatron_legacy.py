@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.open import find_megatron, open_megatron
+from megatron.core.families.megatron.settings import settings_of
 from megatron.core.parallel.boxes import Box, whole
 from tests.unit.families.megatron_files import LOCAL, OLD, V2, V5, Whole
 
@@ -94,6 +95,13 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="mp_rank_00.*cannot be read"):
         open_legacy(tmp_path, IDS)
+
+
+def test_a_null_tokenizer_had_an_id_more_before_it_could_be_told_its_end_of_document() -> None:
+    older = {"tokenizer_type": "NullTokenizer", "vocab_size": 9}
+    assert settings_of(older, {})["null_tokenizer_ids"] == 10
+    assert settings_of({**older, "null_tokenizer_eod_id": None}, {})["null_tokenizer_ids"] == 9
+    assert "null_tokenizer_ids" not in settings_of({**older, "tokenizer_type": "GPT2BPETokenizer"}, {})
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def engine_of(model: GPTModel, tokenizer: Tokenizer | None = None, *, draft: GPT
              "together": "inference_max_requests", "waiting": "inference_max_waiting_requests", "gb": "inference_dynamic_batching_buffer_size_gb",
              "sharing": "inference_dynamic_batching_prefix_caching", "length": "inference_max_seq_length", "guesses": "num_speculative_tokens"}
     config = InferenceConfig(**{short.get(name, name): value for name, value in changes.items()})
-    return Engine([model], tokenizer or NullTokenizer(tiny.VOCABULARY - 1), config, draft=[] if draft is None else [draft])
+    return Engine([model], tokenizer or NullTokenizer(tiny.VOCABULARY), config, draft=[] if draft is None else [draft])
 
 
 def gigabytes(model: GPTModel, tokens: int) -> float:

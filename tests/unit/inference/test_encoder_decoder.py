@@ -25,9 +25,9 @@ NEW = 16
 
 def decoder(folder: Path, changes: dict[str, int] | None = None, together: int = 3) -> EncoderDecoder:
     """The same in our stages, on the CPU."""
-    loaded = load_network(str(folder), Kind("t5", T5Model), tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1},
+    loaded = load_network(str(folder), Kind("t5", T5Model), tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": WORDS},
                           parallel=ParallelConfig(**(changes or {})), device=torch.device("cpu"))
-    return EncoderDecoder(loaded.stages, NullTokenizer(WORDS - 1), InferenceConfig(inference_max_requests=together), start=0)
+    return EncoderDecoder(loaded.stages, NullTokenizer(WORDS), InferenceConfig(inference_max_requests=together), start=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -210,7 +210,7 @@ def test_the_end_of_document_and_stop_ids_end_a_text_and_are_not_given() -> None
     stop = free[6]
     (reply,) = engine_of(model).run([greedy((3, 1, 4), 12, stop_ids=(stop,))])
     assert (list(reply.ids), reply.reason) == (free[:free.index(stop)], "stop")
-    tokenizer = NullTokenizer(tiny.VOCABULARY - 1)
+    tokenizer = NullTokenizer(tiny.VOCABULARY)
     tokenizer.eod = stop
     ends, goes_on = engine_of(model, tokenizer).run([greedy((3, 1, 4), 12, ignore_eod=False), greedy((3, 1, 4), 12)])
     assert (list(ends.ids), ends.reason) == (free[:free.index(stop)], "stop")
@@ -231,7 +231,7 @@ class Colons(NullTokenizer):
     """Numbers, of which two are a colon and the end of a line."""
 
     def __init__(self, colon: int, newline: int) -> None:
-        super().__init__(tiny.VOCABULARY - 1)
+        super().__init__(tiny.VOCABULARY)
         self.ids = {":": colon, "\n": newline}
 
     def tokenize(self, text: str) -> list[int]:

@@ -62,7 +62,7 @@ def test_a_text_that_slides_draws_on_with_its_seed() -> None:
 def test_it_stops_at_the_end_of_document_and_does_not_give_it() -> None:
     free = continuation(engine(), [3, 1, 4], num_tokens=30, sampling=GREEDY, ends=False)
     for stop in (free[6], free[20]):
-        tokenizer = NullTokenizer(tiny.VOCABULARY - 1)
+        tokenizer = NullTokenizer(tiny.VOCABULARY)
         tokenizer.eod = stop
         found = continuation(engine_of(model(), tokenizer), [3, 1, 4], num_tokens=30, sampling=GREEDY)
         assert found == free[:free.index(stop)]

@@ -55,7 +55,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     size = dist.get_world_size() if dist.is_initialized() else 1
     stages = stages_on(size, **{**NETWORK, **changes})
     draft = stages_on(size, seed=8, **{**NETWORK, **changes}) if guesses and "mtp_num_layers" not in changes else []
-    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY - 1), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft)
+    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft)
     if not engine.mesh.world.is_first:
         engine.follow()
         return None

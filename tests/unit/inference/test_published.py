@@ -61,14 +61,14 @@ def said(model: Any, prompt: Ids, **how: Any) -> list[Any]:
 
 def loaded(folder: Path) -> Any:
     """The same in our stages, on the CPU."""
-    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1}
+    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS}
     return load_network(str(folder), GPT, tokenizer=tokenizer, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_the_published_programme_token_for_token(tmp_path: Path, kind: str) -> None:
     model = published(kind, tmp_path)
-    engine = engine_of(loaded(tmp_path).stages[0], NullTokenizer(WORDS - 1), block=4, tokens=24, together=5)
+    engine = engine_of(loaded(tmp_path).stages[0], NullTokenizer(WORDS), block=4, tokens=24, together=5)
     texts = prompts(7, longest=30)
     replies = engine.run([greedy(text, NEW, ignore_eod=False, logprobs=True) for text in texts])
     for text, reply in zip(texts, replies, strict=True):
@@ -84,7 +84,7 @@ def test_texts_are_those_of_the_published_programme_token_for_token(tmp_path: Pa
 @pytest.mark.parametrize("width, penalty", [(3, 1.0), (4, 0.5), (2, 2.0)])
 def test_a_beam_finds_what_the_published_search_finds(tmp_path: Path, width: int, penalty: float) -> None:
     model = published("llama", tmp_path)
-    engine = engine_of(loaded(tmp_path).stages[0], NullTokenizer(WORDS - 1), block=4)
+    engine = engine_of(loaded(tmp_path).stages[0], NullTokenizer(WORDS), block=4)
     for text in prompts(4, longest=20):
         answer = said(model, text, num_beams=width, num_return_sequences=width, length_penalty=penalty, early_stopping=False)
         beams = beam_search(engine.run, text, width=width, num_tokens=NEW, ends=(WORDS - 1,), length_penalty=penalty)

@@ -27,7 +27,7 @@ from tests.helpers.world import Worlds
 from tests.unit.inference.serving import slowly
 
 TEXTS = ("3 1 4", "7", "2 7 1 8 2 8")
-WORDS = NullTokenizer(tiny.VOCABULARY - 1)
+WORDS = NullTokenizer(tiny.VOCABULARY)
 MODEL: dict[str, Any] = {"fp64": True, "init_method_std": 0.4, "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"}
 NOISY: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 LAYOUTS: dict[str, dict[str, Any]] = {

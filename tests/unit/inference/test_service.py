@@ -123,7 +123,7 @@ def test_beams_are_searched_beside_other_requests() -> None:
 
 def served(changes: dict[str, Any]) -> list[Reply] | None:
     """A service over two ranks."""
-    engine = Engine(stages_on(dist.get_world_size(), **changes), NullTokenizer(tiny.VOCABULARY - 1), InferenceConfig())
+    engine = Engine(stages_on(dist.get_world_size(), **changes), NullTokenizer(tiny.VOCABULARY), InferenceConfig())
     if not engine.mesh.world.is_first:
         engine.follow()
         return None

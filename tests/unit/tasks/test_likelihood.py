@@ -141,7 +141,7 @@ def trained(folder: str, changes: dict[str, Any]) -> None:
     """On every rank: save a tiny network."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     Checkpoint(tiny.trainer_of(tiny.run_of(tiny.config(
-        size, save=folder, tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY - 1, **changes)))).save()
+        size, save=folder, tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY, **changes)))).save()
 
 
 @pytest.mark.parametrize(("writers", "written", "ranks", "parallel"), [
@@ -167,7 +167,7 @@ def ask_ours(path: str, asked: list[Request], parallel: dict[str, int]) -> list[
 def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_path: Path) -> None:
     trained(str(tmp_path / "ours"), {})
     write_legacy(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
-    found, tokenizer = [], {"tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY - 1}
+    found, tokenizer = [], {"tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY}
     for folder, given in (("ours", {}), ("theirs", tokenizer)):
         loaded = load_network(str(tmp_path / folder), GPT, tokenizer=given)
         assert loaded.config.model.true_vocab_size == tiny.VOCABULARY
@@ -180,7 +180,7 @@ def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_pa
 def test_rows_that_pad_megatrons_files_are_no_ids(tmp_path: Path) -> None:
     whole = Whole(heads=2, groups=2, size=1)  # whose MLP has the size that follows from the others
     whole.write(tmp_path, V2, version=3.0, tp=2)
-    loaded = load_network(str(tmp_path), GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": 9})
+    loaded = load_network(str(tmp_path), GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": 10})
     assert loaded.config.model.true_vocab_size == 10
     weights = loaded.stages[0].embedding.word_embeddings.weight
     assert torch.equal(weights[:10], whole.ours()["embedding.word_embeddings.weight"])
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(folder: tuple[str, Any], tmp_path: Path) -
         load_network(str(tmp_path), GPT)
     with pytest.raises(ConfigError, match="1 ranks are not a multiple of --tensor-model-parallel-size 2"):
         load_network(folder[0], GPT, parallel=ParallelConfig(tensor_model_parallel_size=2))
-    with pytest.raises(ConfigError, match="the tokenizer has 50001 ids, and the embedding of"):
+    with pytest.raises(ConfigError, match="the tokenizer has 50000 ids, and the embedding of"):
         load_network(folder[0], GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": 50000})
     with pytest.raises(CheckpointError, match="was trained with another tokenizer"):
         load_network(str(ours(tmp_path / "gpt")), GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": 12})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import around, flat, marked
@@ -28,16 +28,16 @@ def test_cut_characters_of_bytes_become_replacement_characters():
     assert ByteTokenizer().detokenize([0xE6, 0x9D]) == "\ufffd"
 
 
-def test_the_null_tokenizer_reads_numbers_and_ends_documents_with_the_size_given():
+def test_the_null_tokenizer_reads_numbers_and_ends_documents_with_the_last_of_its_ids():
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (101, 100, None)
-    assert tokenizer.tokenize("5 0\n 99  100") == [5, 0, 99, 100]
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (100, 99, None)
+    assert tokenizer.tokenize("5 0\n 98  99") == [5, 0, 98, 99]
     assert tokenizer.tokenize("") == []
-    assert tokenizer.detokenize([5, 100]) == "5 100"
+    assert tokenizer.detokenize([5, 99]) == "5 99"
 
 
 @pytest.mark.parametrize("text, message", [
-    ("1 two", "two"), ("101", "id 101 is outside the vocabulary of 101"), ("-1", "id -1")])
+    ("1 two", "two"), ("100", "id 100 is outside the vocabulary of 100"), ("-1", "id -1")])
 def test_the_null_tokenizer_refuses_other_text(text, message):
     with pytest.raises(ValueError, match=message):
         NullTokenizer(100).tokenize(text)
@@ -91,10 +91,19 @@ def test_every_kind_says_which_settings_it_reads(kind):
 
 def test_the_null_tokenizer_takes_other_ids_for_end_and_padding():
     tokenizer = build_tokenizer(TokenizerConfig(
-        tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_eod_id=0, null_tokenizer_pad_id=10))
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.special_ids) == (11, 0, 10, (0,))
-    with pytest.raises(ConfigError, match="ids from 0 to 10, which is --vocab-size; not 11"):
-        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=11))
+        tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_eod_id=0, null_tokenizer_pad_id=9))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.special_ids) == (10, 0, 9, (0,))
+    with pytest.raises(ConfigError, match="ids below --vocab-size, from 0 to 9; not 10"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=10))
+    assert build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=-1)).pad is None
+
+
+def test_a_checkpoint_of_before_keeps_its_null_tokenizer_with_an_id_more():
+    before = {"tokenizer_type": "NullTokenizer", "vocab_size": 30, "true_vocab_size": 31}
+    assert null_vocab_size(30, before) == null_vocab_size(31, before) == 31
+    assert null_vocab_size(30, {"null_tokenizer_ids": 31}) == 31 and null_vocab_size(30, {"null_tokenizer_ids": 30}) == 30
+    assert null_vocab_size(50, before) == 50 and null_vocab_size(None, before) is None
+    assert null_vocab_size(30, {**before, "tokenizer_type": "ByteTokenizer"}) == 30
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udfff"])
@@ -150,7 +159,7 @@ def test_before_a_run_the_size_is_that_of_the_files_or_gpt_2s(tmp_path: Path) ->
     data = Path(__file__).resolve().parents[3] / "examples" / "data"
     files = {"vocab_file": str(data / "demo-vocab.json"), "merge_file": str(data / "demo-merges.txt")}
     assert size_before_a_run(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files)) == (len(json.loads((data / "demo-vocab.json").read_text())), "")
-    assert size_before_a_run(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)) == (100, "")
+    assert size_before_a_run(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)) == (99, "")
     for config, word in ((TokenizerConfig(), "no file"), (TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="away.json"), "away.json: not here"),
                          (TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(data / "demo-vocab.json")), "demo-vocab.json")):
         size, doubt = size_before_a_run(config)

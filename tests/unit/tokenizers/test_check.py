@@ -45,7 +45,7 @@ def test_nothing_is_wrong_with_sound_tokenizers(config):
 def test_padding_that_is_the_end_of_document_is_found(tmp_path):
     wrong = check_tokenizer(byte_level(tmp_path, pad_token="<|endoftext|>"), None).wrong
     assert len(wrong) == 1 and wrong[0].startswith("pad and eod, eos are one id, 0 '<|endoftext|>'")
-    assert check_tokenizer(NullTokenizer(10, pad=10), None).wrong[0].startswith("pad and eod, eos are one id, 10")
+    assert check_tokenizer(NullTokenizer(10, pad=9), None).wrong[0].startswith("pad and eod, eos are one id, 9")
 
 
 def test_begin_and_end_in_one_are_noted(tmp_path):

@@ -47,7 +47,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(read_args(flags, world_size=ranks), ranks)
     config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
-    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY),
+    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY + 1),
                   kernels=select(Need(device="cpu", dtype=torch.float32, documents=True), {"attention": config.model.attention_backend}))
     fed: list[tuple[int, list[list[int]]]] = []
 
@@ -63,7 +63,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
 
 def explanation_of(flags: list[str], ranks: int, **options: Any) -> Explanation:
     """What the tool would say about these flags."""
-    return Explanation(config_of(read_args(flags, world_size=ranks), ranks), NullTokenizer(VOCABULARY), world_size=ranks,
+    return Explanation(config_of(read_args(flags, world_size=ranks), ranks), NullTokenizer(VOCABULARY + 1), world_size=ranks,
                        entry="gpt", **options)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.world import Worlds
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL: dict[str, Any] = {"fp64": True, "init_method_std": 0.4, "untie_embeddings_and_output_weights": True,
-                         "tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY - 1, "position_embedding_type": "rope"}
+                         "tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY, "position_embedding_type": "rope"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},

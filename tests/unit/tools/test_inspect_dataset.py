@@ -74,7 +74,7 @@ def test_a_tokenizer_that_is_not_the_datas_is_an_error(prefix, capsys):
     with pytest.raises(SystemExit, match="was written with ByteTokenizer.*given is NullTokenizer"):
         inspect_dataset.main([prefix, "--documents", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "300"])
     Path(f"{prefix}.json").unlink()
-    with pytest.raises(SystemExit, match="holds the id 72, but the vocabulary has 11 ids"):
+    with pytest.raises(SystemExit, match="holds the id 72, but the vocabulary has 10 ids"):
         inspect_dataset.main([prefix, "--documents", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"])
 
 
@@ -122,8 +122,8 @@ def test_an_id_outside_the_vocabulary_is_placed(prefix, capsys, monkeypatch, pie
     assert "data.bin has the checksum xxh3_128:" in checksum
     Path(f"{prefix}.json").unlink()
     assert verified(prefix, capsys) == []
-    assert len(verified(prefix, capsys, "--tokenizer-type", "NullTokenizer", "--vocab-size", "299")) == 1
-    assert verified(prefix, capsys, "--tokenizer-type", "NullTokenizer", "--vocab-size", "300") == []
+    assert len(verified(prefix, capsys, "--tokenizer-type", "NullTokenizer", "--vocab-size", "300")) == 1
+    assert verified(prefix, capsys, "--tokenizer-type", "NullTokenizer", "--vocab-size", "301") == []
 
 
 def test_all_problems_are_listed_at_once(prefix, capsys):

@@ -95,7 +95,7 @@ def test_each_key_has_its_own_pair(tool, tmp_path, capsys):
 def test_large_vocabularies_are_written_as_32_bit_ids(tool, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"text": "5 65499"}])
     tool.main(["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--append-eod",
-               "--tokenizer-type", "NullTokenizer", "--vocab-size", "65499"])
+               "--tokenizer-type", "NullTokenizer", "--vocab-size", "65500"])
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[5, 65499, 65499]], "i", 4)
 
 

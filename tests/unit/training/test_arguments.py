@@ -16,6 +16,7 @@ import yaml
 
 from megatron.core.config.flags import ConfigError, flag, flag_fields, from_namespace, spelling, to_values
 from megatron.core.config.run import RunConfig
+from megatron.core.dist_checkpointing import store
 from megatron.training.arguments import config_of, make_parser, parse_args, read_args, read_flags
 from tests.helpers.programme import trained, write_tokens
 
@@ -256,7 +257,7 @@ def test_use_checkpoint_args_takes_the_shape_and_the_tokenizer(checkpoint: str) 
     args = read_args([*SHORT, "--load", checkpoint, "--num-layers", "7"])
     taken = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "num_query_groups", "kv_channels",
              "position_embedding_type", "tokenizer_type", "vocab_size")
-    assert [getattr(args, name) for name in taken] == [3, 16, 2, True, "RMSNorm", 1, 6, "rope", "NullTokenizer", 30]
+    assert [getattr(args, name) for name in taken] == [3, 16, 2, True, "RMSNorm", 1, 6, "rope", "NullTokenizer", 31]
     assert (args.hidden_dropout, args.micro_batch_size, args.lr) == (0.1, 2, 1e-3), "what is free stays the command line's"
     saved = json.loads((Path(checkpoint) / "iter_0000001" / "config.json").read_text())["values"]
     config = config_of(args, 1)
@@ -265,9 +266,28 @@ def test_use_checkpoint_args_takes_the_shape_and_the_tokenizer(checkpoint: str) 
 
 def test_the_tokenizer_of_the_command_line_is_kept_on_demand(checkpoint: str) -> None:
     words = [*SHORT, "--load", checkpoint, "--tokenizer-type", "NullTokenizer", "--vocab-size", "77"]
-    assert read_args(words).vocab_size == 30
+    assert read_args(words).vocab_size == 31
     args = read_args([*words, "--no-use-tokenizer-model-from-checkpoint-args"])
     assert args.vocab_size == 77 and args.num_layers == 3
+
+
+@pytest.fixture
+def before(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The checkpoint as it would have been saved when NullTokenizer had an id more than --vocab-size."""
+    describe = store.describe
+    monkeypatch.setattr(store, "describe", lambda folder: dataclasses.replace(
+        describe(folder), values={**describe(folder).values, "vocab_size": 30}))
+    return checkpoint
+
+
+def test_a_null_tokenizer_goes_on_with_the_ids_that_it_had(before: str) -> None:
+    assert read_args([*SHORT, "--load", before]).vocab_size == 31
+    args = read_args([*NEEDED, "--load", before])
+    assert args.vocab_size == 31 and args.messages[-1].startswith(f"--vocab-size 30 is taken as 31, which NullTokenizer had when {before}")
+    assert read_args([*NEEDED, "--pretrained-checkpoint", before]).vocab_size == 31
+    args = read_args([*NEEDED, "--vocab-size", "31", "--load", before])
+    assert args.vocab_size == 31 and not args.messages
+    assert read_args([*NEEDED, "--load", str(Path(before).parent), "--save", str(Path(before).parent)]).vocab_size == 30
 
 
 def test_a_folder_without_a_checkpoint_to_take_from_is_named(tmp_path: Path) -> None:

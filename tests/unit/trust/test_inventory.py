@@ -60,7 +60,7 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
     config = config_of(read_args([*FLAGS, "--data-path", str(folder / "data"), "--split", "60,20,20", "--save", str(folder / "save"), *flags],
                                  world_size=ranks), ranks)
     config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
-    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY),
+    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY + 1),
                   kernels=select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}))
     trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
     checkpoint = Checkpoint(trainer)

@@ -28,6 +28,9 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
               if name in known and (value is None or isinstance(value, (bool, int, float, str)))}
     if arguments.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
+    if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
+        # What came with the argument for its end of document has no id beyond --vocab-size.
+        found["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
     if arguments.get("encoder_num_layers") and not found.get("num_layers"):
         found["num_layers"] = arguments["encoder_num_layers"]
     # The padding of that run's layout is not part of the model.

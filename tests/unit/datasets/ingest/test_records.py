@@ -66,7 +66,7 @@ def test_all_bad_lines_are_counted_and_the_first_are_named():
 
 def numbers_encoder(**facts):
     """An encoder of texts that are numbers below 100; it cannot read others."""
-    return Encoder(Job(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100), **facts))
+    return Encoder(Job(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101), **facts))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
