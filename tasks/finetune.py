@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
+from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.training.batch import Batch, Loss, LossFunction
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpointing import Checkpoint, owning
 from megatron.training.compiling import Compiler
 from megatron.training.data import all_once
 from megatron.training.dialects import open_checkpoint
@@ -145,6 +147,12 @@ class Epochs:
 
 def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
+    with owning(run) if task.epochs else nullcontext() as lock:
+        return _finetuned(run, task, lock)
+
+
+def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
+    """The same. lock: of `--save`."""
     sets = read_sets(task, run)
     train = run.config.train
     epochs = Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last) if sets.train is not None else None
@@ -159,7 +167,7 @@ def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), judging)
     if run.config.compilation.compile:
         Compiler(trainer)
-    checkpoint = Checkpoint(trainer)
+    checkpoint = Checkpoint(trainer, lock=lock)
     load_pretrained(checkpoint, task)
     guard = Guard(run.config)
     if run.config.faults.guards_steps:

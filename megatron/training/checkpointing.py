@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver
 from megatron.core.dist_checkpointing.source import Format, Source
@@ -36,11 +38,30 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
+from megatron.training.place import launcher_place
 from megatron.training.resuming import Opened, decided, demand_same_tokenizer, find_wanted, open_wanted, same_folder
+from megatron.training.run import Run
 from megatron.training.stages import Trainer
 
 Formats = Mapping[str, Format]
 Slot = tuple[str, Segment, Tensor]
+
+
+@contextmanager
+def owning(run: Run) -> Iterator[FolderLock | None]:
+    """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
+    asked = run.config.checkpoint
+    if not asked.save or run.config.train.skip_train:
+        yield None
+        return
+    lock = FolderLock(asked.save, job=launcher_place().launch)
+    if note := decided(run.mesh.world, lock.acquire):
+        run.say(f"WARNING: {note}")
+    try:
+        yield lock
+    finally:
+        if run.mesh.world.is_first:
+            lock.release()
 
 
 class Checkpoint:
@@ -49,8 +70,9 @@ class Checkpoint:
     last_saved: iteration whose checkpoint `--save` is known to hold. on_its_way: iteration that is being saved.
     """
 
-    def __init__(self, trainer: Trainer, config: RunConfig | None = None) -> None:
-        """config: what says where to save and what to load; left out, the run's."""
+    def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
+        """config: what says where to save and what to load; left out, the run's. lock: of `owning`, by which `--save` is this job's."""
+        self._lock = lock
         self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
@@ -303,7 +325,7 @@ class Checkpoint:
         assert asked.save is not None, "saves are made when --save is given"
         if self._saver is None:
             rules = Rules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
-            self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device)
+            self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
         return self._saver
 
     def _ended(self, outcome: Outcome | None) -> Outcome | None:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpointing import Checkpoint, owning
 from megatron.training.compiling import Compiler
 from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
 from megatron.training.evaluate import evaluate, resting
@@ -58,7 +58,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
     networks that can.
     """
-    with recorded(run), Watchdog(run), locating(run):
+    with owning(run) as lock, recorded(run), Watchdog(run), locating(run):
         demand_no_leak(run)
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
@@ -67,7 +67,7 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
             trainer.samples = samples(run)
         compiler = Compiler(trainer) if run.config.compilation.compile else None
         recordings = Recordings(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
-        checkpoint = Checkpoint(trainer)
+        checkpoint = Checkpoint(trainer, lock=lock)
         if checkpoint.resume():
             run.ledger.add("loaded", **dataclasses.asdict(run.progress))
         trainer.batches.check(run.progress.consumed_train_samples)

@@ -16,7 +16,8 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|JWT", re.IGNORECASE)
 class Place:
     """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
     key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
-    where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others.
+    where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others. launch: what all starts of
+    the same job have in common, and no other job has; "" where that is not known.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class Place:
     job: str
     attempt: str = "0"
     meeting: str = ""
+    launch: str = ""
 
 
 def launcher_place() -> Place:
@@ -34,7 +36,16 @@ def launcher_place() -> Place:
     meeting = f"{host}:{port}" if host and port else ""
     return Place(rank=int(os.environ.get("RANK", "0")), local_rank=int(os.environ.get("LOCAL_RANK", "0")), size=world_size(),
                  store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
-                 job=os.environ.get("SLURM_JOB_ID", ""), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting=meeting)
+                 job=os.environ.get("SLURM_JOB_ID", ""), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting=meeting,
+                 launch=_launch())
+
+
+def _launch() -> str:
+    """Slurm's job and step, both of which a requeue has again; else the id of torchrun's rendezvous."""
+    job, rendezvous = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job:
+        return f"Slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
+    return "" if rendezvous == "none" else f"torchrun {rendezvous}"
 
 
 def has_desktop() -> bool:

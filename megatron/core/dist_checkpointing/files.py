@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Disk:
     def list(self, path: Path) -> list[Entry]:
         """See `Files`."""
         with os.scandir(path) as entries:
-            return sorted(Entry(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
+            return sorted(Entry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
 
     def size(self, path: Path) -> int:
         """See `Files`."""
@@ -113,18 +114,21 @@ class Disk:
 
     def create(self, path: Path) -> Writing:
         """See `Files`."""
-        return _DiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
+        return _DiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
 
     def open(self, path: Path) -> Reading:
         """See `Files`."""
-        return _DiskFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return _DiskFile(_opened(path))
 
     def map(self, path: Path) -> memoryview:
         """See `Files`."""
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
+        file = _opened(path)
+        try:
+            if not os.fstat(file).st_size:
                 return memoryview(bytearray())
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(file)
 
     def fetch(self, content: memoryview, start: int, length: int) -> None:
         """See `Files`. Systems that cannot do it read the pages when they are looked at."""
@@ -157,6 +161,23 @@ class Disk:
                 raise
         finally:
             os.close(handle)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Of a link: whether it leads to one; a link that loops leads nowhere."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _opened(path: Path) -> int:
+    """A file to read. A pipe would be waited for, which this refuses."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return file
 
 
 class _DiskFile:

@@ -64,8 +64,8 @@ def rewrite(source: Source, folder: str | Path, *, iteration: int, settings: Map
         hashes = [_written(made, rank, share, source, save=save, iteration=iteration, files=files) for rank, share in enumerate(shares)]
         facts, tensors = plan.described(shares, hashes, save=save, iteration=iteration)
         manifest = Manifest(save, iteration, facts, tensors, source.values).text()
-        step, _ = store.commit(folder, iteration, save=save, manifest=manifest, description=Description(settings, world_size),
-                               files=files)
+        step, _ = store.commit(folder, iteration, save=save, manifest=manifest, sizes={name: one.size for name, one in facts.items()},
+                               description=Description(settings, world_size), files=files)
     except BaseException as error:
         store.abandon(folder, iteration, save, files=files)
         if isinstance(error, OSError):

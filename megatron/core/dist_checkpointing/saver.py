@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
 from megatron.core.dist_checkpointing.memory import bytes_of, copy_all, fresh
 from megatron.core.dist_checkpointing.plan import Offer
@@ -152,7 +153,9 @@ class Saver:
     """Writes the checkpoints of a run into a folder. Every method is called by all ranks of the axis together."""
 
     def __init__(self, folder: str | Path, axis: Axis = _ALONE, *, rules: Rules = Rules(), device: torch.device = torch.device("cpu"),
-                 files: Files = DISK) -> None:
+                 files: Files = DISK, lock: FolderLock | None = None) -> None:
+        """lock: has been acquired; the first rank looks whether it still holds. Left out: nobody else can know the folder."""
+        self.lock = lock if axis.is_first else None
         self.folder, self.axis, self.rules, self.device, self.files = Path(folder), axis, rules, device, files
         self._snapshot = Snapshot()
         self._plan: tuple[list[Offer], list[list[Offer]]] | None = None
@@ -173,13 +176,15 @@ class Saver:
         """Begin to save the tree that the ranks hold together. When this returns, the tree may change.
 
         until_settled: only when `settle` has returned: the copy is made beside whatever this rank does until then. No save
-        may be on its way.
+        may be on its way. Raises `CheckpointError` on all ranks when another job owns the folder now.
         """
         assert self._flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
         tensors = plan.placed(state)
         shares = self._shares(tensors)
-        save = collectives.broadcast_object(uuid.uuid4().hex, self.axis)
+        save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lost()), self.axis)
+        if lost is not None:
+            raise lost
         share = shares[self.axis.rank]
         sources = [plan.tensor_of(offer, tensors).detach() for offer in share]
         # Values that change later must not leak in either.
@@ -230,6 +235,17 @@ class Saver:
             self._flight.job.wait()
             outcome = self._forward()
         return outcome
+
+    def _lost(self) -> CheckpointError | None:
+        """Why this job may not write any more."""
+        try:
+            if self.lock is not None:
+                self.lock.demand()
+        except CheckpointError as error:
+            return error
+        except OSError:
+            pass  # if the folder cannot be read, the save will tell
+        return None
 
     def _shares(self, tensors: dict[str, Placed]) -> list[list[Offer]]:
         """Who writes what. The ranks' boxes are compared once, and again only when those of any rank have changed."""
@@ -300,8 +316,10 @@ class Saver:
         try:
             files, tensors = plan.described(flight.shares, hashes, save=flight.save, iteration=flight.iteration)
             manifest = Manifest(flight.save, flight.iteration, files, tensors, flight.values).text()
+            if self.lock is not None:
+                self.lock.demand()
             step, note = store.commit(self.folder, flight.iteration, save=flight.save, manifest=manifest,
-                                      description=flight.description, files=self.files)
+                                      sizes={name: one.size for name, one in files.items()}, description=flight.description, files=self.files)
         except Exception:
             store.abandon(self.folder, flight.iteration, flight.save, files=self.files)
             raise

@@ -9,6 +9,7 @@
     SAVE/iter_0001100.1f0c88ab.tmp/           a checkpoint that is being written, or never was finished
     SAVE/iter_0001000.old/                    the former checkpoint of an iteration that is saved again; still sound
     SAVE/iter_0000900.gone/                   one that is being deleted
+    SAVE/writer.lock                          who writes here (see lock.py)
 
 A save fills a folder under another name, makes every byte of it durable, and renames it: whoever finds the name finds
 everything. Whatever moment a save dies at, the folder under the right name is the former one or the new one, whole.
@@ -237,16 +238,19 @@ def collect(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
                 files.rename(path, path.with_name(match[1]))
                 files.sync_folder(Path(folder))
             elif match and not (save and name.endswith(f".{save[:8]}.tmp")):
-                remove_tree(files, path)
+                # Under another name first: a commit that comes meanwhile, of a job that nobody should have started, finds nothing
+                # to rename, instead of a folder that loses its files one by one.
+                _remove(path, files) if match[2] == "gone" else _delete(path, files)
         except OSError:
             pass  # it is inert
 
 
-def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, description: Description,
+def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, sizes: Mapping[str, int], description: Description,
            files: Files = DISK) -> tuple[Step, str]:
     """Declare the checkpoint begun for `iteration` complete: from here on it is the newest.
 
-    All tensors must be written and durable. Returns it, and what went wrong with the tracker, "" as a rule.
+    All tensors must be written and durable. sizes: bytes of every file of theirs, without which nothing is committed. Returns the
+    checkpoint, and what went wrong with the tracker, "" as a rule.
     """
     target = iteration_folder(folder, iteration)
     made, former = being_written(folder, iteration, save), target.with_suffix(".old")
@@ -254,6 +258,7 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, de
     sequence = 1 + max((step.commit.sequence for step in walk(folder, files=files).steps), default=0)
     done = Commit(save, iteration, sequence, Sealed(len(manifest), hash_of(manifest)), Sealed(len(config), hash_of(config)))
     try:
+        _demand_sizes(made, sizes, files)
         for name, content in ((MANIFEST, manifest), (CONFIG, config), (COMMIT, done.text().encode())):
             write_file(files, made / name, content)
         files.sync_folder(made)
@@ -274,6 +279,16 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, de
     except OSError as error:
         return Step(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
     return Step(target, done), ""
+
+
+def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
+    """Refuse to commit a folder that lacks what its ranks have written."""
+    there = {entry.name for entry in files.list(made) if not entry.is_folder}
+    found = {name: files.size(made / name) if name in there else None for name in sizes}
+    wrong = [f"{name} has {'gone' if found[name] is None else f'{found[name]} bytes'}, where {size} were written"
+             for name, size in sizes.items() if found[name] != size]
+    if wrong:
+        raise CheckpointError(f"{made} is not what the ranks have written; does another job write into this folder?", wrong)
 
 
 def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
@@ -417,7 +432,15 @@ def _delete(path: Path, files: Files) -> None:
     gone = path.with_suffix(".gone")
     files.rename(path, gone)
     files.sync_folder(path.parent)
-    remove_tree(files, gone)
+    _remove(gone, files)
+
+
+def _remove(path: Path, files: Files) -> None:
+    """Delete a folder with all that is in it; of a link, and of what is no folder, only the name."""
+    if any(entry.name == path.name and entry.is_folder and not entry.is_link for entry in files.list(path.parent)):
+        remove_tree(files, path)
+    else:
+        files.remove(path)
 
 
 def _as_json(value: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing.files import Disk
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 
 
@@ -23,7 +25,7 @@ def save(folder: Path, iteration: int, **values: object) -> Path:
     store.collect(folder)
     made = store.begin(folder, iteration, "0" * 32)
     (made / "data").write_text(str(iteration))
-    step, note = store.commit(folder, iteration, save="0" * 32, manifest=b"{}", description=Description(values, world_size=2))
+    step, note = store.commit(folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=Description(values, world_size=2))
     assert note == ""
     return step.folder
 
@@ -210,3 +212,67 @@ def test_settings_are_taken_from_the_newest_config_that_is_sound(tmp_path: Path)
 def test_an_error_shows_its_first_problems_and_counts_the_rest() -> None:
     text = str(CheckpointError("wrong", [f"name {number}" for number in range(250)]))
     assert text.startswith("wrong\n  name 0\n  name 1\n") and text.endswith("  name 99\n  ... and 150 more")
+
+
+@pytest.mark.parametrize("spoil, said", [(os.unlink, "rank_00001.safetensors has gone, where 3 were written"),
+                                         (lambda path: os.truncate(path, 1), "rank_00001.safetensors has 1 bytes, where 3 were written")])
+def test_a_folder_that_lacks_what_was_written_is_not_committed(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
+    made = store.begin(tmp_path, 5, "0" * 32)
+    for rank in (0, 1):
+        (made / f"rank_0000{rank}.safetensors").write_text("abc")
+    spoil(made / "rank_00001.safetensors")
+    sizes = {f"rank_0000{rank}.safetensors": 3 for rank in (0, 1)}
+    with pytest.raises(CheckpointError, match="does another job write into this folder") as refused:
+        store.commit(tmp_path, 5, save="0" * 32, manifest=b"{}", sizes=sizes, description=Description({}, world_size=2))
+    assert list(refused.value.problems) == [said] and store.newest(tmp_path) is None
+
+
+def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
+    remains = store.begin(tmp_path, 5, "f" * 32)
+    (remains / "data").write_text("")
+
+    class Stuck(Disk):
+        """Deletes nothing."""
+
+        def remove(self, path: Path) -> None:
+            raise OSError(5, "no")
+
+    store.collect(tmp_path, files=Stuck())
+    assert not remains.exists() and (remains.with_suffix(".gone") / "data").exists()
+    store.collect(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "link that loops", "pipe", "file"])
+def test_what_stands_in_the_place_of_a_checkpoint_goes_and_what_a_link_leads_to_stays(tmp_path: Path, kind: str) -> None:
+    other, place = tmp_path / "other", tmp_path / "save" / "iter_0000005"
+    other.mkdir()
+    (other / "precious").write_text("")
+    place.parent.mkdir()
+    if kind == "link to a folder":
+        place.symlink_to(other)
+    elif kind == "link that loops":
+        place.symlink_to(place)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.write_text("")
+    assert store.walk(tmp_path / "save").steps == ()
+    save(tmp_path / "save", 5)
+    assert store.newest(tmp_path / "save") == 5 and (other / "precious").exists()
+    assert sorted(path.name for path in place.parent.iterdir()) == ["iter_0000005", store.TRACKER]
+
+
+@pytest.mark.parametrize("name", [store.TRACKER, f"iter_0000005/{store.COMMIT}", f"iter_0000005/{store.CONFIG}"])
+def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 5)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert store.tracked(tmp_path) == (None if name == store.TRACKER else 5)
+    found = store.walk(tmp_path)
+    assert bool(found.steps) == (not name.endswith(store.COMMIT))
+    if name.endswith(store.CONFIG):
+        with pytest.raises(CheckpointError, match="config.json cannot be read: it is no file"):
+            store.describe(tmp_path / "iter_0000005")
+    save(tmp_path, 6)
+    assert store.tracked(tmp_path) == 6

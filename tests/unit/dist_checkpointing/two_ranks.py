@@ -48,7 +48,8 @@ def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | 
         hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
     facts, tensors = plan.described(shares, hashes, save=identity, iteration=iteration)
     text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).text()
-    step, note = store.commit(folder, iteration, save=identity, manifest=text, description=Description({"version": version}, 2), files=files)
+    step, note = store.commit(folder, iteration, save=identity, manifest=text, sizes={name: one.size for name, one in facts.items()},
+                              description=Description({"version": version}, 2), files=files)
     assert note == "", note
     doomed = store.doomed(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
     assert store.retain(folder, doomed, files=files) == ""

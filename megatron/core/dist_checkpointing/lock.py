@@ -1,0 +1,238 @@
+"""Who may write into a folder of checkpoints: one job at a time. Any number may read beside it. Needs no torch.
+
+    SAVE/writer.lock    the owner, as JSON: host, machine, process, job, token, since; touched every few seconds (heartbeat)
+
+The file appears whole, by a hard link (a name that exists is not taken over, on network file systems too), or where there are none,
+by exclusive creation. Who finds another owner decides in this order:
+
+    it is this process, or was this same job on another machine   take over at once: the launcher or the queue has started it anew
+    it ran on this machine and its process has ended              take over at once
+    it runs on this machine                                       refuse
+    its heartbeat moves while it is watched                       refuse
+    its heartbeat stands still for WATCH seconds                  take over
+
+Clocks of different machines are never compared. The heartbeat goes to the open file and not to its name, so that an owner that was
+taken over touches nothing of its successor's; it finds out at its next save, and ends. Nothing depends on the lock alone: a save
+that two jobs get at fails, or is whole (see store.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.store import CheckpointError
+
+LOCK = "writer.lock"
+BEAT, WATCH = 5.0, 20.0  # seconds
+_ATTEMPTS = 20  # of several that find the same stale lock, one gets it, and the others look again
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that writes. machine: its boot and process namespace, in which the number means something; born: tells it from a
+    later process of that number; job: what a restart of it has too, "" where it is not known."""
+
+    host: str
+    machine: str
+    process: int
+    born: str
+    job: str
+    token: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}{f' (job {self.job})' if self.job else ''}, since {self.since}"
+
+
+class FolderLock:
+    """The right of one job to write into a folder. Only one rank of the job has one. beat, watch: seconds, see above."""
+
+    def __init__(self, folder: str | Path, *, job: str = "", beat: float = BEAT, watch: float = WATCH) -> None:
+        self.folder, self.path, self._beat, self._watch = Path(folder), Path(folder) / LOCK, beat, watch
+        number = os.getpid()
+        self.owner = Owner(socket.gethostname(), _machine(), number, _birth(number), job, uuid.uuid4().hex,
+                           f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+        self._over = threading.Event()
+        self._file = -1
+
+    def acquire(self) -> str:
+        """Own the folder from now on. Returns what there is to say about a former owner, "" as a rule.
+
+        Raises `CheckpointError` when another job writes there.
+        """
+        note = ""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for _ in range(_ATTEMPTS):
+                if self._place():
+                    return note
+                note = self._clear(*self._read())
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from None
+        raise CheckpointError(f"{self.path} changes its owner all the time: several jobs are started with --save {self.folder}; "
+                              "give each a folder of its own")
+
+    def demand(self) -> None:
+        """Raise `CheckpointError` if another job owns the folder now. A lock that somebody removed is put back."""
+        owner, _ = self._read()
+        if owner is None and not self.path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._place():
+                return
+            owner, _ = self._read()
+        if owner is None or owner.token != self.owner.token:
+            raise CheckpointError(f"another job has taken --save {self.folder} over: {owner or 'nobody knows which'}; this one stood still, or "
+                                  "was started twice. It ends, so that the checkpoints of one do not replace the other's")
+
+    def release(self) -> None:
+        """Let others write."""
+        self._over.set()
+        try:
+            owner, _ = self._read()
+            if owner is not None and owner.token == self.owner.token:
+                self.path.unlink()
+        except OSError:
+            pass  # who comes next finds that this process has ended
+
+    def _place(self) -> bool:
+        """Put the file there if there is none; whether that worked. From then on it is touched."""
+        content = (json.dumps(asdict(self.owner)) + "\n").encode()
+        new = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}")
+        try:
+            new.write_bytes(content)
+            os.link(new, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            if not _created(self.path, content):
+                return False
+        finally:
+            new.unlink(missing_ok=True)
+        self._over.set()  # of a file that was removed
+        self._over, self._file = threading.Event(), os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        threading.Thread(target=_touch, args=(self._file, self._over, self._beat), name="heartbeat", daemon=True).start()
+        return True
+
+    def _clear(self, owner: Owner | None, stamp: int) -> str:
+        """Take the lock of an owner away that has ended; what to say about that. Raises `CheckpointError` if it has not."""
+        mine = self.owner
+        if owner is None and stamp < 0:
+            return ""  # gone by itself
+        restarted = owner is not None and bool(owner.job) and owner.job == mine.job and owner.machine != mine.machine
+        if owner is not None and owner.machine == mine.machine:
+            if (owner.process, owner.born) != (mine.process, mine.born) and _runs(owner):
+                raise self._refusal(owner)
+        elif not restarted and self._moves(stamp):
+            raise self._refusal(owner)
+        grave = self.path.with_name(f"{LOCK}.{mine.token[:8]}.gone")
+        try:
+            os.rename(self.path, grave)
+        except FileNotFoundError:
+            return ""
+        taken = _owner_in(grave)
+        if taken != owner:  # another was faster, and owns it rightly
+            try:
+                os.link(grave, self.path)
+            except OSError:
+                pass  # one more has come between: that one owns it
+        grave.unlink(missing_ok=True)
+        same = owner is None or owner.process == mine.process or restarted
+        return "" if same else f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
+
+    def _moves(self, stamp: int) -> bool:
+        """Watch a heartbeat."""
+        deadline = time.monotonic() + self._watch
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, self._watch / 10))
+            if self._read()[1] != stamp:
+                return self.path.exists()
+        return False
+
+    def _refusal(self, owner: Owner | None) -> CheckpointError:
+        return CheckpointError(f"--save {self.folder} is being written by another job: {owner or 'one that does not say who it is'}; end that one, "
+                               f"or give this one a folder of its own (who owns a folder is told by {LOCK} in it)")
+
+    def _read(self) -> tuple[Owner | None, int]:
+        """The owner, if the file tells it, and the time of its last heartbeat by the file's own clock; -1 without a file."""
+        try:
+            with open(self.path, "rb") as file:  # opening it asks the server of a network file system anew
+                return _parsed(file.read(1 << 16)), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None, -1
+
+
+def _touch(file: int, over: threading.Event, beat: float) -> None:
+    """The heartbeat."""
+    while not over.wait(beat):
+        try:
+            os.utime(file)
+        except OSError:
+            pass  # a moment without the server; or another owns the name, which the next save finds out
+    os.close(file)
+
+
+def _created(path: Path, content: bytes) -> bool:
+    """Make a file with this content, unless it is there."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(file, content)
+    finally:
+        os.close(file)
+    return True
+
+
+def _owner_in(path: Path) -> Owner | None:
+    try:
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _parsed(content: bytes) -> Owner | None:
+    try:
+        found = Owner(**json.loads(content))
+        return found if isinstance(found.process, int) and found.process > 0 else None
+    except (ValueError, TypeError):
+        return None  # cut short, or another program's
+
+
+def _machine() -> str:
+    """What tells this running machine, and this container, from others; "" where that is not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.name}"
+
+
+def _birth(process: int) -> str:
+    """When a process of this machine began, in the machine's own words; "" if it only waits to be buried, or nothing is told."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _runs(owner: Owner) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(owner.process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    known = os.path.exists(f"/proc/{owner.process}/stat")  # not everywhere, and not always those of others
+    return not known or _birth(owner.process) == owner.born
