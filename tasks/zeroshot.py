@@ -1,7 +1,8 @@
 """Language models scored as they are: perplexity of a text (WIKITEXT103), and the last word of passages (LAMBADA).
 
-A task is a data set of windows and a score of every window; the passes over the stages are those of evaluation in
-training, so that a model of any layout is scored where it was trained.
+Windows of a text all have one length, and the passes over the stages are those of evaluation in training. Passages have lengths of
+their own; they are asked as lm-evaluation-harness asks them, in batches of inputs that are about as long. Either way a model of any
+layout is scored where it was trained.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
+from megatron.core.config.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids, frame
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.evaluation.likelihood import Answer, BatchSize, Request, loglikelihoods
+from megatron.training.batch import Batch, LossFunction, masked_loss
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.compiling import Compiler
 from megatron.training.data import all_once
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate, resting
+from megatron.training.loaded import Stage
 from megatron.training.reading import needs_text
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
@@ -36,7 +39,6 @@ from tasks.detokenize import detokenized
 from tasks.flags import TaskConfig
 
 LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
-_SCORES = "scores"
 
 
 class TokenWindows:
@@ -68,30 +70,6 @@ class TokenWindows:
         return _sample(window, mask)
 
 
-class LastWords:
-    """Passages whose last word is to be predicted.
-
-    passages: ids of the beginning and of the word. A passage that is longer than `length` loses its first tokens.
-    """
-
-    def __init__(self, passages: Sequence[tuple[list[int], list[int]]], *, length: int, fill: int) -> None:
-        self.passages, self.length, self.fill = passages, length, fill
-
-    def __len__(self) -> int:
-        """The number of passages."""
-        return len(self.passages)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """tokens, labels, position_ids: int64 [length]; loss_mask: float32 [length], 1 where the word is predicted."""
-        beginning, word = self.passages[index]
-        ids = (beginning + word)[-(self.length + 1):]
-        window = np.full(self.length + 1, self.fill, np.int64)
-        window[:len(ids)] = ids
-        mask = np.zeros(self.length, np.float32)
-        mask[len(ids) - 1 - len(word):len(ids) - 1] = 1.0
-        return _sample(window, mask)
-
-
 def _sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     return {"tokens": window[:-1], "labels": window[1:].copy(), "loss_mask": mask,
             "position_ids": np.arange(len(mask), dtype=np.int64)}
@@ -112,8 +90,11 @@ def read_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> T
     return Text(TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" ")))
 
 
-def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, strict: bool) -> LastWords:
-    """The passages of LAMBADA: JSON lines with a `text` each. `DataError` names every line that cannot be used."""
+def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, strict: bool) -> list[Request]:
+    """The passages of LAMBADA, JSON lines with a `text` each, whose last word is to be predicted.
+
+    `DataError` names every line that cannot be used.
+    """
     passages, problems = [], []
     for path in paths:
         for number, line in enumerate(_text_of(path).splitlines(), 1):
@@ -123,10 +104,10 @@ def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, st
                 problems.append(f"{path}:{number}: {error}")
     if problems or not passages:
         raise DataError("\n  ".join([f"{len(problems)} lines of the passages cannot be used", *problems[:20]]))
-    return LastWords(passages, length=length, fill=tokenizer.eod)
+    return passages
 
 
-def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> tuple[list[int], list[int]]:
+def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> Request:
     content = json.loads(line)
     text = content.get("text") if isinstance(content, dict) else None
     if not isinstance(text, str) or len(text.split()) < 2:
@@ -142,7 +123,7 @@ def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> t
     beginning = tokenizer.tokenize("1")[:frame(tokenizer)[0]] + beginning  # a begin of text, where the tokenizer has one
     if not beginning or not word or len(word) > length:
         raise ValueError(f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window")
-    return beginning, word
+    return Request(tuple(beginning), tuple(word))
 
 
 def _text_of(path: str) -> str:
@@ -154,43 +135,11 @@ def _text_of(path: str) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
-    """The id with the largest logit at each place; the first, where several are equal.
-
-    logits: [..., v/tp], padded columns included. Returns int64 [...].
-    """
-    columns = logits.shape[-1]
-    valid = true_vocab_size - axis.rank * columns
-    if valid < columns:
-        logits = logits.clone()
-        logits[..., max(0, valid):] = float("-inf")
-    largest, place = logits.float().max(dim=-1)
-    best = collectives.all_reduce(largest.clone(), axis, "max")
-    nowhere = torch.full_like(place, torch.iinfo(torch.int64).max)
-    mine = torch.where(largest == best, place + axis.rank * columns, nowhere)
-    return -collectives.all_reduce(-mine, axis, "max")
-
-
 def perplexity_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
     """One microbatch through one stage, scored by the loss of its tokens."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
     return output, lambda losses: masked_loss(losses, batch.loss_mask)
-
-
-def last_word_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
-    """One microbatch through one stage, scored by the passages whose every asked token is the likeliest."""
-    batch = next(batches)
-    output = stage(ids=batch.tokens, hidden=batch.hidden)
-
-    def score(logits: Tensor) -> Loss:
-        found = likeliest(logits.detach(), run.mesh.tp, run.config.model.true_vocab_size).t()
-        asked = batch.loss_mask > 0
-        right = ((found == batch.labels) | ~asked).all(dim=1) & asked.any(dim=1)
-        pair = torch.stack((right.sum(), asked.any(dim=1).sum())).to(batch.loss_mask.dtype)
-        return pair[0], pair[1], {_SCORES: pair}
-
-    return output, score
 
 
 def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
@@ -200,8 +149,8 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     wiki = task.task == "WIKITEXT103"
     length = run.config.train.seq_length
-    trainer = build_trainer(run, language_model, perplexity_step if wiki else last_word_step)
-    if run.config.compilation.compile:
+    trainer = build_trainer(run, language_model, perplexity_step)
+    if run.config.compilation.compile and wiki:  # passages of many lengths would be as many graphs
         Compiler(trainer)
     if not Checkpoint(trainer).resume():
         raise ConfigError("a zero-shot task scores a trained model: give its checkpoint by --load")
@@ -212,12 +161,12 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
             results = perplexities(mean_score(trainer, text.windows), text)
         else:
             passages = read_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
-            results = accuracy(mean_score(trainer, passages), len(passages))
+            results = accuracy(last_words(trainer, passages))
         run.say(f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
     return results
 
 
-def mean_score(trainer: Trainer, windows: TokenWindows | LastWords) -> float:
+def mean_score(trainer: Trainer, windows: TokenWindows) -> float:
     """The mean of what the trainer's forward step scores over all windows, each seen once."""
     run, full = trainer.run, trainer.batches.full
     batches = all_once(run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
@@ -235,9 +184,28 @@ def perplexities(loss: float, text: Text) -> dict[str, float]:
             "adjusted ppl": math.exp(min(LARGEST_EXPONENT, loss * ratio)), "token ratio": ratio}
 
 
-def accuracy(share: float, passages: int) -> dict[str, float]:
-    """What is stated of a share of right predictions."""
-    return {"number correct": round(share * passages), "total examples": passages, "avg accuracy": share}
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """A trainer's network, to be asked."""
+
+    config: RunConfig
+    mesh: Mesh
+    stages: Sequence[Stage]
+
+
+def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
+    """How likely each last word is; the same on every rank. A passage longer than --seq-length loses its first tokens."""
+    run, train = trainer.run, trainer.run.config.train
+    with resting(trainer), torch.no_grad():
+        return loglikelihoods(_Stages(run.config, run.mesh, trainer.stages), passages, max_length=train.seq_length,
+                              size=BatchSize(train.micro_batch_size))
+
+
+def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
+    """What is stated of last words. ppl: of a word, however many tokens it has (lm-evaluation-harness's definition)."""
+    right, count = sum(answer.greedy for answer in answers), len(answers)
+    loss = -sum(answer.loglikelihood for answer in answers) / count
+    return {"number correct": right, "total examples": count, "avg accuracy": right / count, "ppl": math.exp(min(LARGEST_EXPONENT, loss))}
 
 
 def language_model(run: Run, stage: StageSpec) -> GPTModel:

@@ -149,7 +149,7 @@ def report(found: dict[str, Any], seq_length: int | None) -> str:
 def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
     """Histograms of the documents' lengths, one line a pair, as a PNG."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise DataError("--plot needs matplotlib: pip install megatron[plots], or pip install matplotlib")
+        raise DataError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure  # optional, and half a second that other uses need not wait for
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -21,10 +21,11 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
+from megatron.evaluation.likelihood import Request, likeliest
 from megatron.training.stages import Trainer, build_trainer
 from tasks import zeroshot
 from tasks.detokenize import detokenized
-from tasks.zeroshot import LastWords, Text, TokenWindows, likeliest, read_passages, read_text
+from tasks.zeroshot import Text, TokenWindows, read_passages, read_text
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.toytext import package_tokenizer
@@ -32,7 +33,7 @@ from tests.helpers.world import Worlds
 from tests.parity.test_published import ours_and_theirs
 
 IDS = np.random.default_rng(4).integers(0, tiny.VOCABULARY, 61).tolist()
-PASSAGES = [(IDS[i:i + 5 + i % 7], IDS[i + 20:i + 21 + i % 3]) for i in range(13)]
+PASSAGES = [Request(tuple(IDS[i:i + 5 + i % 7]), tuple(IDS[i + 20:i + 21 + i % 3])) for i in range(13)]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -59,27 +60,22 @@ def test_a_stride_outside_the_window_is_refused(stride: int) -> None:
         TokenWindows([1, 2, 3], length=8, stride=stride, fill=0)
 
 
-def scored(changes: dict[str, Any], task: str) -> float:
-    """On every rank: the score of the tiny GPT."""
+def scored(changes: dict[str, Any], task: str) -> list[float]:
+    """On every rank: the scores of the tiny GPT."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     run = tiny.run_of(tiny.config(size, openai_gelu=True, micro_batch_size=2, **changes))
-    return score_of(build_trainer(run, tiny.gpt, step_of(task)), task)
+    return scores_of(build_trainer(run, tiny.gpt, zeroshot.perplexity_step), task)
 
 
-def step_of(task: str) -> Any:
-    """The task's forward step."""
-    return zeroshot.perplexity_step if task == "perplexity" else zeroshot.last_word_step
+def scores_of(trainer: Trainer, task: str) -> list[float]:
+    """The scores of the task's small data: a mean loss; or of every last word whether it is right, and its log-likelihood."""
+    if task == "perplexity":
+        return [zeroshot.mean_score(trainer, TokenWindows(IDS, length=trainer.run.config.train.seq_length, stride=5, fill=0))]
+    return [number for answer in zeroshot.last_words(trainer, PASSAGES) for number in (answer.greedy, answer.loglikelihood)]
 
 
-def score_of(trainer: Trainer, task: str) -> float:
-    """The mean score of the task's small data."""
-    length = trainer.run.config.train.seq_length
-    windows = TokenWindows(IDS, length=length, stride=5, fill=0) if task == "perplexity" else LastWords(PASSAGES, length=length, fill=0)
-    return zeroshot.mean_score(trainer, windows)
-
-
-def theirs(published: Any, task: str, length: int) -> float:
-    """The same score by the published model, a window or passage at a time, with all the context that a window has."""
+def theirs(published: Any, task: str, length: int) -> list[float]:
+    """The same scores by the published model, a window or passage at a time, with all the context that a window has."""
     with torch.no_grad():
         if task == "perplexity":
             losses, start = [], 0
@@ -90,25 +86,25 @@ def theirs(published: Any, task: str, length: int) -> float:
                 losses += (new if start == 0 else new[length - 5:]).tolist()
                 start += 5
             assert len(losses) == len(IDS) - 1
-            return sum(losses) / len(losses)
-        right = 0
-        for beginning, word in PASSAGES:
-            logits = published(torch.tensor([beginning + word])).logits[0]
-            right += logits[len(beginning) - 1:-1].argmax(dim=-1).tolist() == word
-        return right / len(PASSAGES)
+            return [sum(losses) / len(losses)]
+        found: list[float] = []
+        for passage in PASSAGES:
+            word = torch.tensor(passage.continuation)
+            logits = published(torch.tensor([passage.context + passage.continuation])).logits[0, len(passage.context) - 1:-1]
+            found += [bool((logits.argmax(dim=-1) == word).all()), -F.cross_entropy(logits, word, reduction="sum").item()]
+        return found
 
 
 @pytest.mark.parametrize("task", ["perplexity", "last words"])
 def test_scores_are_those_of_the_published_model(task: str) -> None:
     trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
-    trainer.forward_step = step_of(task)
+    trainer.forward_step = zeroshot.perplexity_step
     expected = theirs(published.eval(), task, trainer.run.config.train.seq_length)
-    assert score_of(trainer, task) == pytest.approx(expected, rel=1e-5)
+    assert scores_of(trainer, task) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_right_word_counts() -> None:
     trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
-    trainer.forward_step = zeroshot.last_word_step
     passages = []
     for number in range(9):  # every third word is what the model says next; of the others the second token is wrong
         beginning = IDS[number:number + 6]
@@ -118,16 +114,36 @@ def test_a_right_word_counts() -> None:
                 word.append(int(published(torch.tensor([beginning + word])).logits[0, -1].argmax()))
         if number % 3:
             word[1] = (word[1] + 1) % tiny.VOCABULARY
-        passages.append((beginning, word))
-    assert zeroshot.mean_score(trainer, LastWords(passages, length=16, fill=0)) == pytest.approx(3 / 9)
+        passages.append(Request(tuple(beginning), tuple(word)))
+    answers = zeroshot.last_words(trainer, passages)
+    assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
+    found = zeroshot.accuracy(answers)
+    assert found == {"number correct": 3, "total examples": 9, "avg accuracy": 3 / 9,
+                     "ppl": pytest.approx(math.exp(-sum(answer.loglikelihood for answer in answers) / 9))}
+
+
+# Ranks that share experts: here by gathering tokens, which all must have alike.
+EXPERTS = {"expert_model_parallel_size": 2, "num_experts": 4, "moe_token_dispatcher_type": "allgather"}
+LAYOUT = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"}
 
 
 @pytest.mark.parametrize("task", ["perplexity", "last words"])
-@pytest.mark.parametrize(("ranks", "changes"), [(2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}),
+@pytest.mark.parametrize(("ranks", "changes"), [(2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}), (2, EXPERTS),
                                                 (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
 def test_layouts_give_the_serial_score(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
-    found = world(ranks).run(scored, changes, task)
-    assert found == pytest.approx([scored({}, task)] * ranks, rel=1e-5)
+    alone = scored({**changes, **dict.fromkeys(LAYOUT & changes.keys(), 1), "sequence_parallel": False}, task)
+    for found in world(ranks).run(scored, changes, task):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_passages_are_asked_in_batches_of_about_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny.run_of(tiny.config(1, micro_batch_size=4, seq_length=64, max_position_embeddings=64))
+    trainer, asked = build_trainer(run, tiny.gpt, zeroshot.perplexity_step), []
+    plain = trainer.stages[0].forward
+    monkeypatch.setattr(trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1])
+    zeroshot.last_words(trainer, PASSAGES)
+    lengths = sorted((len(passage.context) + len(passage.continuation) - 1 for passage in PASSAGES), reverse=True)
+    assert sorted(asked, reverse=True) == sorted(((4, lengths[0]), (4, lengths[4]), (4, lengths[8]), (1, lengths[12])), reverse=True)
 
 
 def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
@@ -188,10 +204,10 @@ def test_perplexities_are_those_of_the_definition() -> None:
 def test_strict_passages_end_with_the_whole_last_word(tmp_path: Path) -> None:
     path = tmp_path / "lambada.jsonl"
     path.write_text(json.dumps({"text": "He sat on the old chair"}) + "\n", encoding="utf-8")
-    (strict,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=True).passages
-    assert (bytes(strict[0]), bytes(strict[1])) == (b"He sat on the old", b" chair")
-    (loose,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=False).passages
-    assert (bytes(loose[0]), bytes(loose[1])) == (b"He sat on the old chai", b"r")
+    (strict,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=True)
+    assert (bytes(strict.context), bytes(strict.continuation)) == (b"He sat on the old", b" chair")
+    (loose,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=False)
+    assert (bytes(loose.context), bytes(loose.continuation)) == (b"He sat on the old chai", b"r")
 
 
 @pytest.mark.parametrize("kind", ["Llama2Tokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"])
@@ -207,16 +223,11 @@ def test_what_a_tokenizer_puts_around_texts_is_never_the_word_to_predict(tmp_pat
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
     opening = [tokenizer.bos] * (kind != "GPTSentencePieceTokenizer")
     for strict in (True, False):
-        ((beginning, word),) = read_passages([str(path)], tokenizer, length=64, strict=strict).passages
+        (passage,) = read_passages([str(path)], tokenizer, length=64, strict=strict)
+        beginning, word = passage.context, list(passage.continuation)
         assert [*beginning, *word] == [*opening, *bare_ids(tokenizer, ["He sat on the old chair"])[0]]
         assert tokenizer.detokenize(word).strip() == "chair" if strict else len(word) == 1
         assert word[-1] not in tokenizer.special_ids
-
-
-def test_a_long_passage_loses_its_first_tokens() -> None:
-    sample = LastWords([(list(range(20)), [20, 21])], length=8, fill=0)[0]
-    assert sample["tokens"].tolist() == list(range(13, 21)) and sample["labels"].tolist() == list(range(14, 22))
-    assert np.flatnonzero(sample["loss_mask"]).tolist() == [6, 7]
 
 
 def test_every_bad_line_is_named(tmp_path: Path) -> None:

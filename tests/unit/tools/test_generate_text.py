@@ -149,7 +149,7 @@ def test_another_tokenizer_than_that_of_the_run_is_refused(
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_published_folder_says_what_its_own_programme_says(
         tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
-    published = pytest.importorskip("tests.unit.tasks.published", reason="transformers is not installed")
+    published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
     model = published.write(kind, tmp_path)
     tokenizer = published.transformers.AutoTokenizer.from_pretrained(tmp_path)
     asked = tokenizer("The state of the", return_tensors="pt")

@@ -18,7 +18,7 @@ from tests.helpers.architecture import ROOT, arrows, imported, repository
 # What a file needs beyond the declared packages; no other file of the library imports these files.
 SERVER = "megatron/inference/server/"  # nothing else of the library imports it
 OPTIONAL = {"megatron/core/pipeline_parallel/picture.py": {"matplotlib"}, f"{SERVER}app.py": {"fastapi", "starlette"},
-            f"{SERVER}run.py": {"uvicorn"},
+            f"{SERVER}run.py": {"uvicorn"}, "megatron/evaluation/harness.py": {"lm_eval"}, "megatron/evaluation/plugin.py": {"lm_eval"},
             **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")}}
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
@@ -194,3 +194,4 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
     assert built == library | {path.name for path in ROOT.glob("pretrain_*.py")}
+    assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == ["megatron_lm_eval.pth"]  # tests/unit/evaluation/test_plugin.py

@@ -23,7 +23,7 @@ def _reading(source: Source) -> Iterator[pyarrow.NativeFile]:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError(f"{source.path} needs the package pyarrow: pip install megatron[files]") from error
+        raise ConfigError(f"{source.path} needs the package pyarrow: pip install pyarrow") from error
     # pyarrow's own pool keeps freed memory; the system's gives it back.
     memory = pyarrow.system_memory_pool()
     pyarrow.set_memory_pool(memory)

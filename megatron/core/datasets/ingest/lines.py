@@ -26,7 +26,7 @@ class _ZstdBytes(io.RawIOBase):
         try:
             import zstandard
         except ImportError as error:
-            raise ConfigError(".zst files need the package zstandard: pip install megatron[files]") from error
+            raise ConfigError(".zst files need the package zstandard: pip install zstandard") from error
         self._raw = raw
         self._frames = zstandard.ZstdDecompressor()
         self._frame = self._frames.decompressobj()

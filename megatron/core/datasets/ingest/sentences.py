@@ -47,7 +47,7 @@ def version() -> str:
     try:
         import nltk
     except ImportError as error:
-        raise ConfigError("--split-sentences needs the package nltk: pip install megatron[sentences]") from error
+        raise ConfigError("--split-sentences needs the package nltk: pip install nltk") from error
     return nltk.__version__
 
 

@@ -18,12 +18,12 @@ from megatron.inference.sampling import Sampling
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.dialects import open_checkpoint
 from megatron.training.loaded import GPT, load_network
-from tasks.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
+from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.families.megatron_files import V2, Whole
 
-published = pytest.importorskip("tests.unit.tasks.published", reason="transformers is not installed")
+published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
 
 LENGTH, IDS = published.LENGTH, 700  # ids that requests are made of
 SIZES = (BatchSize(1), BatchSize(5), BatchSize(100, 64))

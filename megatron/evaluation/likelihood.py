@@ -10,24 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.config.rules import stages_of
+from megatron.core.config.run import RunConfig
 from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.inference.sampling import Sampling, draw
-from megatron.training.loaded import Loaded
-from tasks.zeroshot import likeliest
+from megatron.training.loaded import Loaded, Stage
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
+
+
+class Network(Protocol):
+    """What log-likelihoods are asked of: this rank's stages, in evaluation mode. `Loaded` is one."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Its sizes and its layout."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its ranks."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Those of this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class Prompt:
     seed: int = 0
 
 
-def loglikelihoods(loaded: Loaded, requests: Sequence[Request], *, max_length: int, size: BatchSize) -> list[Answer]:
+def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: int, size: BatchSize) -> list[Answer]:
     """Answers in the order of the requests. What is longer than `max_length` inputs loses its first ids.
 
     Requests with equal inputs, as answers of a multiple choice that differ in their last id, are computed once.
@@ -90,7 +107,8 @@ def loglikelihoods(loaded: Loaded, requests: Sequence[Request], *, max_length: i
         assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
         asked.setdefault(ids, []).append(number)
     axis, found = loaded.mesh.dp, {}
-    mine = size.cut(list(asked))[axis.rank::axis.size]
+    batches = size.cut(list(asked))
+    mine = batches[axis.rank::axis.size] if loaded.config.parallel.expert_model_parallel_size == 1 else _alike(batches, axis)
 
     def keep(microbatch: int, logits: Tensor) -> None:
         batch = mine[microbatch]
@@ -104,7 +122,21 @@ def loglikelihoods(loaded: Loaded, requests: Sequence[Request], *, max_length: i
     return [gathered[number] for number in range(len(requests))]
 
 
-def _judged(loaded: Loaded, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]) -> list[Answer]:
+def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
+    """This rank's batches where ranks share experts: all have equally many, and each round the same rows and length.
+
+    What is missing is filled with the round's longest input, whose answer then comes more than once.
+    """
+    mine = []
+    for start in range(0, len(batches), axis.size):
+        together = batches[start:start + axis.size]
+        rows, longest = max(map(len, together)) + 1, together[0][0]
+        own = together[axis.rank] if axis.rank < len(together) else ()
+        mine.append([longest] * (rows - len(own)) + list(own))
+    return mine
+
+
+def _judged(loaded: Network, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]) -> list[Answer]:
     """logits: [s, b, v/tp], padded columns included; rows: each request's row of the batch. Only asked places are looked at."""
     columns = [row for row, ids in zip(rows, continuations, strict=True) for _ in ids]
     places = [place for ids, asked in zip(inputs, continuations, strict=True) for place in range(len(ids) - len(asked), len(ids))]
@@ -115,6 +147,23 @@ def _judged(loaded: Loaded, logits: Tensor, rows: Sequence[int], inputs: Sequenc
     losses = cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
     lengths = [len(ids) for ids in continuations]
     return [Answer(-float(loss.double().sum()), bool(hits.all())) for loss, hits in zip(losses.split(lengths), right.split(lengths))]
+
+
+def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    """The id with the largest logit at each place; the first, where several are equal.
+
+    logits: [..., v/tp], padded columns included. Returns int64 [...].
+    """
+    columns = logits.shape[-1]
+    valid = true_vocab_size - axis.rank * columns
+    if valid < columns:
+        logits = logits.clone()
+        logits[..., max(0, valid):] = float("-inf")
+    largest, place = logits.float().max(dim=-1)
+    best = collectives.all_reduce(largest.clone(), axis, "max")
+    nowhere = torch.full_like(place, torch.iinfo(torch.int64).max)
+    mine = torch.where(largest == best, place + axis.rank * columns, nowhere)
+    return -collectives.all_reduce(-mine, axis, "max")
 
 
 def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
@@ -171,7 +220,7 @@ def _whole_rows(loaded: Loaded, logits: Tensor) -> Tensor:
 class _Pass:
     """The executor's view of a forward pass over batches. keep: takes the number of a batch and its logits, on the last stage."""
 
-    loaded: Loaded
+    loaded: Network
     batches: Sequence[Batch]
     keep: Callable[[int, Tensor], None]
     bar: tqdm | None = None
@@ -185,12 +234,12 @@ class _Pass:
         """The message of the stage before."""
         batch = self.batches[microbatch]
         chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
-        return (chunk.message_shape(len(batch), len(batch[0])),) * chunk.states
+        return (chunk.message_shape(len(batch), self._length(batch)),) * chunk.states
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one batch; rows are filled up to the length of the first, the longest."""
         chunk, batch = self.loaded.stages[stage // self.loaded.mesh.pp.size], self.batches[microbatch]
-        ids = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=self.device)
+        ids = torch.tensor([ids + (0,) * (self._length(batch) - len(ids)) for ids in batch], device=self.device)
         output = chunk(ids=ids, hidden=received[0] if received else None)
         if self.bar is not None and chunk is self.loaded.stages[0]:
             self.bar.update()
@@ -199,6 +248,12 @@ class _Pass:
         self.keep(microbatch, output)
         return ()
 
+    def _length(self, batch: Batch) -> int:
+        """Of the longest input, and such that tensor ranks can cut it where they do."""
+        parallel = self.loaded.config.parallel
+        piece = parallel.tp if parallel.sequence_parallel else 1
+        return -(-len(batch[0]) // piece) * piece
+
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Never asked: the plan has no backward passes."""
 
@@ -206,7 +261,7 @@ class _Pass:
         """Never asked."""
 
 
-def _forward(loaded: Loaded, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None) -> None:
+def _forward(loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None) -> None:
     """Run all batches through all stages."""
     axis = loaded.mesh.pp
     if batches:
@@ -214,12 +269,12 @@ def _forward(loaded: Loaded, batches: Sequence[Batch], keep: Callable[[int, Tens
         run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 
 
-def _shown(loaded: Loaded, batches: Sequence[Any], title: str) -> tqdm:
+def _shown(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     """A progress bar over batches, on the first rank and on terminals only."""
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def _everywhere(loaded: Loaded, found: dict[int, Any]) -> dict[int, Any]:
+def _everywhere(loaded: Network, found: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
     speaks = loaded.stages[-1].stage.heads and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(found if speaks else {}, loaded.mesh.world)

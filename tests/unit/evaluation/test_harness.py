@@ -19,7 +19,7 @@ from megatron.core.config.flags import ConfigError
 from tests.helpers.architecture import ROOT
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-published = pytest.importorskip("tests.unit.tasks.published", reason="transformers is not installed")
+published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="lm_eval's Hugging Face backend needs accelerate")
 
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -27,7 +27,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from megatron.core.datasets.marks import frame  # noqa: E402
-from tasks.harness import MegatronLM, generation  # noqa: E402
+from megatron.evaluation.harness import MegatronLM, generation  # noqa: E402
 
 TEXT = "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States " * 3
 PAIRS = [("The state of the", " Union"), ("", "The whale"), ("Call me ", "Ishmael"), (TEXT, " and so on"), ("a", TEXT[:40]),

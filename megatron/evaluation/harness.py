@@ -1,0 +1,286 @@
+"""lm-evaluation-harness's model `megatron`: any GPT-like checkpoint, in one process or under a layout.
+
+    lm_eval --model megatron --model_args load=runs/quickstart/checkpoints --tasks lambada_openai
+    torchrun --nproc_per_node 4 -m megatron.evaluation.harness --model megatron --tasks hellaswag --batch_size auto \\
+        --model_args load=FOLDER,tensor_model_parallel_size=2,pipeline_model_parallel_size=2
+
+`lm_eval` finds the model where this package is installed (plugin.py). Under a launcher, `main` hands the command line over to it
+unchanged, ends all ranks when one fails, and lets the first report. A programme of your own imports this module before
+`lm_eval.simple_evaluate`. Everything that lm_eval can be told works. What --model_args understands is `Settings`, and the
+tokenizer's settings by the names of their flags (`tokenizer_type=...`) for a checkpoint that says nothing of its tokenizer.
+Every rank is asked every request, and the data ranks share them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.parallel import ParallelConfig
+from megatron.core.datasets.marks import frame
+from megatron.core.datasets.templates import Template
+from megatron.core.parallel import collectives
+from megatron.core.tokenizers.base import Tokenizer, digest, fingerprint
+from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
+from megatron.inference.sampling import Sampling
+from megatron.training.entry import entry
+from megatron.training.loaded import GPT, load_network
+from megatron.training.place import launcher_place, world_size
+
+AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
+_NUMBERS_OF_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (("num_beams", 1), ("repetition_penalty", 1.0), ("length_penalty", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `--model_args` says.
+
+    load: a run's --save, a Hugging Face folder, or one of Megatron's. ckpt_step: iteration, instead of the newest.
+    data_parallel_size: what the other two leave over; another number is refused. dtype: auto, float32, bfloat16, float16
+    or float64. max_length: positions of an input; left out: all that the network has. max_gen_toks: most new tokens where
+    a task does not say. seed: of draws. batch_size, max_batch_size, device: as of lm_eval; auto: at most 16384 tokens. lm_eval says
+    cuda:0 where nobody says anything, which here is the GPU of each rank, or where there is none the CPU.
+    """
+
+    load: str
+    ckpt_step: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    data_parallel_size: int | None = None
+    dtype: str = "auto"
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    seed: int = 1234
+    batch_size: int | str = 1
+    max_batch_size: int | None = None
+    device: str | None = None
+
+    @property
+    def size(self) -> BatchSize:
+        """The size of a batch."""
+        word, _, _ = str(self.batch_size).partition(":")
+        if word == "auto":
+            return BatchSize(self.max_batch_size or 1024, AUTO_TOKENS)
+        if not word.isdecimal() or int(word) < 1:
+            raise ConfigError(f"batch_size {self.batch_size} is neither auto nor a number from 1 on")
+        return BatchSize(int(word))
+
+    @property
+    def place(self) -> torch.device | None:
+        """The device of this rank, if it is not its own to choose."""
+        if self.device in (None, "cuda", "cuda:0"):
+            return None
+        if self.device.startswith("cuda") and world_size() > 1:
+            raise ConfigError(f"device {self.device}: {world_size()} ranks would share it; leave it out, and each takes the GPU of its number")
+        return torch.device(self.device)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        left = parallel.data_parallel_size(world_size())
+        if self.data_parallel_size not in (None, left):
+            raise ConfigError(f"data_parallel_size {self.data_parallel_size}: {world_size()} ranks of tensor {tp} x pipeline {pp} "
+                              f"leave {left}; start {tp * pp * self.data_parallel_size} ranks, or leave it out")
+        return parallel
+
+
+def settings_of(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+    """(settings, those of the tokenizer) of `--model_args`; `ConfigError` names every word that is neither."""
+    mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (Settings, TokenizerConfig))
+    strangers = [name for name in given if name not in mine | theirs]
+    if strangers or not given.get("load"):
+        problem = f"--model_args has {', '.join(strangers)}" if strangers else "--model_args has no load=FOLDER"
+        raise ConfigError(f"{problem}; the model megatron takes {', '.join(sorted(mine))}, and the tokenizer's "
+                          f"{', '.join(sorted(theirs))}")
+    return Settings(**{name: given[name] for name in given if name in mine}), {name: given[name] for name in given if name in theirs}
+
+
+@register_model("megatron")
+class MegatronLM(TemplateLM):
+    """A checkpoint as lm-evaluation-harness asks for it. All ranks hold one, and are asked the same."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.settings, tokenizer = settings_of(given)
+        self._size = self.settings.size
+        self.loaded = load_network(self.settings.load, GPT, step=self.settings.ckpt_step, parallel=self.settings.parallel,
+                                   dtype=self.settings.dtype, tokenizer=tokenizer, device=self.settings.place)
+        self._device = self.loaded.mesh.device
+        positions = self.loaded.config.model.max_position_embeddings
+        self.max_length = positions if self.settings.max_length is None else self.settings.max_length
+        learned = self.loaded.config.model.rope.position_embedding_type == "learned_absolute"
+        if self.max_length < 1 or learned and self.max_length > positions:
+            raise ConfigError(f"max_length {self.max_length} is not between 1 and the network's {positions} positions")
+        before, behind = frame(self.ids)
+        framed = self.ids.tokenize("1")
+        self._before, self._behind = framed[:before], framed[len(framed) - behind:]
+
+    @property
+    def ids(self) -> Tokenizer:
+        """The checkpoint's tokenizer. (`tokenizer` is transformers' own to lm_eval.)"""
+        return self.loaded.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a document."""
+        return self.ids.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        return self.ids.eod if self.ids.bos is None else self.ids.bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text; names of special tokens are those tokens.
+
+        add_special_tokens: with what the tokenizer puts around a text; left out: unless it begins with the prefix.
+        """
+        ids = self.ids.tokenize_marked(string)
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.ids.id_to_token(self.prefix_token_id))
+        return [*self._before, *ids, *self._behind] if add_special_tokens else ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood of a continuation after its context, whether it is the likeliest) of each request."""
+        self._asked_alike(requests)
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text, a window after the other; every token is predicted once."""
+        self._asked_alike(requests)
+        owners, windows = [], []
+        for number, request in enumerate(requests):
+            for pair in get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                                                  max_seq_len=self.max_length, context_len=1):
+                owners.append(number)
+                windows.append(Request(*map(tuple, make_disjoint_window(pair))))
+        totals = [0.0] * len(requests)
+        for number, answer in zip(owners, self._answers(windows), strict=True):
+            totals[number] += answer[0]
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The continuation of each context, up to the first of the texts that end it."""
+        self._asked_alike(requests)
+        asked = [self._prompt(number, *request.args) for number, request in enumerate(requests)]
+        found = continuations(self.loaded, [prompt for prompt, _ in asked], size=self._size)
+        return [cut(self._text(new), until) for new, (_, until) in zip(found, asked, strict=True)]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as one text, by the tokenizer's template."""
+        text = self.ids.chat_template
+        if text is None:
+            raise ConfigError("the tokenizer has no chat template; give one by chat_template=FILE in --model_args")
+        bos, eos = ("" if token is None else self.ids.id_to_token(token) for token in (self.ids.bos, self.ids.eos))
+        return Template(text, bos=bos, eos=eos, marks=()).render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The tokenizer's template, for lm_eval's records."""
+        return self.ids.chat_template if chat_template else None
+
+    @cached_property
+    def tokenizer_name(self) -> str:
+        """What tells this tokenizer from others in lm_eval's caches."""
+        return str(fingerprint(self.ids)["hash"])
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes beside its results."""
+        parallel = self.loaded.config.parallel
+        return {"checkpoint": self.loaded.source.where, "model_dtype": self.loaded.config.precision.dtype,
+                "layout": {"tensor": parallel.tp, "pipeline": parallel.pp, "data": self.loaded.mesh.dp.size}}
+
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the likeliest) of ids after ids; the first of a request is its text."""
+        return self._answers([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
+
+    def _answers(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+        long = [len(request.continuation) for request in requests if len(request.continuation) > self.max_length]
+        if long:
+            raise ConfigError(f"a continuation of {max(long)} tokens does not fit into the network's {self.max_length} positions")
+        answers = loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
+        return [(answer.loglikelihood, answer.greedy) for answer in answers]
+
+    def _prompt(self, number: int, context: str, given: Mapping[str, Any]) -> tuple[Prompt, list[str]]:
+        """A request to continue, and the texts that end it."""
+        until, num_tokens, sampling = generation(given, self.settings.max_gen_toks)
+        room = self.max_length - num_tokens
+        if room < 1:
+            raise ConfigError(f"{num_tokens} new tokens leave no room for a context in the network's {self.max_length} positions; lower "
+                              "max_gen_toks, by --gen_kwargs or in --model_args")
+        ids: Ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
+        ended: Callable[[list[int]], bool] = lambda new: any(word in self._text(new) for word in until)
+        return Prompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
+
+    def _text(self, new: Sequence[int]) -> str:
+        special = {*self.ids.special.values(), self.ids.eod}
+        return self.ids.detokenize([token for token in new if token not in special])
+
+    def _asked_alike(self, requests: Sequence[Instance]) -> None:
+        """Refuse what ranks are not asked together, before they wait for each other for ever."""
+        mine = digest(repr(request.args).encode() for request in requests)
+        if len(set(collectives.gather_objects(mine, self.loaded.mesh.world))) > 1:
+            raise ConfigError("the ranks are asked different requests; with --use_cache, remove caches of an earlier run that did not "
+                              "end")
+
+
+def generation(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sampling]:
+    """(texts that end a continuation, most new tokens, how they are drawn) of a task's `gen_kwargs`.
+
+    Nothing is drawn unless do_sample is true. `ConfigError` for what is not known here.
+    """
+    left = dict(given)
+    until = left.pop("until", None) or []
+    numbers = [number for number in (left.pop(name, None) for name in _NUMBERS_OF_TOKENS) if number is not None]
+    samples, temperature = left.pop("do_sample", False), left.pop("temperature", None)
+    top_k, top_p = left.pop("top_k", None), left.pop("top_p", None)
+    for name, value in _WITHOUT_EFFECT:
+        if left.get(name) == value:
+            del left[name]
+    if left:
+        raise ConfigError(f"generation asks for {', '.join(f'{name}={value}' for name, value in left.items())}, which the model megatron "
+                          f"does not know; it takes until, {', '.join(_NUMBERS_OF_TOKENS)}, do_sample, temperature, top_k and top_p")
+    sampling = Sampling(0.0)
+    if samples:
+        sampling = Sampling(1.0 if temperature is None else float(temperature), int(top_k or 0), float(top_p or 0.0))
+    ends = [until] if isinstance(until, str) else [word for word in until if word]
+    return ends, int(numbers[0]) if numbers else most, sampling
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first of these."""
+    for word in until:
+        text = text.split(word)[0]
+    return text
+
+
+@entry
+def main() -> None:
+    """Hand over to lm_eval; ranks after the first report nothing."""
+    if launcher_place().rank == 0:
+        cli_evaluate()
+        return
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
