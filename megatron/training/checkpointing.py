@@ -164,7 +164,8 @@ class Checkpoint:
             _check_contents(opened, optimizer=continues, streams=asked.load_rng and not opened.weights_only)
         elif continues and not any(name.startswith("optimizer.") for name in formats):
             continues = False
-            self._say(f"{source.where} has no optimizer state: the optimizer starts afresh")
+            why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
+            self._say(f"{why}: the optimizer starts afresh")
         names: tuple[str, ...] = ()
         if not opened.weights_only:
             names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))

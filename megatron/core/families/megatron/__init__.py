@@ -4,6 +4,9 @@ pickles.py     torch files from strangers, read without running anything in them
 names.py       the names and row orders of all its versions, as a table and a few functions
 legacy.py      mp_rank_XX/model_optim_rng.pt, one file a rank
 torch_dist.py  the distributed format of Megatron Core
+rank_state.py  state of the optimizer in that format, which names no parameter
+buffers.py     where its distributed optimizer keeps a parameter
+progress.py    counters
 settings.py    the arguments of a run of Megatron as our settings
 open.py        whichever of both a folder holds
 export.py      the old format, written for its own programmes

@@ -21,8 +21,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.buffers import Unreadable
 from megatron.core.families.megatron.names import Layout, flattened, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
+from megatron.core.families.megatron.progress import parameter_of, values_of
+from megatron.core.families.megatron.rank_state import rank_state
 from megatron.core.families.megatron.settings import completed, settings_of
 from megatron.core.parallel.boxes import Box
 
@@ -48,29 +51,30 @@ class RankFile:
 
 
 class LegacySource:
-    """A folder of rank files. It holds weights only: moments of the optimizer are laid out by rank and are left out."""
+    """A folder of rank files. skipped: what of it is not read, in a sentence; empty when all is."""
 
-    def __init__(self, where: str, shards: Mapping[str, list[Tensor]], layout: Layout, settings: Mapping[str, Any]) -> None:
-        self.where, self.settings, self.values = where, settings, {}
+    def __init__(self, where: str, shards: Mapping[str, list[Tensor]], layout: Layout, settings: Mapping[str, Any],
+                 values: Mapping[str, Any], skipped: str) -> None:
+        """shards: what each tensor rank holds, by names of a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`)."""
+        self.where, self.settings, self.values, self.skipped = where, settings, values, skipped
         self._shards, self._layout = shards, layout
         self._last: tuple[str, Tensor] | None = None
         self.formats = {}
         for name, tensors in shards.items():
-            whole = merged(name, [tensor.to("meta") for tensor in tensors], layout)
-            self.formats[f"model.{name}"] = Format((self._rows(name, whole), *whole.shape[1:]), whole.dtype)
+            whole = merged(parameter_of(name), [tensor.to("meta") for tensor in tensors], layout)
+            self.formats[name] = Format((self._rows(name, whole), *whole.shape[1:]), whole.dtype)
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter. Not to be written to: it may be a view of the file."""
-        short = name.removeprefix("model.")
-        if self._last is None or self._last[0] != short:
-            whole = merged(short, self._shards[short], self._layout)
-            self._last = (short, whole[:self._rows(short, whole)])
+        if self._last is None or self._last[0] != name:
+            whole = merged(parameter_of(name), self._shards[name], self._layout)
+            self._last = (name, whole[:self._rows(name, whole)])
         return self._last[1][box.slices()]
 
     def _rows(self, name: str, whole: Tensor) -> int:
         """Rows without the padding of the vocabulary."""
         size = self.settings.get("true_vocab_size")
-        return size if size and is_over_vocabulary(name) else whole.shape[0]
+        return size if size and is_over_vocabulary(parameter_of(name)) else whole.shape[0]
 
 
 def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> LegacySource:
@@ -83,7 +87,7 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> L
     files = _read_files(folder)
     first = files[0, 0].content
     version = float(first.get("checkpoint_version") or 0)
-    parts, problems = _joined(files)
+    parts, problems = _joined(files, {place: file.chunks for place, file in files.items()})
     if problems:
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
     settings = settings_of(attributes(first.get("args")), given or {})
@@ -99,7 +103,28 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> L
                               f"{settings['true_vocab_size']} ids; it is another tokenizer's")
     if any(tensor.shape[0] != word.shape[0] for tensor in parts["embedding.word_embeddings.weight"]):
         raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
-    return LegacySource(str(folder), parts, Layout.of(settings, version), settings)
+    shards = {f"model.{name}": tensors for name, tensors in parts.items()}
+    values = values_of(first)
+    states, skipped = _optimizer(files, parts) if values else ({}, "")
+    if states and "run.optimizer_steps" not in values:
+        states, skipped = {}, "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
+    return LegacySource(str(folder), shards | states, Layout.of(settings, version), settings, values, skipped)
+
+
+def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
+    """Name in a saved state -> what each tensor rank holds of it, for all that the optimizer keeps; or why that is left out."""
+    try:
+        states = {place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
+                  for place, file in files.items()}
+    except Unreadable as error:
+        return {}, f"the optimizer's state is left out: {error}"
+    found: dict[str, list[Tensor]] = {}
+    for slot in dict.fromkeys(slot for state in states.values() for slot in state):
+        tensors, problems = _joined(files, {place: state.get(slot, []) for place, state in states.items()})
+        if problems or not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
+            return {}, f"the optimizer's state is left out: {(problems or ['it is of other parameters than the model'])[0]}"
+        found |= {f"optimizer.{slot}.{name}": shards for name, shards in tensors.items() if name in parts}
+    return found, ""
 
 
 def is_legacy(folder: str | Path) -> bool:
@@ -150,10 +175,13 @@ def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[s
             yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {found} {axis} ranks"
 
 
-def _joined(files: Mapping[tuple[int, int], RankFile]) -> tuple[dict[str, list[Tensor]], list[str]]:
-    """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit."""
+def _joined(files: Mapping[tuple[int, int], RankFile],
+            chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit.
+
+    chunks: tensors of each rank's pipeline chunks by their names: weights, or something of the optimizer for each.
+    """
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
-    chunks = {place: file.chunks for place, file in files.items()}
     found: dict[str, list[Tensor]] = {}
     problems = []
     everything = [name for parts in chunks.values() for chunk in parts for name in chunk]

@@ -27,11 +27,12 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
+from megatron.core.families.megatron.progress import parameter_of, values_of
 from megatron.core.families.megatron.settings import completed, settings_of
 from megatron.core.parallel.boxes import Box, intersect, whole
 
-_SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master"}
-_OPTIMIZER = re.compile(r"^optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param)\.(.+)$")
+_SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)$")
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
 _STATES = re.compile(r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state")
 
@@ -81,7 +82,7 @@ class TorchDistSource:
     def _rows(self, name: str, ours: Tensor) -> int:
         """Rows without the padding of the vocabulary."""
         size = self.settings.get("true_vocab_size")
-        return size if size and is_over_vocabulary(_parameter(name)) else ours.shape[0]
+        return size if size and is_over_vocabulary(parameter_of(name)) else ours.shape[0]
 
     def _assembled(self, stored: Stored) -> Tensor:
         """The whole tensor, or the layer that is meant, from the boxes that meet it."""
@@ -130,14 +131,14 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     words = parts.get("model.embedding.word_embeddings.weight")
     if words is None:
         raise CheckpointError(f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ...")
-    shapes = {_parameter(name): stored.shape for name, stored in parts.items() if name.startswith("model.")}
+    shapes = {parameter_of(name): stored.shape for name, stored in parts.items() if name.startswith("model.")}
     settings = completed(settings_of(attributes(common.get("args")), given or {}), shapes, where=str(folder))
     if not settings.get("untie_embeddings_and_output_weights", "model.output_layer.weight" in parts):
-        parts = {name: stored for name, stored in parts.items() if _parameter(name) != "output_layer.weight"}
+        parts = {name: stored for name, stored in parts.items() if parameter_of(name) != "output_layer.weight"}
     if (settings.get("true_vocab_size") or 0) > words.shape[0]:
         raise CheckpointError(f"{folder} has {words.shape[0]} rows of word embeddings, fewer than the tokenizer's "
                               f"{settings['true_vocab_size']} ids; it is another tokenizer's")
-    values = _values(common)
+    values = values_of(common)
     if any(name.startswith("optimizer.") for name in parts) and "run.optimizer_steps" not in values:
         parts = {name: stored for name, stored in parts.items() if not name.startswith("optimizer.")}
         skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
@@ -246,9 +247,9 @@ def _by_our_names(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], str
         else:
             found[f"{prefix}{key}"] = stored
     flat = any(name.startswith(("optimizer.distributed.", "chained_")) for name in tensors)
-    renamed = our_names([_parameter(name) for name in found])
-    parts = {f"{name[:len(name) - len(_parameter(name))]}{renamed[_parameter(name)]}": stored for name, stored in found.items()
-             if _parameter(name) in renamed}
+    renamed = our_names([parameter_of(name) for name in found])
+    parts = {f"{name[:len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored for name, stored in found.items()
+             if parameter_of(name) in renamed}
     return parts, ("the optimizer's state is left out: it is stored in flat buckets of one data-parallel layout" if flat else "")
 
 
@@ -260,38 +261,3 @@ def _parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Store
             yield f"optimizer.{_SLOTS[slot[1]]}.", slot[2], stored
         elif not _STATES.search(key):
             yield "model.", key, stored
-
-
-def _parameter(name: str) -> str:
-    """The parameter that a name of a saved state is about."""
-    return name.split(".", 2)[2] if name.startswith("optimizer.") else name.removeprefix("model.")
-
-
-def _values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters that a run continues from, as far as they are known."""
-    arguments = attributes(common.get("args"))
-    iteration = common.get("iteration")
-    samples = arguments.get("consumed_train_samples")
-    if not isinstance(iteration, int) or not isinstance(samples, int):
-        return {}
-    skipped = arguments.get("skipped_train_samples") or 0
-    values: dict[str, Any] = {"run.progress": {
-        "iteration": iteration, "consumed_train_samples": samples, "skipped_train_samples": skipped,
-        "consumed_valid_samples": arguments.get("consumed_valid_samples") or 0, "schedule_samples": samples - skipped,
-        "consumed_tokens": samples * int(arguments.get("seq_length") or 0),
-        "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0)}}
-    steps = _steps(common.get("optimizer"))
-    if steps is not None:
-        values["run.optimizer_steps"] = steps
-    return values
-
-
-def _steps(value: Any) -> int | None:
-    """The number of updates that the optimizer's groups agree on."""
-    if isinstance(value, Mapping):
-        groups = value.get("param_groups")
-        if isinstance(groups, list):
-            found = {int(group["step"]) for group in groups if isinstance(group, Mapping) and "step" in group}
-            return found.pop() if len(found) == 1 else None
-        return next((steps for item in value.values() if (steps := _steps(item)) is not None), None)
-    return None

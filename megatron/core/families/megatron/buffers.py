@@ -1,0 +1,93 @@
+"""Where Megatron's distributed optimizer keeps a parameter: flat buffers, cut into buckets.
+
+Megatron lays its parameters end to end, the last defined first, each from a multiple of 64 elements on (none of the first
+releases did so). A bucket ends where it has grown to --ddp-bucket-size, and around a word embedding that two pipeline
+stages share. A buffer says how many elements it has and never which parameter lies where; this is computed here, and
+whoever uses it compares the fp32 weights in the buffer with those of the model: what does not agree is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+WAY_OUT = "load it once in Megatron and save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
+ALIGNED, PACKED = 64, 1
+_SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000  # elements, where the arguments say nothing
+
+
+class Unreadable(Exception):
+    """Why the optimizer's state cannot be told apart, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The place of a parameter. bucket: its number in the buffer; start, stop: elements in that bucket."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+def spans(sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: int = ALIGNED) -> dict[str, Span] | None:
+    """Where each parameter lies in buckets of known sizes; None when the parameters do not fill them exactly.
+
+    sizes: (name, number of elements) in the order of definition; buckets: elements of each, without the padding at its end.
+    """
+    found, bucket, start = {}, 0, 0
+    for name, size in reversed(sizes):
+        if bucket == len(buckets) or start + size > buckets[bucket]:
+            return None
+        found[name] = Span(bucket, start, start + size)
+        start = _up(start + size, alignment)
+        if buckets[bucket] in (found[name].stop, start):
+            bucket, start = bucket + 1, 0
+    return found if bucket == len(buckets) else None
+
+
+def bucket_sizes(sizes: Sequence[tuple[str, int]], largest: int | None, alone: Collection[str], alignment: int = ALIGNED) -> list[int]:
+    """Elements of each bucket as Megatron cuts them. largest: where one ends; alone: parameters with a bucket of their own."""
+    found: list[int] = []
+    start, filled = 0, False
+    for name, size in reversed(sizes):
+        start = _up(start, alignment)
+        if name in alone and filled:
+            found.append(start)
+            start = 0
+        start, filled = start + size, True
+        if name in alone or (largest is not None and start >= largest):
+            found.append(start)
+            start, filled = 0, False
+    return [*found, start] if filled else found
+
+
+def largest_bucket(arguments: dict[str, object], ranks: int) -> int | None:
+    """Elements at which a bucket ends, from the arguments of a run; None for buffers in one piece."""
+    if not arguments.get("overlap_grad_reduce"):
+        return None
+    given = arguments.get("ddp_bucket_size")
+    return given if isinstance(given, int) else max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * ranks)
+
+
+def joined_spans(sizes: Sequence[tuple[str, int]], total: int, largest: int | None, shared: Collection[str]) -> Iterator[dict[str, Span]]:
+    """The layouts that a buffer may have whose buckets were joined without their padding; as spans of the one that results.
+
+    total: its elements; shared: word embeddings, which have a bucket of their own where two stages hold them.
+    """
+    tried: list[dict[str, Span]] = []
+    for alignment in (ALIGNED, PACKED):
+        for limit in (largest, None):
+            for alone in (shared, ()):
+                buckets = bucket_sizes(sizes, limit, alone, alignment)
+                inside = spans(sizes, buckets, alignment) if sum(buckets) == total else None
+                if inside is None:
+                    continue
+                before = [sum(buckets[:number]) for number in range(len(buckets))]
+                layout = {name: Span(0, before[span.bucket] + span.start, before[span.bucket] + span.stop) for name, span in inside.items()}
+                if layout not in tried:
+                    tried.append(layout)
+                    yield layout
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

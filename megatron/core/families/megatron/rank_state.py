@@ -1,0 +1,170 @@
+"""State of the optimizer in Megatron's old format, told apart by parameter.
+
+    model_optim_rng.pt   plain optimizer: `state` by number. Parameters are numbered group by group: those with weight decay,
+                         those without it (biases and everything of one axis), ...; beside it their fp32 weights by group
+    distrib_optim.pt     distributed optimizer: a flat buffer a kind of state, as all data-parallel ranks hold it together
+
+Neither names a parameter. Both follow the order in which the network defines its parameters, and that is the order of the
+names in the state dict of the model in the same file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.buffers import WAY_OUT, Span, Unreadable, joined_spans, largest_bucket
+from megatron.core.families.megatron.pickles import read_torch_file
+
+SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+# What a state dict holds beside parameters.
+_BUFFERS = re.compile(r"(^|[._])(extra_state(/.*)?|inv_freq|expert_bias|local_tokens_per_expert|global_tokens_per_expert)$")
+_EXPERT = re.compile(r"\.experts\.")
+_SHARED = re.compile(r"(word_embeddings|word_embeddings_for_head|output_layer)\.weight$")
+_COMPARED = 4096  # elements at each end of a parameter
+
+State = dict[str, list[dict[str, Tensor]]]  # slot -> for each chunk of the rank: their name -> tensor, shaped as the parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a rank. chunk: number of the pipeline chunk that defines it."""
+
+    chunk: int
+    name: str
+    weight: Tensor
+
+    @property
+    def key(self) -> str:
+        """A name that no other parameter of the rank has."""
+        return f"{self.chunk}.{self.name}"
+
+
+def rank_state(path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]], arguments: Mapping[str, Any]) -> State:
+    """What one rank holds, by kind of state and chunk. path: of its file; content: of it; chunks: its weights by their names.
+
+    Raises `Unreadable` when it cannot be known what belongs to which parameter, and `CheckpointError` for a damaged file.
+    """
+    parameters = [Parameter(number, name, tensor) for number, chunk in enumerate(chunks) for name, tensor in chunk.items()
+                  if not _BUFFERS.search(name)]
+    flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
+    if flat.is_file():
+        found = _of_buffers(read_torch_file(flat), parameters, arguments, flat)
+    elif isinstance(numbered, Mapping):
+        found = _of_numbers(numbered, parameters, path)
+    else:
+        return {}
+    state: State = {slot: [{} for _ in chunks] for slot in found}
+    for slot, tensors in found.items():
+        for parameter in parameters:
+            state[slot][parameter.chunk][parameter.name] = tensors[parameter.key]
+    return state
+
+
+def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> dict[str, dict[str, Tensor]]:
+    """State of a plain optimizer: slot -> key of a parameter -> tensor."""
+    inner = optimizer.get("optimizer", optimizer)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
+        return {}
+    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    left, found = list(parameters), {slot: {} for slot in SLOTS.values()}
+    for place, group in enumerate(inner.get("param_groups", ())):
+        numbers = group["params"]
+        members = [parameter for parameter in left if _belongs(parameter, group)]
+        if len(members) != len(numbers):
+            raise Unreadable(f"{path}: group {place} of the optimizer has {len(numbers)} parameters where {len(members)} of the network "
+                             f"belong to it; {WAY_OUT}")
+        left = [parameter for parameter in left if parameter not in members]
+        rounded = iter(masters[place] if masters else ())
+        for number, member in zip(numbers, members):
+            state = inner["state"].get(number, {})
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found[slot][member.key] = _fitting(state.get(slot), member, path)
+            if masters and member.weight.dtype != torch.float32:
+                found["master"][member.key] = _same_weights(_fitting(next(rounded, None), member, path), member, path)
+    if left:
+        raise Unreadable(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
+    if found["master"]:  # one that is kept in fp32 is its own
+        found["master"] |= {one.key: one.weight for one in parameters if one.key not in found["master"]}
+    return {slot: tensors for slot, tensors in found.items() if tensors}
+
+
+def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
+    """Whether Megatron's rules put a parameter into a group."""
+    decays = not (parameter.name.endswith(".bias") or parameter.weight.dim() == 1)
+    wanted = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
+    decoupled = bool(group.get("is_decoupled_lr"))
+    return decays == wanted and (not decoupled or bool(_SHARED.search(parameter.name)))
+
+
+def same_ends(master: Tensor, weight: Tensor) -> bool:
+    """Whether fp32 weights are a parameter's: their first and last elements, so that large files are not read twice."""
+    mine, theirs = master.reshape(-1), weight.reshape(-1)
+    return all(torch.equal(mine[part].to(weight.dtype), theirs[part]) for part in (slice(_COMPARED), slice(-_COMPARED, None)))
+
+
+def _fitting(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
+        shown = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
+        raise Unreadable(f"{path}: the optimizer's state of {parameter.name} is {shown}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}")
+    return tensor
+
+
+def _same_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
+    if not same_ends(master, parameter.weight):
+        raise Unreadable(f"{path}: the optimizer's fp32 weights are not those of {parameter.name}; {WAY_OUT}")
+    return master
+
+
+def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> dict[str, dict[str, Tensor]]:
+    """State of a distributed optimizer: slot -> key of a parameter -> view of the buffer."""
+    states = content if isinstance(content, list) else [content]
+    left, found = list(parameters), {slot: {} for slot in SLOTS.values()}
+    for number, state in enumerate(states):
+        if state is None:
+            continue
+        if not isinstance(state, Mapping) or not all(isinstance(part, Mapping) for place, part in state.items() if isinstance(place, int)):
+            raise CheckpointError(f"{path} is damaged: it holds no buffers by number")
+        members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
+        for place in sorted(place for place in state if isinstance(place, int)):
+            for formats, buffer in state[place].items():
+                here = _of_format(members, formats, place, state)
+                layout = _layout_of(buffer, here, arguments, path)
+                for name, slot in SLOTS.items():
+                    found[slot] |= {one.key: buffer[name][layout[one.key].start:layout[one.key].stop].view(one.weight.shape) for one in here}
+                left = [one for one in left if one not in here]
+                members = [one for one in members if one not in here]
+    if left:
+        raise Unreadable(f"{path}: no buffer of the optimizer holds {left[0].name}; {WAY_OUT}")
+    return found
+
+
+def _of_format(members: Sequence[Parameter], formats: Any, place: int, state: Mapping[Any, Any]) -> list[Parameter]:
+    """Parameters of one buffer: of its format, and of one chunk, where there are buffers of several."""
+    rounded = formats[0] if isinstance(formats, tuple) else formats
+    alike = [one for one in members if not isinstance(rounded, torch.dtype) or one.weight.dtype == rounded]
+    several = len({one.chunk for one in members}) > 1 or place > 0
+    first = min((one.chunk for one in alike), default=0)
+    return [one for one in alike if one.chunk == first] if several else alike
+
+
+def _layout_of(buffer: Any, members: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> dict[str, Span]:
+    """Where the members lie in a buffer: the layout by which its fp32 weights are those of the model."""
+    if not isinstance(buffer, Mapping) or any(not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS):
+        raise Unreadable(f"{path} holds no buffers of {', '.join(SLOTS)}, but those of a release that this does not read; {WAY_OUT}")
+    weights, sizes = buffer["param"], [(one.key, one.weight.numel()) for one in members]
+    ranks = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
+    shared = {one.key for one in members if _SHARED.search(one.name)}
+    total = int(buffer.get("numel_unpadded") or weights.numel())
+    for layout in joined_spans(sizes, total, largest_bucket(dict(arguments), ranks), shared):
+        if all(same_ends(weights[layout[one.key].start:layout[one.key].stop], one.weight) for one in members):
+            return layout
+    raise Unreadable(f"{path}: its buffer of {total} elements does not hold the {sum(size for _, size in sizes)} of this model's "
+                     f"weights in an order that is known here; {WAY_OUT}")

@@ -1,0 +1,53 @@
+"""State of the optimizer in checkpoints that the real Megatron Core wrote: the same run saved in several formats is the same state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.families.megatron.open import open_megatron
+from megatron.core.parallel.boxes import whole
+from tests.peers.make_fixtures import unpack
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def opened(case: str, folder: Path) -> Source:
+    """A fixture, unpacked."""
+    return open_megatron(unpack(case, folder / case) / "checkpoints")
+
+
+def states(source: Source, slots: tuple[str, ...] = SLOTS) -> dict[str, Tensor]:
+    """What the optimizer keeps, by names of a saved state."""
+    return {name: source.read(name, whole(entry.shape)).clone() for name, entry in source.formats.items()
+            if name.startswith("optimizer.") and name.split(".")[1] in slots}
+
+
+def demand_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert expected and found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:5]
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("case", ["dense", "gqa", "latent", "mtp", "tp2"])
+def test_state_of_a_plain_optimizer_is_the_same_in_both_formats(case: str, tmp_path: Path) -> None:
+    sharded, ranks = opened(case, tmp_path), opened(f"{case}-torch", tmp_path)
+    demand_equal(states(ranks), states(sharded))
+    assert sharded.values["run.optimizer_steps"] == ranks.values["run.optimizer_steps"] == 3
+    assert sharded.values["run.progress"] == ranks.values["run.progress"]
+
+
+@pytest.mark.parametrize("case", ["gqa-distributed-torch"])
+def test_state_of_a_distributed_optimizer_is_that_which_is_saved_by_parameter(case: str, tmp_path: Path) -> None:
+    by_parameter, flat = opened("gqa-reshardable", tmp_path), opened(case, tmp_path)
+    slots = (*SLOTS, "master")
+    demand_equal(states(flat, slots), states(by_parameter, slots))
+    assert flat.values["run.optimizer_steps"] == 3
+    weights = {name.replace("model.", "optimizer.master."): flat.read(name, whole(entry.shape)).clone()
+               for name, entry in flat.formats.items() if name.startswith("model.")}
+    demand_equal(states(flat, ("master",)), weights)
