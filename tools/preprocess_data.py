@@ -57,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _add_input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Input")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                       help="files or patterns with *, read one after the other; - is standard input. By their endings: "
+                       help="files, folders or patterns with *, read one after the other; - is standard input. By their endings: "
                             ".jsonl and .json JSON lines, .txt plain text, both also with .gz or .zst; .parquet; .arrow")
     group.add_argument("--input-format", choices=["auto", "jsonl", "txt", "parquet", "arrow"], default="auto",
                        help="format of all inputs; auto: by their endings, JSON lines where the ending says nothing")

@@ -14,8 +14,9 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
@@ -53,6 +54,20 @@ class Ranks:
     pattern: str
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """A panic of a library in Rust is a `ValueError`: pyo3's exception passes every `except Exception`.
+
+    tiktoken panics where its regular expressions run out of stack, as in a million blanks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's library gave up: {error}") from None
+
+
 def num_processors() -> int:
     """Processors this process may use; one inside a worker process, whose siblings use the others."""
     if multiprocessing.parent_process() is not None:
@@ -71,7 +86,8 @@ def tiktoken_engine(ranks: Ranks) -> Engine:
     def encode(text: str) -> np.ndarray:
         # Without special tokens, encode_ordinary is the way that does not look for them; it hides lone surrogates.
         text.encode()
-        return np.asarray(encoding.encode_ordinary(text), np.int32)
+        with panics_as_errors():
+            return np.asarray(encoding.encode_ordinary(text), np.int32)
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1:
@@ -112,7 +128,8 @@ def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
     """All texts at once, on all processors; on one inside a worker process."""
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        layout = encoder.encode_batch([text.encode() for text in texts]).layout
+        with panics_as_errors():
+            layout = encoder.encode_batch([text.encode() for text in texts]).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids if table is None else table[ids], np.diff(offsets)
@@ -126,10 +143,11 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         for text in texts:
             text.encode()
-        if len(texts) == 1:  # starts no threads, so that a process may fork after it
-            encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
-        else:
-            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with panics_as_errors():
+            if len(texts) == 1:  # starts no threads, so that a process may fork after it
+                encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
+            else:
+                encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
         return np.concatenate(found) if found else np.zeros(0, np.int32), np.fromiter(map(len, found), np.int64, len(found))
 

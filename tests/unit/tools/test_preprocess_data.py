@@ -1,5 +1,6 @@
 """The preprocessing tool: its bytes against a plain writing-out, its workers, and bad input."""
 
+import base64
 import gzip
 import importlib.util
 import io
@@ -170,6 +171,37 @@ def test_a_bad_line_stops_the_run_and_is_named(tool, tmp_path, bad, reason, toke
     assert len(list(tmp_path.iterdir())) == 3, "nothing temporary stays"
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_on_which_the_tokenizers_library_panics_is_a_bad_line(tmp_path, workers):
+    ranks = tmp_path / "bytes.tiktoken"
+    ranks.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
+    write_lines(tmp_path / "in.jsonl", [{"text": "a"}, {"text": " " * 1_000_000 + "b"}, {"text": "c"}])
+    flags = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--workers", workers, "--tokenizer-type", "TikTokenizer",
+             "--tokenizer-model", ranks, "--tiktoken-pattern", "v1"]
+    done = run(*flags)
+    assert done.returncode == 1 and "in.jsonl:2: text that the tokenizer cannot read; mend the line" in done.stderr, done.stderr
+    done = run(*flags, "--on-bad-line", "skip")
+    assert "1 text that the tokenizer cannot read" in done.stdout and "in.jsonl:2)" in done.stdout, done.stderr
+    assert pair_at(tmp_path / "o_text_document") == expected_pair([[97], [99]], "H", 8)
+
+
+def test_a_folder_is_all_its_files_by_name(tool, tmp_path):
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    write_lines(folder / "b.jsonl", [{"text": "b"}])
+    write_lines(folder / "sub" / "c.json", [{"text": "c"}])
+    (folder / "a.txt").write_text("a")
+    (folder / ".hidden").write_text("no")
+    (folder / "sub" / "loop").symlink_to(folder)
+    tool.main(["--input", str(folder), "--output-prefix", str(tmp_path / "o"), *BYTES])
+    assert pair_at(tmp_path / "o_text_document") == expected_pair([[97], [98], [99]], "H", 8)
+    (folder / "d.py").write_text("d")
+    with pytest.raises(SystemExit, match=r"1 of the 4 files of this folder do not say by their ending what they are, first .*d\.py"):
+        tool.main(["--input", str(folder), "--output-prefix", str(tmp_path / "o"), *BYTES])
+    tool.main(["--input", str(folder / "d.py"), "--input-format", "txt", "--output-prefix", str(tmp_path / "p"), *BYTES])
+    assert pair_at(tmp_path / "p_text_document") == expected_pair([[100]], "H", 8)
+
+
 def test_bad_lines_are_left_out_and_counted_on_request(tool, tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     lines = [b'{"text": "a"}', b"", *(bad for bad, _ in BAD_LINES), b'{"text": "b"}']
@@ -211,14 +243,17 @@ def test_a_damaged_compressed_file_is_named(tool, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["--input", "not/there", *BYTES], "--input not/there: there is no such file"),
     (["--input", "not/*.jsonl", *BYTES], r"--input not/\*\.jsonl: there is no such file"),
-    (["--input", str(TOOL), "--tokenizer-type", "Unknown"], "choose one of GPT2BPETokenizer"),
-    (["--input", str(TOOL)], "no --tokenizer-type is given; choose one of"),
-    (["--input", str(DATA), *BYTES], r"is a folder; name its files, as in '.*/\*'"),
+    (["--input", str(DATA / "demo_valid.jsonl"), "--tokenizer-type", "Unknown"], "choose one of GPT2BPETokenizer"),
+    (["--input", str(DATA / "demo_valid.jsonl")], "no --tokenizer-type is given; choose one of"),
+    (["--input", str(DATA), *BYTES], r"data: \d of the \d+ files of this folder do not say by their ending what they are, first .*LICENSE; "
+                                     r"give --input-format for all, or a pattern, as in '.*data/\*\*/\*.jsonl'"),
+    (["--input", str(ROOT / "README.md"), *BYTES], r"README.md does not begin with a JSON object, .*say --input-format txt"),
+    (["--input", str(TOOL), *BYTES], r"preprocess_data.py does not begin with a JSON object"),
     (["--input", "-", "-", *BYTES], "names standard input twice"),
     (["--input", "-", "--input-format", "parquet", *BYTES], "parquet files are read in place"),
     (["--input", "-", "--shard", "0/2", *BYTES], "standard input cannot be cut"),
-    (["--input", str(TOOL), "--keep-newlines", "--lang", "dutch", *BYTES], r"2 settings(.|\n)*--lang dutch .* --split-sentences"),
-    (["--input", str(TOOL), "--split-sentences", "--lang", "klingon", *BYTES], "no Punkt tables of that language.*NLTK_DATA"),
+    (["--input", str(DATA / "demo_valid.jsonl"), "--keep-newlines", "--lang", "dutch", *BYTES], r"2 settings(.|\n)*--lang dutch .* --split-sentences"),
+    (["--input", str(DATA / "demo_valid.jsonl"), "--split-sentences", "--lang", "klingon", *BYTES], "no Punkt tables of that language.*NLTK_DATA"),
     (["--input", str(ROOT / "requirements.txt"), "--json-keys", "a", "b", *BYTES], "requirements.txt is plain text, with one text"),
 ])
 def test_settings_that_cannot_work_are_named(tool, tmp_path, arguments, message):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import xxhash
@@ -18,12 +20,15 @@ HEAD_BYTES = 2**16
 
 Format = Literal["auto", "jsonl", "txt", "parquet", "arrow"]
 TextDocuments = Literal["file", "line"]
+ENDINGS: Mapping[str, Format] = MappingProxyType({".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet",
+                                                  ".arrow": "arrow", ".feather": "arrow"})
 
 
 def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[Source]:
-    """The inputs that names and patterns stand for, in order; those of a pattern sorted by name.
+    """The inputs that names, patterns and folders stand for, in order; those of a pattern or folder sorted by name.
 
-    format: of all inputs; "auto" goes by the ending of each name, and takes what has none of ours for JSON lines.
+    format: of all inputs; "auto" goes by the ending of each name, and takes what has none of ours for JSON lines, where
+    it begins like them.
     text_documents: whether a plain text file is one document, or each of its lines is.
     """
     sources: list[Source] = []
@@ -31,8 +36,11 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
         if word == STANDARD_INPUT:
             sources.append(_source(word, "jsonl" if format == "auto" else format, text_documents))
             continue
+        if os.path.isdir(word):
+            sources += _of_folder(word, format, text_documents)
+            continue
         found = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
-        found = [path for path in found if not (os.path.isdir(path) and path != word)]
+        found = [path for path in found if not os.path.isdir(path)]
         if not found:
             raise DataError(f"--input {word}: there is no such file")
         sources += [_source(path, format, text_documents) for path in found]
@@ -41,14 +49,41 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
     return sources
 
 
-def _source(path: str, format: Format, text_documents: TextDocuments) -> Source:
-    if os.path.isdir(path):
-        raise DataError(f"--input {path} is a folder; name its files, as in '{os.path.join(path, '*')}'")
+def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[Source]:
+    """All files of a folder and its subfolders; with "auto", all must have an ending of ours."""
+    paths = sorted(path for place, _, names in os.walk(folder) for name in names if not name.startswith(".")
+                   and os.path.isfile(path := os.path.join(place, name)))
+    unknown = [path for path in paths if format == "auto" and _ending(path)[0] not in ENDINGS]
+    if not paths or unknown:
+        raise DataError(f"--input {folder}: " + (
+            f"{len(unknown)} of the {len(paths)} files of this folder do not say by their ending what they are, first {unknown[0]}; give "
+            f"--input-format for all, or a pattern, as in '{os.path.join(folder, '**', '*.jsonl')}'" if paths else "this folder holds no file"))
+    return [_source(path, format, text_documents) for path in paths]
+
+
+def _ending(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
+    """The ending of a name, without that of its compression, and the compression."""
     stem, ending = os.path.splitext(path)
-    compression = {".gz": "gz", ".zst": "zst"}.get(ending, "")
+    if ending not in (".gz", ".zst"):
+        return ending, ""
+    return os.path.splitext(stem)[1], "gz" if ending == ".gz" else "zst"
+
+
+def _demand_json(path: str) -> None:
+    """Refuse a file that is taken for JSON lines and does not begin like them."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    if head and head[:1] != b"{":
+        raise DataError(f"--input {path} does not begin with a JSON object, and its ending says nothing else; name plain text "
+                        ".txt, or say --input-format txt (or jsonl, to read it as JSON lines nevertheless)")
+
+
+def _source(path: str, format: Format, text_documents: TextDocuments) -> Source:
+    ending, compression = _ending(path)
     if format == "auto":
-        ending = os.path.splitext(stem)[1] if compression else ending
-        format = {".txt": "txt", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}.get(ending, "jsonl")
+        format = ENDINGS.get(ending, "jsonl")
+        if ending not in ENDINGS and not compression and os.path.isfile(path):
+            _demand_json(path)
     if format in ("parquet", "arrow") and (compression or path == STANDARD_INPUT):
         raise DataError(f"--input {path}: {format} files are read in place; unpack it, and give its name")
     kind: Kind = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format

@@ -159,5 +159,5 @@ def _work(job: Job, work: Connection, results: Connection) -> None:
         return
     except (ConfigError, DataError) as error:
         results.send(error)
-    except Exception:  # a defect of ours is shown where it is seen
+    except BaseException:  # a defect of ours is shown where it is seen, and a panic in Rust is no `Exception`
         results.send(RuntimeError(traceback.format_exc()))
