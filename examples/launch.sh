@@ -11,6 +11,7 @@
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 if [ $# -lt 4 ]; then
     for file in "$0" "${BASH_SOURCE[0]}"; do sed -n '2,/^$/s/^# \{0,1\}//p' "$file" >&2; done
     exit 2

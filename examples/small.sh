@@ -12,6 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT="$PWD"
+source "$ROOT/examples/print_command.sh"
 OUT="$ROOT/runs/$NAME"
 DATA="$ROOT/examples/data"
 TOKENIZER=(
@@ -61,7 +62,7 @@ if [ -z "${LAUNCH:-}" ]; then
 fi
 $LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/pretrain_gpt.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
-if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != echo ]; then
+if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
     ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_document")"
     "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
     "$PYTHON" - "$OUT/log.jsonl" "$ENTROPY" <<'PYTHON'

@@ -11,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT="$PWD"
+source "$ROOT/examples/print_command.sh"
 OUT="$ROOT/runs/bert_small"
 DATA="$ROOT/examples/data"
 RANKS="${GPUS_PER_NODE:-1}"
@@ -68,7 +69,7 @@ if [ -z "${LAUNCH:-}" ]; then
 fi
 $LAUNCH --nproc_per_node "$RANKS" "$ROOT/pretrain_bert.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
-if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != echo ]; then
+if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
     ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_sentence")"
     "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
     printf 'unigram entropy of the training text: %s nats per token\nloss curve: %s\n' "$ENTROPY" "$OUT/loss.png"

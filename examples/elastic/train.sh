@@ -12,6 +12,7 @@
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 if [ $# -lt 4 ]; then
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
     exit 2

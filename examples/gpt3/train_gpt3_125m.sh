@@ -10,6 +10,7 @@
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 CHECKPOINTS="${1:-$ROOT/runs/gpt3_125m/checkpoints}"
 TENSORBOARD="${2:-$ROOT/runs/gpt3_125m/tensorboard}"
 VOCAB="${3:-$ROOT/examples/data/gpt2/vocab.json}"

@@ -14,6 +14,7 @@ if [ $# -lt 5 ]; then
     exit 2
 fi
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 CHECKPOINTS="$1"
 TENSORBOARD="$2"
 VOCAB="$3"

@@ -16,6 +16,7 @@ if [ $# -lt 5 ]; then
     exit 2
 fi
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 TASK=(--task "$1" --valid-data "$5")
 if [ "$1" = LAMBADA ]; then
     TASK+=(--strict-lambada)

@@ -14,6 +14,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT="$PWD"
+source "$ROOT/examples/print_command.sh"
 OUT="$ROOT/runs/tasks"
 DATA="$ROOT/examples/data"
 SAMPLES="$ROOT/examples/tasks/data/MNLI"

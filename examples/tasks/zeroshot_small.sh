@@ -12,6 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT="$PWD"
+source "$ROOT/examples/print_command.sh"
 OUT="$ROOT/runs/tasks"
 DATA="$ROOT/examples/data"
 SAMPLES="$ROOT/examples/tasks/data"
@@ -28,7 +29,7 @@ if [ -z "${LAUNCH:-}" ]; then
     mkdir -p "$OUT"
     LAUNCH="$PYTHON -m torch.distributed.run --standalone"
 fi
-if [ "$LAUNCH" != echo ] && ! [ -f "$GPT/latest_checkpointed_iteration.txt" ]; then
+if [ "$LAUNCH" != print_command ] && ! [ -f "$GPT/latest_checkpointed_iteration.txt" ]; then
     GPT="$OUT/gpt/checkpoints"
     if ! [ -f "$GPT/latest_checkpointed_iteration.txt" ]; then
         "$PYTHON" tools/preprocess_data.py --input "$DATA/demo_train_small.jsonl" --output-prefix "$OUT/gpt_train" --append-eod \
@@ -46,10 +47,10 @@ score() {
     $LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/tasks/main.py" --task "$1" --valid-data "$2" --load "$GPT" \
         --use-checkpoint-args --seq-length 128 --micro-batch-size 8 "${@:3}" | tee "$OUT/$1.log"
 }
-if [ "$LAUNCH" = echo ]; then OUT="$(mktemp -d)"; fi
+if [ "$LAUNCH" = print_command ]; then OUT="$(mktemp -d)"; fi
 score WIKITEXT103 "$SAMPLES/wiki.valid.tokens" "$@"
 score LAMBADA "$SAMPLES/lambada.jsonl" --strict-lambada "$@"
-if [ "$LAUNCH" != echo ]; then
+if [ "$LAUNCH" != print_command ]; then
     "$PYTHON" - "$OUT/WIKITEXT103.log" "$OUT/LAMBADA.log" <<'PYTHON'
 import re, sys
 rows = []

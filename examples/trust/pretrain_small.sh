@@ -7,6 +7,7 @@
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/examples/print_command.sh"
 MODEL=(
     --num-layers 4
     --hidden-size 128

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def launch(launcher: str, *arguments: str, folder: Path, **environment: str) -> 
     """The command that a launcher prints."""
     done = bash([str(ROOT / launcher), *arguments], folder, LAUNCH="echo", **environment)
     assert done.returncode == 0, done.stderr
-    return Command.read(done.stdout.split())
+    return Command.read(shlex.split(done.stdout))
 
 
 def script(path: Path, text: str) -> None:
@@ -89,6 +90,15 @@ def test_flags_after_a_launchers_arguments_win(launcher: str, tmp_path: Path) ->
     command = launch(launcher, *PATHS, "--lr", "0.125", "--seed", "7", folder=tmp_path)
     config = command.config()
     assert (config.schedule.lr, config.train.seed) == (0.125, 7)
+
+
+def test_a_printed_command_can_be_pasted(tmp_path: Path) -> None:
+    odd = ("--wandb-exp-name", "it's $HOME; a \"name\"", "--moe-layer-freq", "([0]*1+[1]*11)", "--log-jsonl", "")
+    done = bash([str(ROOT / LAUNCHERS[0]), "a folder", *PATHS[1:], *odd], tmp_path, LAUNCH="echo", GPUS_PER_NODE="8")
+    assert done.stdout.startswith("torchrun --nproc_per_node 8 "), done.stdout
+    pasted = bash(["-c", "torchrun() { printf '%s\\0' \"$@\"; }\n" + done.stdout], tmp_path)
+    words = pasted.stdout.split("\0")[:-1]
+    assert tuple(words[-len(odd):]) == odd and words[words.index("--save") + 1] == "a folder", pasted.stdout + pasted.stderr
 
 
 def test_the_sizes_of_the_models_are_those_in_their_names(tmp_path: Path) -> None:
@@ -125,7 +135,7 @@ def test_every_script_is_bash_that_can_be_read(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("#!/usr/bin/env bash\n")
-    assert path.name == "setup.sh" or "set -euo pipefail" in text or "set -uo pipefail" in text
+    assert path.name in ("setup.sh", "print_command.sh") or "set -euo pipefail" in text or "set -uo pipefail" in text
 
 
 # A python for the quick start: it notes what training was asked for, and writes a log that ends at the loss $FINAL.
