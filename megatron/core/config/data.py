@@ -76,14 +76,14 @@ class DataConfig:
     split: str | None = flag(None, "shares of training, validation and test of --data-path (default: 969, 30, 1)", role="data")
     data_cache_path: str | None = flag(
         None, "folder for the index caches; left out: beside the data, and nowhere for object storage", role="free")
-    mmap_bin_files: bool = flag(True, "map the .bin files into memory; off: read them", role="free")
+    mmap_bin_files: bool = flag(True, "do not map the .bin files into memory; read them", role="free")
     object_storage_cache_path: str | None = flag(None, "local folder for the .idx files of data in object storage, such as "
                                                        "s3://bucket/prefix; left out: each process holds them in memory", role="free")
     num_workers: int = flag(2, "threads that read samples ahead; 0: read in the training loop", role="free")
     dataloader_type: Literal["single", "cyclic", "external"] = flag(
         "single", "single: in the shuffled order; cyclic: a new shuffle each epoch; external: as the script's own iterables give",
         role="data")
-    data_sharding: bool = flag(True, "cyclic: each data-parallel rank shuffles a part of its own; off: one shuffle for all", role="data")
+    data_sharding: bool = flag(True, "cyclic: one shuffle for all data-parallel ranks, not one of each rank's own part", role="data")
     full_validation: bool = flag(
         False, "each evaluation goes through the whole validation data once, instead of --eval-iters", role="training")
     warn_epochs: float = flag(4.0, "warn when a run goes through a source more often than this", role="free")
@@ -137,7 +137,7 @@ class TokenizerConfig:
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None, "names of TikTokenizer's special tokens, in the order of their ids", also=("--tiktoken-special-tokens",), role="tokenizer")
     tokenizer_hf_include_special_tokens: bool = flag(
-        True, "HuggingFaceTokenizer puts the special tokens of its tokenizer.json around each text",
+        True, "HuggingFaceTokenizer does not put the special tokens of its tokenizer.json around each text",
         off="--tokenizer-hf-no-include-special-tokens", role="tokenizer")
     chat_template: str | None = flag(None, "Jinja template of a conversation: its text, or a file; left out: the one that "
                                            "comes with the tokenizer", role="training")

@@ -54,6 +54,7 @@ def flag(
 ) -> Any:
     """Declare a dataclass field that is also a flag.
 
+    help: what the flag does as it is listed; of a switch that is on, that is the spelling that turns it off.
     role: what another value means for a run that goes on from a checkpoint; every field of a `RunConfig` has one.
     off: the spelling that turns a default-on switch off, when it is not `--no-<name>`.
     also: further spellings of the same flag. parse: reads one word of the command line; default: the field's type.
@@ -130,15 +131,12 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     names = [spelling(field.name), *field.metadata["also"]]
     if kind is bool:
         on, off = names, ["--no-" + names[0][2:]] + ([field.metadata["off"]] if field.metadata["off"] else [])
-        shown = off[-1] if field.default else on[0]
-        state = "on unless given" if field.default else "off"
         # The spelling that changes the default carries the help; its opposite is accepted but not listed.
         group.add_argument(*(off[::-1] if field.default else on), dest=field.name, default=field.default,
                            action="store_false" if field.default else "store_true",
-                           help=f"{help_text} ({state})")
+                           help=help_text)
         group.add_argument(*(on if field.default else off), dest=field.name, default=field.default,
                            action="store_true" if field.default else "store_false", help=argparse.SUPPRESS)
-        assert shown, "a switch has a spelling that changes it"
         return
     element, many, choices = _describe(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_show(field.default)})"

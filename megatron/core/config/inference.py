@@ -23,8 +23,8 @@ class InferenceConfig:
         None, "GB of keys and values kept on each rank; left out: what all requests need at their longest, at most 4 GB")
     inference_dynamic_batching_block_size: int = flag(16, "tokens whose keys and values are kept, shared and let go together")
     inference_dynamic_batching_max_tokens: int = flag(2048, "new tokens in one forward pass, of all requests together")
-    inference_dynamic_batching_prefix_caching: bool = flag(True, "texts that begin alike share the keys and values of their beginning")
-    enable_chunked_prefill: bool = flag(True, "a prompt may be read in several forward passes; off: it waits until it fits into one")
+    inference_dynamic_batching_prefix_caching: bool = flag(True, "texts that begin alike do not share the keys and values of their beginning")
+    enable_chunked_prefill: bool = flag(True, "do not read a prompt in several forward passes; it waits until it fits into one")
     inference_dynamic_batching_num_cuda_graphs: int | None = flag(
         None, "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none")
     num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")

@@ -24,7 +24,7 @@ class LowPrecisionConfig:
     fp8_amax_history_len: int = flag(1, "--fp8-recipe delayed: steps whose largest values are kept", role="training")
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
         "most_recent", "--fp8-recipe delayed: scale by the last step's largest value, or by the largest of those kept", role="training")
-    fp8_wgrad: bool = flag(True, "gradients of weights are multiplied in 8 or 4 bits, too", role="training")
+    fp8_wgrad: bool = flag(True, "do not multiply gradients of weights in 8 or 4 bits; in the format of the run", role="training")
     first_last_layers_bf16: bool = flag(False, "the first and last layers keep the format of the run", role="training")
     num_layers_at_start_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the start", role="training")
     num_layers_at_end_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the end", role="training")

@@ -45,7 +45,7 @@ class RopeConfig:
         32.0, "yarn: pairs that turn more often than this over the original length stay as they are", role="adaptable")
     yarn_beta_slow: float = flag(1.0, "yarn: pairs that turn less often than this are slowed by the whole factor", role="adaptable")
     yarn_correction_range_round_to_int: bool = flag(
-        True, "yarn: the pairs between the two begin and end at whole numbers", role="adaptable")
+        True, "yarn: do not round where the pairs between the two begin and end to whole numbers", role="adaptable")
     mscale: float = flag(1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor", role="adaptable")
     mscale_all_dim: float = flag(0.0, "yarn: how much the scores grow with the logarithm of the factor", role="adaptable")
     mrope_section: tuple[int, ...] | None = flag(None, "mrope: pairs that turn by time, by height and by width", role="network")
@@ -116,7 +116,7 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
     norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
     apply_layernorm_1p: bool = flag(False, "store each norm's weight minus one, so that weight decay pulls to one", role="network")
-    add_bias_linear: bool = flag(True, "linear layers have biases", off="--disable-bias-linear", role="network")
+    add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear", role="network")
     add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")
     quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)", role="network")
@@ -155,7 +155,7 @@ class ModelConfig:
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32", role="training")
     softmax_scale: float | None = flag(None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)", role="network")
     scale_tied_logits: bool = flag(False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)", role="network")
-    bert_binary_head: bool = flag(True, "BERT: learn about pairs of texts beside hidden words", off="--bert-no-binary-head", role="network")
+    bert_binary_head: bool = flag(True, "BERT: learn hidden words alone, and nothing about pairs of texts", off="--bert-no-binary-head", role="network")
     attention_backend: Literal["auto", "fused", "flash", "cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex", "unfused",
                                "local"] = flag(
         "auto", "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3, "

@@ -91,7 +91,7 @@ class OptimizerConfig:
         "duplicated", "Muon: tensor ranks gather a matrix and each works on all of it, or share the work, or each works on its own "
         "piece as if it were a matrix (blockwise, another result)", role="training")
     muon_split_qkv: bool = flag(
-        True, "Muon: queries, keys and values are matrices of their own", off="--muon-no-split-qkv", role="training")
+        True, "Muon: do not split queries, keys and values into matrices of their own; they are one", off="--muon-no-split-qkv", role="training")
     muon_fp32_matmul_prec: Literal["medium", "high"] = flag("medium", "Muon: Newton-Schulz in bf16, or in fp32", role="training")
     muon_scalar_optimizer: Literal["adam", "lion"] = flag(
         "adam", "Muon: update rule of embeddings, output layer, biases and norms", role="training")
@@ -99,8 +99,8 @@ class OptimizerConfig:
     optimizer_offload_fraction: float = flag(1.0, "with --optimizer-cpu-offload: share of the elements", role="free")
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
         False, "with --optimizer-cpu-offload: copy gradients and weights beside the update", role="free")
-    pin_cpu_grads: bool = flag(True, "with --optimizer-cpu-offload: gradients in pinned memory", role="free")
-    pin_cpu_params: bool = flag(True, "with --optimizer-cpu-offload: masters in pinned memory", role="free")
+    pin_cpu_grads: bool = flag(True, "with --optimizer-cpu-offload: gradients not in pinned memory", role="free")
+    pin_cpu_params: bool = flag(True, "with --optimizer-cpu-offload: fp32 weights not in pinned memory", role="free")
     clip_grad: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", role="training")
     decoupled_lr: float | None = flag(None, "learning rate of the embedding and output layer, if another", role="training")
     decoupled_min_lr: float | None = flag(None, "smallest learning rate of the embedding and output layer", role="training")

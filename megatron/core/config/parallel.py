@@ -51,12 +51,12 @@ class ParallelConfig:
     ddp_num_buckets: int | None = flag(None, "number of buckets, instead of their size", role="free")
     ddp_average_in_collective: bool = flag(False, "let the collective average gradients instead of scaling them before", role="free")
     gradient_accumulation_fusion: bool = flag(
-        True, "matrix products add gradients of weights to the sum over microbatches themselves", role="free")
-    overlap_p2p_communication: bool = flag(True, "overlap messages between pipeline stages with compute", role="free")
+        True, "matrix products do not add gradients of weights to the sum over microbatches themselves", role="free")
+    overlap_p2p_communication: bool = flag(True, "do not overlap messages between pipeline stages with compute", role="free")
     tp_comm_overlap: bool = flag(
         False, "--sequence-parallel: pieces of the sequence travel round the tensor ranks while others are multiplied", role="free")
-    tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap: where a product's input is gathered", role="free")
-    tp_comm_overlap_rs: bool = flag(True, "--tp-comm-overlap: where a product is summed over the ranks", role="free")
+    tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap: not where a product's input is gathered", role="free")
+    tp_comm_overlap_rs: bool = flag(True, "--tp-comm-overlap: not where a product is summed over the ranks", role="free")
     tp_comm_overlap_rs_dgrad: bool = flag(
         False, "--tp-comm-overlap: where the gradient of an input is summed too, in place of summing it behind that of the weight",
         role="free")

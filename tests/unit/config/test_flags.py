@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ import pytest
 from megatron.core.config.flags import (
     ConfigError, Role, add_arguments, flag, flag_fields, from_namespace, from_values, known_flags, refuse, roles_of, spelling, to_values,
     words_of)
+from megatron.core.config.inference import InferenceConfig
 from megatron.core.config.run import RunConfig
 
 
@@ -34,7 +36,7 @@ class Sample:
     count: int | None = flag(None, "a number, or nothing")
     rate: float = flag(0.5, "a rate of 50%")
     quick: bool = flag(False, "a switch that is off")
-    biased: bool = flag(True, "a switch that is on", off="--disable-bias")
+    biased: bool = flag(True, "turn off what is on", off="--disable-bias")
     method: Literal["one", "two"] | None = flag(None, "a choice")
     level: Literal[0, 1, 2] = flag(0, "a choice of numbers")
     sizes: tuple[int, ...] | None = flag(None, "some numbers")
@@ -83,8 +85,8 @@ def test_words_that_do_not_fit_are_refused(line: str) -> None:
 def test_help_shows_the_spelling_that_changes_the_default_and_the_default() -> None:
     text = parser().format_help()
     assert "Sample settings" in text and "One of every kind." in text and "A part" in text
-    assert "--disable-bias" in text and "a switch that is on (on unless given)" in " ".join(text.split())
-    assert "--no-quick" not in text and "a switch that is off (off)" in text
+    assert "--disable-bias, --no-biased turn off what is on" in " ".join(text.split())
+    assert "--no-quick" not in text and "a switch that is off" in text
     assert "a rate of 50% (default: 0.5)" in text and "(default: a)" in text and "(default: None)" not in text
 
 
@@ -129,6 +131,13 @@ def test_every_spelling_belongs_to_one_field_and_every_flag_has_help() -> None:
         assert len(text) > 8 and text == text.strip() and not text.endswith("."), field.name
     assert {word: fields for word, fields in owners.items() if len(fields) > 1} == {}
     assert len(FIELDS) > 150
+
+
+def test_help_of_a_switch_that_is_on_speaks_of_turning_it_off() -> None:
+    """A line such as `--no-save-optim  save the optimizer's state` says the opposite of what the flag does."""
+    switches = [field for config in (RunConfig, InferenceConfig) for field, kind in flag_fields(config) if kind is bool and field.default]
+    silent = [field.name for field in switches if not re.search(r"\b(no|not|without|alone)\b", field.metadata["help"])]
+    assert silent == [] and len(switches) > 20
 
 
 def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
