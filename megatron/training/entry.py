@@ -6,6 +6,9 @@
 A rank that fails says so in the launcher's store before it dies. Every other rank looks there once a second, says what it
 read, and ends itself shortly after the first failure: it may sit in a collective that will never complete, and would
 otherwise only end at the time-out. The launcher then shows the error of the rank that failed first.
+
+A rank whose launcher is gone (killed, or cut off) ends too, since nobody else would end it, and the next start of the job may already
+write into the same folder: it looks whether its parent is still there, and whether the launcher's store still answers.
 """
 
 from __future__ import annotations
@@ -35,17 +38,19 @@ from megatron.training.watchdog import LOST, RankLost
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
 _SHOWN = 6  # lines of another rank's failure
+_SILENCE, _AGAIN = 30.0, 5.0  # seconds: how long a store may not answer, and how long each new connection is tried
 
 
 class Alarm:
-    """Tells the other ranks of a failure, and ends this one when another failed."""
+    """Tells the other ranks of a failure, and ends this one when another failed or its launcher is gone."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self._over = threading.Event()
         self._board = Board.connect(place)
+        self._parent = os.getppid()
         self._watching = threading.Thread(target=self._watch, name="first-failure", daemon=True)
-        if self._board is not None:
+        if self._board is not None or place.is_launched:
             self._watching.start()
 
     def sound(self, error: BaseException) -> bool:
@@ -64,15 +69,39 @@ class Alarm:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
-            failed = self._board.read(FIRST_FAILURE)
+            if gone := self._launcher_is_gone():
+                _say(f"{name_of_rank(self.place.rank)} ends: {gone}, and nobody would end this rank or start it again")
+                if not self._over.is_set():
+                    os._exit(1)
+                return
+            failed = None if self._board is None else self._board.read(FIRST_FAILURE)
             if failed is not None:
                 said = "\n  ".join(failed.splitlines()[:_SHOWN])
-                sys.stderr.write(f"{name_of_rank(self.place.rank)} ends, since this failed first: {said}\n")
-                sys.stderr.flush()
+                _say(f"{name_of_rank(self.place.rank)} ends, since this failed first: {said}")
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
                 if not self._over.wait(_GRACE):
                     os._exit(1)
                 return
+
+    def _launcher_is_gone(self) -> str:
+        """How this rank knows that its launcher does not live any more; "" while it does."""
+        if self.place.is_launched and os.getppid() != self._parent:
+            return f"its launcher, process {self._parent}, is gone"
+        if self._board is None or not self._board.silent_for:
+            return ""
+        if self._board.silent_for > _SILENCE:
+            return f"the store of its launcher at {self.place.store} has not answered for {self._board.silent_for:.0f} s"
+        self._board.reconnect(_AGAIN)
+        return ""
+
+
+def _say(text: str) -> None:
+    """To standard error, which may have ended with the launcher."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
 
 
 def _patient(main: Callable[[], None]) -> Callable[[], None]:

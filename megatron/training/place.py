@@ -17,7 +17,7 @@ class Place:
     """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
     key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
     where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others. launch: what all starts of
-    the same job have in common, and no other job has; "" where that is not known.
+    the same job have in common, and no other job has; "" where that is not known. is_launched: a torchrun has started this process.
     """
 
     rank: int
@@ -28,6 +28,7 @@ class Place:
     attempt: str = "0"
     meeting: str = ""
     launch: str = ""
+    is_launched: bool = False
 
 
 def launcher_place() -> Place:
@@ -37,7 +38,7 @@ def launcher_place() -> Place:
     return Place(rank=int(os.environ.get("RANK", "0")), local_rank=int(os.environ.get("LOCAL_RANK", "0")), size=world_size(),
                  store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
                  job=os.environ.get("SLURM_JOB_ID", ""), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting=meeting,
-                 launch=_launch())
+                 launch=_launch(), is_launched="TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _launch() -> str:

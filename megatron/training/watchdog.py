@@ -160,16 +160,16 @@ class Watchdog:
         while len(found) < self.place.size and time.monotonic() < deadline:
             for rank in range(self.place.size):
                 text = None if rank in found else board.read(f"answer/{rank}")
-                if text is not None:
-                    found[rank] = Answer(*json.loads(text))
+                if text is not None and (answer := _parsed(text)) is not None:
+                    found[rank] = answer
             time.sleep(0.1)
         return found
 
     def _last_seen(self, board: Board, rank: int) -> str:
         text = board.read(f"pulse/{rank}")
-        if text is None:
+        pulse = None if text is None else _parsed(text)
+        if pulse is None:
             return "was never seen"
-        pulse = Answer(*json.loads(text))
         return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
 
     def _end(self, board: Board, seconds: float) -> None:
@@ -186,6 +186,15 @@ class Watchdog:
         sys.stderr.write(f"HANG: {text}\n")
         sys.stderr.flush()
         board.claim(FIRST_FAILURE, f"HANG: {text}")
+
+
+def _parsed(text: str) -> Answer | None:
+    """An answer from the store; None for a text that no rank of ours has put there."""
+    try:
+        node, at, where, last, group, counts = json.loads(text)
+        return Answer(str(node), float(at), str(where), str(last), str(group), {str(name): int(count) for name, count in counts.items()})
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:

@@ -7,7 +7,7 @@ by exclusive creation. Who finds another owner decides in this order:
 
     it is this process, or was this same job on another machine   take over at once: the launcher or the queue has started it anew
     it ran on this machine and its process has ended              take over at once
-    it runs on this machine                                       refuse
+    it runs on this machine, and does not end within seconds      refuse
     its heartbeat moves while it is watched                       refuse
     its heartbeat stands still for WATCH seconds                  take over
 
@@ -128,7 +128,7 @@ class FolderLock:
             return ""  # gone by itself
         restarted = owner is not None and bool(owner.job) and owner.job == mine.job and owner.machine != mine.machine
         if owner is not None and owner.machine == mine.machine:
-            if (owner.process, owner.born) != (mine.process, mine.born) and _runs(owner):
+            if (owner.process, owner.born) != (mine.process, mine.born) and not self._ends(owner):
                 raise self._refusal(owner)
         elif not restarted and self._moves(stamp):
             raise self._refusal(owner)
@@ -146,6 +146,15 @@ class FolderLock:
         grave.unlink(missing_ok=True)
         same = owner is None or owner.process == mine.process or restarted
         return "" if same else f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
+
+    def _ends(self, owner: Owner) -> bool:
+        """Wait a little for a process of this machine, which may be ending while its job is started again."""
+        deadline = time.monotonic() + self._watch / 4
+        while _runs(owner):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(min(0.5, self._watch / 10))
+        return True
 
     def _moves(self, stamp: int) -> bool:
         """Watch a heartbeat."""

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 assert "torch" not in sys.modules
 sys.stdin.readline()
 try:
-    print("note", FolderLock(sys.argv[1], job=sys.argv[2]).acquire(), flush=True)
+    print("note", FolderLock(sys.argv[1], job=sys.argv[2], watch=1.0).acquire(), flush=True)
 except CheckpointError as error:
     print("refused", error, flush=True)
 sys.stdin.read()
@@ -71,7 +71,7 @@ def test_a_second_job_is_told_whose_the_folder_is_and_succeeds_one_that_was_kill
     go(first)
     assert told(first) == "note"
     with pytest.raises(CheckpointError, match=rf"being written by another job: process {first.pid} on .* \(job Slurm 7.0\), since .*; end that one, or"):
-        FolderLock(tmp_path, job="Slurm 7.0").acquire()
+        quick(tmp_path, job="Slurm 7.0").acquire()
     first.kill()
     first.wait()
     lock = FolderLock(tmp_path)

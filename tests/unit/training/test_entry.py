@@ -56,6 +56,8 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     class Slow:
         """A store that answers after a while, as one on a busy machine does."""
 
+        silent_for = 0.0
+
         def read(self, key: str) -> None:
             looking.set()
             time.sleep(0.5)
