@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.template_sandbox import Sandbox, bounded
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
 OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -92,12 +91,12 @@ class Template:
     """Writes conversations. marks: names of tokens that the text of a message must not forge."""
 
     def __init__(self, text: str, *, bos: str, eos: str, marks: Sequence[str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment = Sandbox([_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
+            self._template = environment.from_text(text)
+        except (TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
         self._tells_answers = any(isinstance(block.call.node, nodes.ExtensionAttribute)
                                   for block in environment.parse(text).find_all(nodes.CallBlock))
@@ -134,10 +133,11 @@ class Template:
     def _run(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
         guarded = [_each_text(message, self._guard) for message in messages]
         try:
-            return self._template.render(messages=guarded, tools=tools, documents=None,
-                                         add_generation_prompt=add_generation_prompt, **self._names)
+            with bounded():
+                return self._template.render(messages=guarded, tools=tools, documents=None,
+                                             add_generation_prompt=add_generation_prompt, **self._names)
         except (TemplateError, SecurityError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
-                RecursionError) as error:
+                RecursionError, MemoryError) as error:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
 
     def _guard(self, text: str) -> str:

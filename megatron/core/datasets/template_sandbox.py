@@ -1,0 +1,139 @@
+"""A Jinja sandbox whose templates end, within bounds of steps, time and text.
+
+A template comes with a published tokenizer, so it is data, and must not hold the process that renders it. A step is a pass
+of a loop or a call of a macro; joined text (~, +, *, and what a template writes) is measured before it is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MOST_STEPS = 500_000
+MOST_SECONDS = 60.0
+MOST_CHARACTERS = 2**26
+MOST_BITS = 2**16  # of a power
+
+
+class _Budget:
+    """What is left of a rendering's steps and time."""
+
+    def __init__(self) -> None:
+        self.steps, self.end = MOST_STEPS, time.monotonic() + MOST_SECONDS
+
+    def step(self) -> None:
+        """Count one step."""
+        self.steps -= 1
+        if self.steps < 0:
+            raise SecurityError(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
+        if self.steps % 64 == 0 and time.monotonic() > self.end:
+            raise SecurityError(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
+
+
+_LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """What is rendered inside has the bounds to itself; `SecurityError` says which it meets."""
+    token = _LEFT.set(_Budget())
+    try:
+        yield
+    finally:
+        _LEFT.reset(token)
+
+
+def _measured(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise SecurityError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
+
+
+def _join(parts: Iterable[str]) -> str:
+    """The parts as one text."""
+    found, size = [], 0
+    for part in parts:
+        size += len(part)
+        _measured(size)
+        found.append(part)
+    return "".join(found)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Templates that are rendered inside `bounded` end."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+    concat = staticmethod(_join)
+
+    def __init__(self, extensions: Iterable[Any]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _Steps])
+
+    def from_text(self, text: str) -> jinja2.Template:
+        """A template that counts its steps."""
+        return self.from_string(_Counting(self.extensions[_Steps.identifier]).visit(self.parse(text)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Arithmetic whose result is bounded."""
+        sizes = [len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0 for value in (left, right)]
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+            raise SecurityError(f"{left} ** {right} is too large")
+        if hasattr(left, "__len__") or hasattr(right, "__len__"):
+            _measured(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
+        return super().call_binop(context, operator, left, right)
+
+
+class _Steps(Extension):
+    """What `_Counting` puts into a template calls these."""
+
+    def step(self) -> bool:
+        """One more pass or call; true, so that it can stand before the condition of a loop."""
+        _LEFT.get().step()
+        return True
+
+    def joined(self, *parts: Any) -> str:
+        """What `~` gives."""
+        return _join(map(str, parts))
+
+
+class _Counting(NodeTransformer):
+    """Puts a step before the body of every loop, macro and call block, and before the condition of a loop."""
+
+    def __init__(self, steps: Extension) -> None:
+        self.steps = steps
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        """Called by Jinja."""
+        if node.test is not None:
+            node.test = nodes.And(self._step(node), node.test).set_lineno(node.lineno).set_environment(node.environment)
+        return self._entered(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        """Called by Jinja."""
+        return self._entered(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
+        """Called by Jinja."""
+        return self._entered(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """Called by Jinja."""
+        self.generic_visit(node)
+        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(node.environment)
+
+    def _entered(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._step(node)).set_lineno(node.lineno).set_environment(node.environment))
+        return node
+
+    def _step(self, node: nodes.Node) -> nodes.Expr:
+        return self.steps.call_method("step", lineno=node.lineno).set_environment(node.environment)
