@@ -138,6 +138,8 @@ class Checkpoint:
         if opened.refused and opened.step is not None:
             self._warn("\n".join([f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
                                   *opened.refused]))
+        for note in opened.notes:
+            self._say(note)
         self.load(opened, started)
         return True
 
@@ -172,7 +174,7 @@ class Checkpoint:
         if opened.step is None:  # others save what they know
             names = tuple(name for name in names if name in source.values)
         values = load(dict.fromkeys(names), source, axis)
-        schedule = self._schedule(values.get("run.schedule"))
+        schedule = self._schedule(values.get("run.schedule"), source)
         if continues:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
@@ -301,13 +303,16 @@ class Checkpoint:
             if name in saved and saved[name] != mine[name]:
                 self._say(f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}")
 
-    def _schedule(self, saved: Mapping[str, Any] | None) -> Schedule | None:
+    def _schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
         """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""
-        mine, asked = self.trainer.schedule, self.config.schedule
+        mine, asked, train = self.trainer.schedule, self.config.schedule, self.config.train
         if mine is None or saved is None:
             return mine
-        return choose(mine, saved, override=asked.override_opt_param_scheduler,
-                      use_checkpoint=asked.use_checkpoint_opt_param_scheduler)
+        then = {name: source.settings.get(name) for name in ("train_iters", "train_samples")}
+        longer = [f"{spelling(name)} was {then[name]} and is {now}" for name in then
+                  if (now := getattr(train, name)) is not None and then[name] not in (None, now)]
+        return choose(mine, saved, override=asked.override_opt_param_scheduler, use_checkpoint=asked.use_checkpoint_opt_param_scheduler,
+                      longer=" and ".join(longer), samples=source.values.get("run.progress", {}).get("schedule_samples", 0))
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
         """Take over counters. Without optimizer state the learning rate's curve begins anew, as in Megatron."""

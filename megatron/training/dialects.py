@@ -26,12 +26,13 @@ from megatron.core.families.megatron.open import find_megatron, open_megatron
 class Dialect:
     """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
 
-    open: read it; the settings given win over the checkpoint's own.
+    open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their defaults.
     """
 
     name: str
     find: Callable[[Path, int | None], Path | None]
     open: Callable[[Path, Mapping[str, Any] | None], Source]
+    complete: bool = True
 
 
 def find_own(path: Path, step: int | None) -> Path | None:
@@ -47,7 +48,7 @@ def _find_published(path: Path, step: int | None) -> Path | None:
 
 
 OURS = Dialect("this project", find_own, lambda path, given: open_saved(path))
-FOREIGN = (Dialect("Hugging Face", _find_published, open_folder), Dialect("Megatron", find_megatron, open_megatron))
+FOREIGN = (Dialect("Hugging Face", _find_published, open_folder), Dialect("Megatron", find_megatron, open_megatron, complete=False))
 DIALECTS = (OURS, *FOREIGN)
 
 

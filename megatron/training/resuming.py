@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.run import CheckpointConfig, RunConfig
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.load import open_sound
@@ -23,27 +22,11 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Step
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.dialects import FOREIGN, find_foreign, own_steps
+from megatron.training.dialects import FOREIGN, Dialect, find_foreign, own_steps
+from megatron.training.resume_settings import compare
 from megatron.training.upcycling import Upcycled, is_dense
 
 Result = TypeVar("Result")
-
-# Settings that give parameters another shape or meaning: a checkpoint of other ones is another network.
-_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-          "true_vocab_size", "position_embedding_type", "normalization", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear",
-          "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu", "untie_embeddings_and_output_weights",
-          "apply_residual_connection_post_layernorm", "architecture", "encoder_num_layers", "decoder_num_layers", "relu", "geglu",
-          "norm_after_residual", "sandwich_norm", "embedding_layernorm", "scale_embeddings", "softmax_scale", "scale_tied_logits",
-          "relative_attention_num_buckets", "relative_attention_max_distance")
-_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-            "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score",
-            "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
-# Settings that a network can be adapted to by training on (--finetune), but that a run does not change midway.
-_NUMBERS = ("norm_epsilon",)
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-           "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
-_LABELS = {"true_vocab_size": "size of the tokenizer's vocabulary", "architecture": "kind of network"}
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -64,7 +47,7 @@ class Wanted:
 class Opened:
     """A checkpoint that may be loaded. step: of our own dialect, else None. world_size: ranks that wrote it, if known.
 
-    refused: lines about newer checkpoints that are damaged.
+    refused: lines about newer checkpoints that are damaged. notes: what to tell of settings that differ from the checkpoint's.
     """
 
     source: Source
@@ -73,6 +56,7 @@ class Opened:
     world_size: int | None = None
     size: int = 0
     refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def find_wanted(config: RunConfig) -> Wanted | None:
@@ -106,24 +90,8 @@ def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
                         size=sum(_bytes(source, name) for name in source.formats))
     if config.model.moe.moe_use_upcycling and is_dense(opened.source):
         opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
-    _demand_same_network(opened, config)
-    return opened
-
-
-def differences(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool) -> list[str]:
-    """How the checkpoint's network differs from this run's, a line each."""
-    mine = to_values(config)
-    names = list(_SHAPE)
-    if mine["position_embedding_type"] == "learned_absolute":
-        names.append("max_position_embeddings")
-    if mine["num_experts"] or saved.get("num_experts"):
-        names += _EXPERTS
-    if mine["position_embedding_type"] in ("rope", "yarn", "mrope"):
-        names.append("rotary_interleaved")  # no training on would find its way from one to the other
-    if not weights_only:
-        names += _NUMBERS + (_ROTARY if mine["position_embedding_type"] == "rope" else ())
-    return [f"{_LABELS.get(name) or spelling(name)}: {_word(saved[name])} in the checkpoint, {_word(mine[name])} in this run"
-            for name in names if name in saved and saved[name] != mine[name]]
+    complete = not wanted.dialect or _dialect(wanted).complete
+    return replace(opened, notes=_checked_settings(opened, config, complete=complete))
 
 
 def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: bool) -> str:
@@ -189,10 +157,13 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
 
 
 def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
-    dialect = next(one for one in FOREIGN if one.name == wanted.dialect)
     assert wanted.place is not None, "a checkpoint of another dialect has a place"
     model = config.model
-    return dialect.open(wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers})
+    return _dialect(wanted).open(wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers})
+
+
+def _dialect(wanted: Wanted) -> Dialect:
+    return next(one for one in FOREIGN if one.name == wanted.dialect)
 
 
 def _together(action: Callable[[], Result], axis: Axis) -> Result:
@@ -209,15 +180,23 @@ def _together(action: Callable[[], Result], axis: Axis) -> Result:
     return result
 
 
-def _demand_same_network(opened: Opened, config: RunConfig) -> None:
-    settings, where = opened.source.settings, opened.source.where
-    found = differences(settings, config, weights_only=opened.weights_only)
-    if found:
-        raise CheckpointError(f"{where} holds another network; --use-checkpoint-args takes its shape", found)
+def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
+    """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
+    settings, where, asked = opened.source.settings, opened.source.where, config.checkpoint
+    found = compare(settings, config, weights_only=opened.weights_only, complete=complete)
+    if found.network:
+        raise CheckpointError(f"{where} holds another network; --use-checkpoint-args takes its shape", found.network)
     saved, mine = settings.get("optimizer"), config.optimizer.optimizer
-    if not opened.weights_only and config.checkpoint.load_optim and saved not in (None, mine):
+    if not opened.weights_only and asked.load_optim and saved not in (None, mine):
         raise CheckpointError(f"{where} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it "
                               "afresh")
+    consumed = opened.source.values.get("run.progress", {}).get("consumed_train_samples", 0)
+    if found.data and consumed and not asked.allow_other_data and not config.train.skip_train:
+        raise CheckpointError(f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next means "
+                              f"nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0", found.data)
+    notes = [("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
+             ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named))]
+    return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
 
 
 def _bytes(source: Source, name: str) -> int:
@@ -227,6 +206,3 @@ def _bytes(source: Source, name: str) -> int:
         size *= extent
     return size
 
-
-def _word(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -25,6 +25,7 @@ from megatron.core.config.flags import to_values
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import normal, xavier_uniform
@@ -43,7 +44,10 @@ class Upcycled:
     def __init__(self, dense: Source, config: RunConfig) -> None:
         self.dense, self.config, self.moe = dense, config, config.model.moe
         self.where = f"{dense.where}, upcycled,"
-        own = to_values(config)
+        own, width = to_values(config), dense.settings.get("ffn_hidden_size")
+        if width not in (None, config.model.ffn_hidden_size):
+            raise CheckpointError(f"{dense.where} cannot be upcycled to this network", [
+                f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"])
         of_experts = {name: own[name] for name in to_values(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
         self.values: Mapping[str, Any] = {name: value for name, value in dense.values.items() if name == "run.tokenizer"}

@@ -26,7 +26,7 @@ def train_and_save(changes: dict[str, Any], folder: str | None, steps: int) -> t
 def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[list[float], list[float], Held]:
     """Load a checkpoint and train on."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder, seed=7)))
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder)))
     for placed in weights_of(trainer).values():  # whatever is not loaded would show
         for _, value in placed.pieces:
             value.fill_(float("nan"))

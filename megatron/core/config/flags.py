@@ -68,7 +68,8 @@ def plain(default: Any, *, role: Role) -> Any:
     return dataclasses.field(default=default, metadata={"role": role})
 
 
-def roles_of(config_class: type) -> dict[str, Role | None]:
+@cache
+def roles_of(config_class: type) -> Mapping[str, Role | None]:
     """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
     hints, found = _types(config_class), {}
     for field in dataclasses.fields(config_class):

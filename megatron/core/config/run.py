@@ -24,7 +24,7 @@ class TrainConfig:
     """
 
     seq_length: int | None = flag(None, "tokens in one sample", role="data")
-    encoder_seq_length: int | None = flag(None, "T5: tokens that the encoder reads; the same as --seq-length", role="data")
+    encoder_seq_length: int | None = flag(None, "T5: tokens that the encoder reads; the same as --seq-length", role="free")
     decoder_seq_length: int | None = flag(None, "T5: tokens that the decoder writes; left out: --seq-length", role="data")
     micro_batch_size: int | None = flag(None, "samples in one forward pass of a rank", role="training")
     global_batch_size: int | None = flag(None, "samples in one step; left out: micro batch times data-parallel size", role="training")
@@ -120,6 +120,8 @@ class CheckpointConfig:
     verify_integrity: bool = flag(
         True, "do not read all of a checkpoint before it is loaded, to go back to an older one if any bit of it has changed", role="free")
     allow_other_tokenizer: bool = flag(False, "load a checkpoint that was trained with another tokenizer", role="free")
+    allow_other_data: bool = flag(
+        False, "go on from a checkpoint whose samples came from other data, or in another order; the count of them is kept", role="free")
     use_checkpoint_args: bool = flag(False, "take the model's shape and tokenizer from the checkpoint", role="free")
     use_tokenizer_model_from_checkpoint_args: bool = flag(True, "with --use-checkpoint-args, do not take its tokenizer", role="free")
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load has no checkpoint, even when it is also --save", role="free")

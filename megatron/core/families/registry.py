@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.flags import from_values, spelling, to_values
-from megatron.core.config.model import MLAConfig, ModelConfig
-from megatron.core.config.moe import MoEConfig
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.network import network_fields, unused
 from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.bert import BERT, MEGATRON_BERT
@@ -27,25 +27,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, GEMMA, GEMMA2, BERT,
     MEGATRON_BERT, T5)}
 
-# Settings of ours that no published config holds: they do not change the function that the weights are.
-_FREE = frozenset(("attention_backend", "kernel", "cross_entropy_fusion_impl", "hidden_dropout", "attention_dropout",
-                   "init_method_std", "embedding_init_method_std", "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size", "true_vocab_size",
-                   "fp32_residual_connection", "group_query_attention", "bert_binary_head", "qk_clip", "qk_clip_threshold",
-                   "qk_clip_alpha", "mtp_loss_scaling_factor", "mtp_detach_heads"))
-# How experts are trained and run; and what is compared as rows of layers instead.
-_EXPERTS_FREE = frozenset(field.name for field in fields(MoEConfig)) - {
-    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score",
-    "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
-_ROWS = frozenset(("window_size", "window_attn_skip_freq", "no_rope_freq"))
-_ROTARY = frozenset(("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-                     "use_rope_scaling", "rope_type"))
-_SCALING = frozenset(("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
-                      "rope_scaling_original_length"))
-_YARN = frozenset(("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
-                   "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"))
-_RELATIVE = frozenset(("relative_attention_num_buckets", "relative_attention_max_distance"))
-_GATE = frozenset(("activation_func_clamp_value", "glu_linear_offset"))
+# What is told by rows of layers, by the words of a tokenizer and by the tensors' names instead.
+_ELSEWHERE = frozenset(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "true_vocab_size", "bert_binary_head"))
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -99,21 +82,12 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
 
 def _silent(model: ModelConfig) -> frozenset[str]:
     """Settings that say nothing of this network, since others say that they are not used, or do not change what it computes."""
-    rope, moe, mla = model.rope, model.moe, model.mla
-    kinds = {plan.mlp for plan in layer_rows(model)}
-    unused = {
-        _SCALING: not (rope.rotates and rope.use_rope_scaling), _YARN: not rope.is_yarn, _ROTARY: not rope.rotates,
-        _RELATIVE: rope.position_embedding_type != "relative",
-        frozenset(("max_position_embeddings",)): rope.position_embedding_type == "relative",
-        frozenset(field.name for field in fields(MoEConfig)) - {"num_experts"}: not moe.num_experts,
-        frozenset(("ffn_hidden_size",)): "dense" not in kinds,
-        frozenset(("moe_router_pre_softmax",)): moe.moe_router_score_function != "softmax",
-        frozenset(("moe_router_group_topk", "moe_router_group_score")): not moe.moe_router_num_groups,
-        frozenset(("moe_router_topk_scaling_factor",)): moe.moe_router_topk_scaling_factor in (None, 1.0),
-        frozenset(field.name for field in fields(MLAConfig)) - {"multi_latent_attention"}: not mla.multi_latent_attention,
-        frozenset(("kv_channels", "num_query_groups", "qk_layernorm")): mla.multi_latent_attention,
-        _GATE: not model.gated}
-    return _FREE | _EXPERTS_FREE | _ROWS | frozenset().union(*(names for names, holds in unused.items() if holds))
+    idle = unused(model) - {"scale_tied_logits"}
+    if model.rope.position_embedding_type != "relative":  # a length that is published even where nothing has its size
+        idle -= {"max_position_embeddings"}
+    if model.moe.moe_router_topk_scaling_factor in (None, 1.0):
+        idle |= {"moe_router_topk_scaling_factor"}
+    return idle | _ELSEWHERE | (to_values(model).keys() - network_fields().keys())
 
 
 def _layers(model: ModelConfig) -> list[LayerPlan]:

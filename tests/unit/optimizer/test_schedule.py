@@ -165,8 +165,31 @@ def test_resume_needs_equal_schedules_unless_a_side_is_chosen():
 
 
 def test_every_number_of_the_schedule_is_compared_on_resume():
-    schedule = build()
+    schedule = build({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 25},
+                     {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"})
     for name, value in schedule.state().items():
         other = {**schedule.state(), name: "other" if isinstance(value, str) else 12345}
         assert len(schedule.differences(other)) == 1, name
     assert dataclasses.is_dataclass(schedule)
+
+
+@pytest.mark.parametrize("style", DECAYS)
+def test_a_longer_run_is_another_curve_only_where_a_point_of_it_moves(style):
+    mine, saved = build({"lr_decay_style": style}, train={"train_iters": 200}), build({"lr_decay_style": style})
+    points = range(0, 801, 8)
+    moved = [n for n in points if mine.lr(n) != saved.lr(n) or mine.weight_decay(n) != saved.weight_decay(n)]
+    assert bool(mine.differences(saved.state())) == bool(moved) or style == "inverse-square-root"  # whose end alone moves
+    if style == "constant":
+        assert choose(mine, saved.state(), override=False, use_checkpoint=False) == mine
+
+
+def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
+    mine, saved = build({"lr_decay_style": "cosine"}, train={"train_iters": 200}), build({"lr_decay_style": "cosine"})
+    with pytest.raises(ConfigError) as caught:
+        choose(mine, saved.state(), override=False, use_checkpoint=False, longer="--train-iters was 100 and is 200", samples=400)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert "--train-iters was 100 and is 200, and the decay follows it (decay samples is 1600 now and was 800" in line, line
+    assert f"a learning rate of {mine.lr(400):.6g}, where it would have been {DECAYS['cosine'](400):.6g}" in line, line
+    assert "--override-opt-param-scheduler" in line and f"at whose end the rate is {MIN:.6g}" in line, line
+    kept = build({"lr_decay_style": "cosine", "lr_decay_iters": 100}, train={"train_iters": 200})
+    assert choose(kept, saved.state(), override=False, use_checkpoint=False) == kept

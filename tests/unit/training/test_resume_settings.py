@@ -1,0 +1,249 @@
+"""Every setting of a run, changed by itself, against a checkpoint: an equal network, refused, or named.
+
+The settings come from `RunConfig`, so a new one is changed here without being added. What `unused` says of a network is
+checked from outside: both networks are built and fed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.flags import ConfigError, flag_fields, from_values, roles_of, to_values
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.network import network_differences, network_fields
+from megatron.core.config.rules import broken
+from megatron.core.config.run import RunConfig
+from megatron.core.dist_checkpointing.store import FREE, CheckpointError
+from megatron.training.checkpointing import Checkpoint
+from megatron.training.resume_settings import Differences, compare
+from megatron.training.stages import Trainer
+from tests.helpers import tiny
+from tests.helpers.training import train_on
+
+Changes = dict[str, Any]
+ROTARY = {"position_embedding_type": "rope", "max_position_embeddings": 16}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "init_method_std": 0.3}
+# Networks that between them use every setting.
+NETWORKS: dict[str, Changes] = {
+    "dense": {},
+    "gated": {**ROTARY, "swiglu": True, "window_size": "3,0", "window_attn_skip_freq": "2", "no_rope_freq": "2", "use_rope_scaling": True},
+    "yarn": {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 4,
+             "untie_embeddings_and_output_weights": True},
+    "mrope": {"position_embedding_type": "mrope", "mrope_section": (1, 1, 0)},
+    "latent": {**ROTARY, "multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8,
+               "q_lora_rank": 8},
+    "experts": {**EXPERTS, "moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "2"},
+    "groups": {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"},
+    "ahead": {"mtp_num_layers": 2},
+    "bert": {"architecture": "bert"},
+    "t5": {"architecture": "t5", "encoder_num_layers": 4, "decoder_seq_length": 8, "position_embedding_type": "relative",
+           "scale_tied_logits": True},
+}
+DATA = {"dataloader_type": "cyclic", "mock_data": False, "data_path": ["0.5", "a/one", "0.5", "a/two"], "split": "90,5,5"}
+OTHERS: Changes = {  # where no other value follows from the type
+    "window_size": "5,0", "window_attn_skip_freq": "3", "no_rope_freq": "3", "moe_layer_freq": "3", "mrope_section": [0, 1, 1],
+    "data_path": ["0.4", "b/one", "0.6", "b/two"], "split": "80,10,10"}
+
+
+def resolved(changes: Changes) -> RunConfig:
+    """The tiny run with these changes."""
+    return tiny.config(**{"train_iters": 8, **changes})
+
+
+def other(name: str, kind: Any, value: Any) -> Any:
+    """Another value of a field."""
+    if name in OTHERS:
+        return OTHERS[name]
+    kinds = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is typing.Literal:
+        return next(one for one in kinds if one != value)
+    if typing.get_origin(kind) is tuple:
+        return [*(value or ()), other(name, kinds[0], None)]
+    if any(typing.get_origin(one) in (typing.Literal, tuple) for one in kinds):
+        return other(name, next(one for one in kinds if typing.get_origin(one) in (typing.Literal, tuple)), value)
+    if bool in kinds:
+        return not value
+    if str in kinds:
+        return f"{value or ''}other"
+    return (value or 0) + 1 if int in kinds else (value or 0.0) + 0.5
+
+
+def fields() -> Iterator[tuple[str, Any]]:
+    """(name, type) of every field of a run, flag or not."""
+    yield from ((field.name, kind) for field, kind in flag_fields(RunConfig))
+    hints = typing.get_type_hints(ModelConfig)
+    yield from ((field.name, hints[field.name]) for field in dataclasses.fields(ModelConfig)
+                if "help" not in field.metadata and not dataclasses.is_dataclass(hints[field.name]))
+
+
+def changed(config: RunConfig, name: str, kind: Any) -> tuple[Changes, RunConfig]:
+    """What a checkpoint of this run says, as read from its file, and a run that has one setting otherwise."""
+    values = to_values(config)
+    saved = json.loads(json.dumps(values))
+    return saved, from_values(RunConfig, {**values, name: other(name, kind, values[name])})
+
+
+def says(lines: tuple[str, ...], name: str) -> bool:
+    """Whether a line is about a setting."""
+    labels = {"true_vocab_size": "size of the tokenizer's vocabulary", "architecture": "kind of network"}
+    return any(line.startswith(f"{labels.get(name) or '--' + name.replace('_', '-')}: ") for line in lines)
+
+
+def test_fields_are_those_of_the_roles() -> None:
+    assert {name for name, _ in fields()} == roles_of(RunConfig).keys()
+
+
+@pytest.mark.parametrize("weights_only", [False, True], ids=["goes on", "weights only"])
+def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(weights_only: bool) -> None:
+    roles, told, bad = roles_of(RunConfig), set(), []
+    for label, network in NETWORKS.items():
+        config = resolved({**network, **DATA})
+        for name, kind in fields():
+            role = roles[name]
+            if role not in ("network", "adaptable") and label not in ("dense", "t5"):
+                continue  # says the same whatever the network
+            saved, run = changed(config, name, kind)
+            found = compare(saved, run, weights_only=weights_only)
+            expected = {"network": found.network, "adaptable": found.adapted if weights_only else found.network,
+                        "data": (*found.data, *found.named), "training": found.named}.get(str(role), ())
+            if says(expected, name):
+                told.add(name)
+            elif found != Differences():
+                bad.append(f"{label}: {name} ({role}) says {found}")
+    assert not bad, "\n".join(bad[:10])
+    speaks = ("network", "adaptable") if weights_only else ("network", "adaptable", "data", "training")
+    silent = sorted({name for name, role in roles.items() if role in speaks} - told)
+    assert not silent, f"no network of this test uses these, or nothing is said of them: {silent}"
+
+
+def first_step(config: RunConfig) -> torch.Tensor:
+    """Loss and gradient norm of the network, whose initial weights follow from their names."""
+    trainer = tiny.trainer_of(tiny.run_of(config))
+    losses, norms = train_on(trainer, 1)
+    return torch.tensor(losses + norms, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("label", ["dense", "gated", "yarn", "latent", "experts", "ahead"])
+def test_settings_that_are_said_to_be_unused_change_no_number(label: str) -> None:
+    config, expected, tried = resolved(NETWORKS[label]), None, []
+    for name, kind in fields():
+        if name in network_fields():
+            _, run = changed(config, name, kind)
+            if not network_differences(config.model, run.model) and not list(broken(run, 1)):
+                expected = first_step(config) if expected is None else expected
+                assert torch.equal(first_step(run), expected), f"--{name} is said to be unused in {label}, and changes what it computes"
+                tried.append(name)
+    assert tried, "no setting is unused, so that nothing was tried"
+
+
+def test_kernels_and_layouts_of_a_checkpoint_are_no_part_of_its_network() -> None:
+    assert not FREE & network_fields().keys()
+
+
+def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds() -> None:
+    config = resolved({"attention_logit_softcap": 5.0})
+    saved = {name: value for name, value in to_values(config).items() if name != "attention_logit_softcap"}
+    assert compare(saved, config, weights_only=False).network == (
+        "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",)
+    assert compare(saved, config, weights_only=False, complete=False) == Differences()
+    assert compare(saved, resolved({}), weights_only=False) == Differences()
+
+
+@pytest.mark.parametrize("saved, mine", [
+    ({"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0},
+     {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_scaling_factor": 2.0}),
+    ({"window_size": "3,0"}, {"window_size": "3,-1", "window_attn_skip_freq": "[1]*4"}),
+    ({"num_query_groups": 8, "group_query_attention": True}, {}),
+    ({"data_path": ["1", "here/text"], "mock_data": False}, {"data_path": ["1", "there/text"], "mock_data": False}),
+], ids=["yarn", "window", "groups", "moved data"])
+def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
+    found = compare(to_values(resolved(saved)), resolved(mine), weights_only=False)
+    assert not found.network and not found.data, found
+
+
+def start(**changes: Any) -> tuple[Trainer, Checkpoint]:
+    trainer = tiny.trainer_of(tiny.run_of(resolved(changes)))
+    return trainer, Checkpoint(trainer)
+
+
+def saved(folder: Path, **changes: Any) -> list[float]:
+    """Train two steps and save; the losses of the two that would have come next."""
+    trainer, checkpoint = start(save=str(folder), **changes)
+    train_on(trainer, 2)
+    checkpoint.save()
+    return train_on(trainer, 2)[0]
+
+
+def test_a_network_with_caps_and_windows_is_not_resumed_without_them(tmp_path: Path, caplog: Any) -> None:
+    saved(tmp_path, attention_logit_softcap=5.0, window_size="3,0")
+    with pytest.raises(CheckpointError, match="another network") as caught:
+        start(load=str(tmp_path), softmax_type="off-by-one")[1].resume()
+    assert set(caught.value.problems) == {
+        "--attention-logit-softcap: 5.0 in the checkpoint, not given in this run", "--window-size: 3,0 in the checkpoint, not given in this run",
+        "--softmax-type: vanilla in the checkpoint, off-by-one in this run"}
+    with pytest.raises(CheckpointError) as caught:
+        start(load=str(tmp_path), softmax_type="off-by-one", finetune=True)[1].resume()
+    assert caught.value.problems == ("--softmax-type: vanilla in the checkpoint, off-by-one in this run",)
+    with caplog.at_level(logging.INFO):
+        assert start(load=str(tmp_path), finetune=True)[1].resume()
+    assert "--attention-logit-softcap: 5.0 in the checkpoint, not given in this run" in caplog.text
+
+
+def test_stretched_rotations_are_not_resumed_as_plain_ones(tmp_path: Path, caplog: Any) -> None:
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 4}
+    expected = saved(tmp_path, **yarn)
+    with pytest.raises(CheckpointError) as caught:
+        start(load=str(tmp_path), position_embedding_type="rope")[1].resume()
+    assert "--rotary-scaling-factor: 4.0 in the checkpoint, 1.0 in this run" in caught.value.problems
+    trainer, checkpoint = start(load=str(tmp_path), **{**yarn, "position_embedding_type": "rope", "rope_type": "yarn"})
+    assert checkpoint.resume() and train_on(trainer, 2)[0] == expected
+    with caplog.at_level(logging.INFO):
+        assert start(load=str(tmp_path), position_embedding_type="rope", finetune=True)[1].resume()
+    assert "--rope-type: yarn in the checkpoint, rope in this run" in caplog.text
+
+
+def test_other_numbers_of_training_are_listed_in_one_paragraph(tmp_path: Path, caplog: Any) -> None:
+    saved(tmp_path)
+    changes = {"adam_beta2": 0.95, "hidden_dropout": 0.1, "clip_grad": 1.0, "micro_batch_size": 2, "num_workers": 1, "log_interval": 7}
+    with caplog.at_level(logging.INFO):
+        start(load=str(tmp_path), **changes)[1].resume()
+    (told,) = [record.getMessage() for record in caplog.records if "settings that are not the checkpoint's" in record.getMessage()]
+    assert told.splitlines()[1:] == [
+        "  --hidden-dropout: 0.0 in the checkpoint, 0.1 in this run", "  --micro-batch-size: 1 in the checkpoint, 2 in this run",
+        "  --adam-beta2: 0.999 in the checkpoint, 0.95 in this run", "  --clip-grad: 0.5 in the checkpoint, 1.0 in this run"]
+
+
+def test_other_data_need_a_flag_to_go_on_with(tmp_path: Path, caplog: Any) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="trained on 16 samples of other data, or in another order") as caught:
+        start(load=str(tmp_path), seed=8, dataloader_type="cyclic")[1].resume()
+    assert caught.value.problems == ("--seed: 7 in the checkpoint, 8 in this run",
+                                     "--dataloader-type: single in the checkpoint, cyclic in this run")
+    with caplog.at_level(logging.INFO):
+        assert start(load=str(tmp_path), seed=8, allow_other_data=True)[1].resume()
+    assert "  --seed: 7 in the checkpoint, 8 in this run" in caplog.text
+    assert start(load=str(tmp_path), seed=8, finetune=True)[1].resume()
+    assert start(load=str(tmp_path), seed=8, skip_train=True)[1].resume()
+
+
+def test_a_run_is_extended_with_one_flag_or_with_none_where_its_rate_does_not_follow(tmp_path: Path, caplog: Any) -> None:
+    saved(tmp_path / "cosine")
+    with pytest.raises(ConfigError, match="--train-iters was 8 and is 16, and the decay follows it"):
+        start(load=str(tmp_path / "cosine"), train_iters=16)[1].resume()
+    for way in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
+        trainer, checkpoint = start(load=str(tmp_path / "cosine"), train_iters=16, **{way: True})
+        assert checkpoint.resume() and trainer.progress.iteration == 2
+    expected = saved(tmp_path / "constant", lr_decay_style="constant")
+    with caplog.at_level(logging.INFO):
+        trainer, checkpoint = start(load=str(tmp_path / "constant"), lr_decay_style="constant", train_iters=16)
+        assert checkpoint.resume() and train_on(trainer, 2)[0] == expected
+    assert "--train-iters: 8 in the checkpoint, 16 in this run" in caplog.text
