@@ -84,8 +84,8 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
         elif not any(other.startswith("--") for other in unknown):
             problems.append(f"{word!r} belongs to no flag")
     try:
-        if args.use_checkpoint_args and args.load:
-            _take_from_checkpoint(args)
+        if args.use_checkpoint_args:
+            messages += _take_from_checkpoint(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
             messages += _as_many_ids(args)
     except CheckpointError as error:
@@ -233,21 +233,42 @@ def _words_of(name: str, value: Any) -> list[str]:
     return [word, *(str(v) for v in (value if isinstance(value, list) else [value]))]
 
 
-def _take_from_checkpoint(args: argparse.Namespace) -> None:
-    """Put the checkpoint's model and tokenizer in the place of the command line's."""
+def _take_from_checkpoint(args: argparse.Namespace) -> list[str]:
+    """Put the model and the tokenizer of what a run starts from in the place of the command line's. Returns what to tell the user.
+
+    What a checkpoint of another format says beside its network is taken where the command line says nothing.
+    """
+    found = _checkpoint_settings(args)
+    if found is None:
+        return [] if args.load or args.pretrained_checkpoint else [
+            "--use-checkpoint-args has nothing to take settings from; give --load or --pretrained-checkpoint"]
     fields = {field.name for field, _ in flag_fields(RunConfig)}
+    tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
-        fields -= {field.name for field, _ in flag_fields(TokenizerConfig)}
-    values = None
-    if newest(args.load) is None:
-        if args.load == args.save:
-            return  # the first start of a launcher that also resumes
-        from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
-        values = foreign_settings(args.load, args.ckpt_step)
-    for name, value in (checkpoint_values(args.load, args.ckpt_step) if values is None else values).items():
+        fields -= tokenizer
+    values, beside = found
+    given = {name for name, origin in args.origins.items() if origin != "script"}
+    given |= tokenizer if tokenizer & given else set()
+    for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():
         if name in fields:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
+    return []
+
+
+def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The settings of what a run starts from, and what stands beside them; None before the first start of a run that also resumes."""
+    for path, step in ((args.load, args.ckpt_step), (args.pretrained_checkpoint, None)):
+        if not path:
+            continue
+        if newest(path) is not None:
+            return checkpoint_values(path, step), {}
+        from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
+        found = foreign_settings(path, step)
+        if found is not None:
+            return found
+    missing = args.pretrained_checkpoint or (args.load if args.load != args.save else None)
+    return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
 
 
 def _as_many_ids(args: argparse.Namespace) -> list[str]:
@@ -258,7 +279,7 @@ def _as_many_ids(args: argparse.Namespace) -> list[str]:
     except CheckpointError:
         from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
         try:
-            saved = foreign_settings(path, step) or {}
+            saved, _ = foreign_settings(path, step) or ({}, {})
         except CheckpointError:
             return []  # whoever loads it says what is wrong
     given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)

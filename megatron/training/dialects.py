@@ -19,7 +19,10 @@ from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import COMMIT, FREE, CheckpointError, Step, candidates, read_commit, walk
 from megatron.core.families.hf import is_folder, model_settings, open_folder
+from megatron.core.families.megatron.legacy import LegacySource
 from megatron.core.families.megatron.open import find_megatron, open_megatron
+from megatron.core.families.megatron.torch_dist import TorchDistSource
+from megatron.core.tokenizers.build import READS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +61,24 @@ def find_foreign(path: str | Path, step: int | None = None) -> tuple[Dialect, Pa
     return next(((dialect, place) for dialect, place in found if place is not None), None)
 
 
-def foreign_settings(path: str | Path, step: int | None = None) -> dict[str, Any] | None:
+def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The model's shape, and its tokenizer if that is there too, as another dialect's checkpoint has them, by field name.
 
-    None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out.
+    None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out. The second
+    part is what the checkpoint says beside its network, and a command line may say otherwise.
     """
     found = find_foreign(path, step)
     if found is None:
         return None
     dialect, place = found
-    settings = model_settings(place) if dialect.name == "Hugging Face" else dialect.open(place, None).settings
+    source = None if dialect.name == "Hugging Face" else dialect.open(place, None)
+    settings = model_settings(place) if source is None else source.settings
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {"null_tokenizer_ids"}
-    return {name: value for name, value in settings.items() if name in names}
+    beside = source.run_settings if isinstance(source, (LegacySource, TorchDistSource)) else {}
+    reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
+    unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (reads | {"tokenizer_type"} if reads else set())
+    return ({name: value for name, value in settings.items() if name in names},
+            {name: value for name, value in beside.items() if name not in unread})
 
 
 def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[Step]:

@@ -184,6 +184,9 @@ def _describe(run: Run) -> None:
     run.say(f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras))
     run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
             f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")
+    run.say("loss of a step: its sum over all tokens by their number; Megatron's default, the mean of the micro batches' means, is "
+            "--no-calculate-per-token-loss" if config.train.calculate_per_token_loss else
+            "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)")
     run.say("kernels: " + ", ".join(f"{op} by {name}" + (f" (not {why})" if why else "")
                                     for op, name, why in run.kernels.report if op not in config.model.idle_kernels))
     if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:

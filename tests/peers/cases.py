@@ -14,7 +14,7 @@ RUN: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "ffn_hidden_size": 16, "max_position_embeddings": 16, "seq_length": 16,
     "micro_batch_size": 2, "global_batch_size": 4, "train_iters": LAST, "lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine",
     "lr_warmup_iters": 2, "lr_decay_iters": LAST, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95, "init_method_std": 0.2,
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "make_vocab_size_divisible_by": 32, "tokenizer_type": "NullTokenizer",
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "make_vocab_size_divisible_by": 16, "tokenizer_type": "NullTokenizer",
     "vocab_size": 31, "data_path": ["tokens"], "split": "100,0,0", "save": "checkpoints", "save_interval": SAVED, "eval_iters": 0,
     "transformer_impl": "local", "gradient_accumulation_fusion": False, "log_interval": 1, "distributed_backend": "gloo",
     "use_cpu_initialization": True,

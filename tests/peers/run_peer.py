@@ -61,7 +61,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     values |= {"layernorm_zero_centered_gamma": args.apply_layernorm_1p, "layernorm_epsilon": args.norm_epsilon,
                "pipeline_dtype": args.params_dtype, "num_moe_experts": args.num_experts,
                "num_query_groups": args.num_query_groups if args.group_query_attention else None, "persist_layer_norm": False,
-               "cp_comm_type": "p2p", "bias_activation_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
+               "cp_comm_type": "p2p", "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+               "masked_softmax_fusion": False, "apply_rope_fusion": False,
                "bias_dropout_fusion": False, "gated_linear_unit": args.swiglu}
     if args.swiglu:
         values["activation_func"] = torch.nn.functional.silu

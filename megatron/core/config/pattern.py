@@ -7,10 +7,10 @@ import ast
 from megatron.core.config.flags import ConfigError
 
 
-def read_pattern(text: str, length: int, flag: str) -> int | tuple[int, ...]:
+def read_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ...]:
     """`4` as a number; `([0]*1+[1]*26)` as a tuple of `length` zeros and ones. `ConfigError` names the flag."""
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        found = _value(ast.parse(str(text).strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         raise ConfigError(f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}") from None
     if isinstance(found, int):

@@ -22,16 +22,18 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import Unreadable
+from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
 from megatron.core.families.megatron.names import Layout, flattened, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
 from megatron.core.families.megatron.rank_state import rank_state
-from megatron.core.families.megatron.settings import completed, settings_of
+from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
 from megatron.core.parallel.boxes import Box
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+Held = Tensor | StackedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,15 @@ class RankFile:
 
 
 class LegacySource:
-    """A folder of rank files. skipped: what of it is not read, in a sentence; empty when all is."""
+    """A folder of rank files. skipped: what of it is not read, in a sentence; empty when all is.
 
-    def __init__(self, where: str, shards: Mapping[str, list[Tensor]], layout: Layout, settings: Mapping[str, Any],
-                 values: Mapping[str, Any], skipped: str) -> None:
+    run_settings: what the arguments say beside the network, for a run that goes on with it.
+    """
+
+    def __init__(self, where: str, shards: Mapping[str, list[Held]], layout: Layout, settings: Mapping[str, Any],
+                 values: Mapping[str, Any], skipped: str, run_settings: Mapping[str, Any]) -> None:
         """shards: what each tensor rank holds, by names of a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`)."""
-        self.where, self.settings, self.values, self.skipped = where, settings, values, skipped
+        self.where, self.settings, self.values, self.skipped, self.run_settings = where, settings, values, skipped, run_settings
         self._shards, self._layout = shards, layout
         self._last: tuple[str, Tensor] | None = None
         self.formats = {}
@@ -67,7 +72,7 @@ class LegacySource:
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter. Not to be written to: it may be a view of the file."""
         if self._last is None or self._last[0] != name:
-            whole = merged(parameter_of(name), self._shards[name], self._layout)
+            whole = merged(parameter_of(name), [shard.to("cpu") for shard in self._shards[name]], self._layout)
             self._last = (name, whole[:self._rows(name, whole)])
         return self._last[1][box.slices()]
 
@@ -90,7 +95,8 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> L
     parts, problems = _joined(files, {place: file.chunks for place, file in files.items()})
     if problems:
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
-    settings = settings_of(attributes(first.get("args")), given or {})
+    arguments = attributes(first.get("args"))
+    settings = settings_of(arguments, given or {})
     word = next((tensors[0] for name, tensors in parts.items() if name == "embedding.word_embeddings.weight"), None)
     if word is None:
         raise CheckpointError(f"{folder} holds no word embedding; it has {', '.join(sorted(parts)[:5])}, ...")
@@ -108,17 +114,17 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> L
     states, skipped = _optimizer(files, parts) if values else ({}, "")
     if states and "run.optimizer_steps" not in values:
         states, skipped = {}, "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
-    return LegacySource(str(folder), shards | states, Layout.of(settings, version), settings, values, skipped)
+    return LegacySource(str(folder), shards | states, Layout.of(settings, version), settings, values, skipped, run_settings_of(arguments))
 
 
-def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
+def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]) -> tuple[dict[str, list[Held]], str]:
     """Name in a saved state -> what each tensor rank holds of it, for all that the optimizer keeps; or why that is left out."""
     try:
         states = {place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
                   for place, file in files.items()}
     except Unreadable as error:
         return {}, f"the optimizer's state is left out: {error}"
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[Held]] = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
         tensors, problems = _joined(files, {place: state.get(slot, []) for place, state in states.items()})
         if problems or not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
@@ -176,13 +182,15 @@ def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[s
 
 
 def _joined(files: Mapping[tuple[int, int], RankFile],
-            chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]) -> tuple[dict[str, list[Tensor]], list[str]]:
+            chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]) -> tuple[dict[str, list[Held]], list[str]]:
     """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit.
 
     chunks: tensors of each rank's pipeline chunks by their names: weights, or something of the optimizer for each.
     """
+    experts = attributes(files[min(files)].content.get("args")).get("num_experts") or 1
+    chunks = {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[Held]] = {}
     problems = []
     everything = [name for parts in chunks.values() for chunk in parts for name in chunk]
     renamed = our_names(everything)

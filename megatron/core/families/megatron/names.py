@@ -41,6 +41,10 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.cross_attention\.linear_q\.layer_norm_(weight|bias)$", r".pre_cross_attn_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".self_attention.\1_layernorm.\2"),
+    (r"\.self_attention\.core_attention\.softmax_offset$", ".self_attention.softmax_offset"),
+    (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
+    (r"^mtp\.layers\.(\d+)\.transformer_layer\.", r"mtp.layers.\1.mtp_model_layer."),
     (r"^lm_head\.(layernorm|norm)\.", "lm_head.layer_norm."),
     (r"^lm_head\.(output_layer\.)?(weight|bias)$", r"output_layer.\2"),
 )
@@ -49,21 +53,28 @@ _DROPPED = re.compile(r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*
                       r"|^(module\.)?position_embeddings\.weight$")
 _HEADS = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 _KEYS_AND_VALUES = re.compile(r"\.cross_attention\.linear_kv\.(weight|bias)$")
-_GATED = re.compile(r"\.mlp\.linear_fc1\.(weight|bias)$")
+_GATED = re.compile(r"\.mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)$")
+_EXPERTS = re.compile(r"\.mlp\.experts\.linear_fc(1|2)\.(weight|bias)$")
+_LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.(weight|bias)$")
 _ROWS = re.compile(r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
-                   r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias))$")
+                   r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias)|\.linear_(q|q_up|kv_up)_proj\.(weight|bias)"
+                   r"|\.softmax_offset|\.eh_proj\.weight)$")
 _COLUMNS = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
 _VOCABULARY = re.compile(r"^(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))$")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the orders of rows depend on. heads, groups: of the whole model; version: of the checkpoint."""
+    """What the orders of rows depend on. heads, groups: of the whole model; version: of the checkpoint.
+
+    latent: rows of the matrices that make the latent vectors of queries, and of keys and values; 0 where there are none.
+    """
 
     heads: int
     groups: int
     gated: bool
     version: float
+    latent: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(settings: Mapping[str, Any], version: float) -> Layout:
@@ -71,7 +82,9 @@ class Layout:
         heads = int(settings["num_attention_heads"])
         grouped = settings.get("group_query_attention")
         return Layout(heads, int(settings.get("num_query_groups") or heads) if grouped else heads,
-                      bool(settings.get("swiglu") or settings.get("quick_geglu")), version)
+                      bool(settings.get("swiglu") or settings.get("quick_geglu")), version,
+                      (int(settings.get("q_lora_rank") or 0),
+                       int(settings.get("kv_lora_rank") or 0) + int(settings.get("qk_pos_emb_head_dim") or 0)))
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -118,6 +131,11 @@ def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
         return _joined([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
+    if experts := _EXPERTS.search(name):
+        return _experts_in(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+    if latent := _LATENT.search(name):  # some versions cut them, others hold them whole on every rank
+        cut_rows = shards[0].shape[0] < layout.latent[latent[1] == "kv"]
+        return torch.cat(list(shards)) if cut_rows else shards[0]
     if _ROWS.search(name):
         return torch.cat(list(shards))
     return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
@@ -156,6 +174,15 @@ def _heads_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
         return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
     turns = shard.view(groups, heads // groups + 2, size, *rest)
     return [part.reshape(-1, *rest) for part in (turns[:, :-2], turns[:, -2], turns[:, -1])]
+
+
+def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: bool) -> Tensor:
+    """All experts' matrices [e, outputs, inputs] or biases [e, outputs], whose widths the ranks share."""
+    if not first:
+        return shards[0] if bias else torch.cat(list(shards), dim=2)
+    if layout.gated:
+        return torch.cat([torch.cat(list(half), dim=1) for half in zip(*(shard.chunk(2, dim=1) for shard in shards))], dim=1)
+    return torch.cat(list(shards), dim=1)
 
 
 def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:

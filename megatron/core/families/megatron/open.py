@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import is_legacy, open_legacy
 from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist
+from megatron.core.families.registry import model_of
+from megatron.core.families.shapes import EMBEDDING, VOCABULARY, parameter_shapes
 
+_MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -43,4 +47,28 @@ def open_megatron(path: str | Path, given: Mapping[str, Any] | None = None) -> S
     if folder is None:
         raise CheckpointError(f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
                               "that says torch_dist")
-    return open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
+    source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
+    _demand_its_network(source)
+    return source
+
+
+def _demand_its_network(source: Source) -> None:
+    """Refuse parameters that the network of the settings does not have, lacks, or has in other shapes.
+
+    Of a BERT heads may be missing. Published files without arguments do not say all sizes.
+    """
+    try:
+        model = model_of({"true_vocab_size": source.formats[f"model.{EMBEDDING}"].shape[0], **source.settings})
+        expected = {f"model.{name}": shape for name, shape in parameter_shapes(model).items()}
+    except ConfigError as error:
+        raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
+    found = {name: one.shape for name, one in source.formats.items() if name.startswith("model.")}
+    problems = [f"{name.removeprefix('model.')}: no parameter of this network" for name in found if name not in expected]
+    problems += [f"{name.removeprefix('model.')} is missing" for name in expected
+                 if name not in found and model.architecture == "gpt" and not (model.mla.multi_latent_attention and "_layernorm" in name)]
+    compared = found.keys() & expected.keys() if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys() else ()
+    problems += [f"{name.removeprefix('model.')}: {tuple(found[name])} in the checkpoint, {tuple(expected[name])} by its arguments"
+                 for name in compared if name.removeprefix("model.") not in VOCABULARY and tuple(found[name]) != tuple(expected[name])]
+    if problems:
+        more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+        raise CheckpointError(f"{source.where} holds a network that is not built here, or has other arguments", problems[:_MOST] + more)

@@ -6,13 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.model import ModelConfig, RopeConfig
+from megatron.core.config.model import MLAConfig, ModelConfig, MTPConfig
+from megatron.core.config.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 
-# Names that were changed since. The new one wins where both are there.
-_RENAMED = {"layernorm_epsilon": "norm_epsilon", "position_embedding_type": "position_embedding_type"}
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+_RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
+_PATTERNS = frozenset(("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"))  # upstream's are numbers or lists
+_MANY = frozenset(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "mrope_section"))
+_YARN = frozenset(("rotary_scaling_factor", "mscale", "mscale_all_dim"))
 _WORDS, _PLACES = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 _PUBLISHED_HEAD_SIZE = 64  # of GPT-345M and BERT-345M, the published files without arguments
 
@@ -20,12 +23,12 @@ _PUBLISHED_HEAD_SIZE = 64  # of GPT-345M and BERT-345M, the published files with
 def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The model that the arguments describe. given: settings that the reader knows better; they win.
 
-    Arguments that are not of the model (layout, schedule, paths) are left out.
+    Arguments that are not of the model (layout, schedule, paths) are left out, and so are those of a feature that the model
+    does not have: a checkpoint holds every default of Megatron's, sizes of experts without any experts too.
     """
-    known = {field.name for config in (ModelConfig, RopeConfig) for field, _ in flag_fields(config)}
     found = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
-    found |= {name: value for name, value in arguments.items()
-              if name in known and (value is None or isinstance(value, (bool, int, float, str)))}
+    found |= {name: _spelled(name, value) for name, value in arguments.items() if name in _known(ModelConfig)}
+    found = {name: value for name, value in found.items() if value is not None}
     if arguments.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
     if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
@@ -33,8 +36,50 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         found["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
     if arguments.get("encoder_num_layers") and not found.get("num_layers"):
         found["num_layers"] = arguments["encoder_num_layers"]
-    # The padding of that run's layout is not part of the model.
-    return {**{name: value for name, value in found.items() if name != "padded_vocab_size" and value is not None}, **given}
+    if _fuses_gelu(arguments):
+        found["openai_gelu"] = True
+    unused = _unused(found)
+    return {**{name: value for name, value in found.items() if name not in unused}, **given}
+
+
+def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments say beside the model that a run goes on with: tokenizer, sequence length, and how a loss is a mean."""
+    names = (_known(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length", "calculate_per_token_loss"}
+    return {name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))}
+
+
+def _known(config: type) -> frozenset[str]:
+    return frozenset(field.name for field, _ in flag_fields(config)) | ({"true_vocab_size"} if config is ModelConfig else set())
+
+
+def _spelled(name: str, value: Any) -> Any:
+    """A value as our settings have it, None where they have no such kind: patterns and windows are words, balances are many."""
+    if isinstance(value, (list, tuple)):
+        if not all(isinstance(item, (bool, int, float, str)) for item in value):
+            return None
+        return tuple(value) if name in _MANY else ",".join(map(str, value)) if name == "window_size" else str(list(value))
+    if not isinstance(value, (bool, int, float, str)):
+        return None
+    return (value,) if name in _MANY else str(value) if name in _PATTERNS else value
+
+
+def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
+    """Whether the MLP's GELU is Megatron's fused one, which is the tanh formula (its default where MLPs have biases)."""
+    others = ("swiglu", "squared_relu", "quick_geglu", "geglu", "num_experts")
+    return bool(arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True)
+                and not any(arguments.get(name) for name in others))
+
+
+def _unused(found: Mapping[str, Any]) -> frozenset[str]:
+    """Settings that belong to a feature that is off, and so say nothing: they are only Megatron's defaults."""
+    latent, experts = bool(found.get("multi_latent_attention")), bool(found.get("num_experts"))
+    yarn = latent or found.get("position_embedding_type") == "yarn" or found.get("rope_type") == "yarn"
+    groups = {
+        frozenset(("padded_vocab_size",)): False,  # padding belongs to that run's layout
+        frozenset(("num_query_groups",)): bool(found.get("group_query_attention")) and not latent,
+        frozenset(("add_qkv_bias",)): not found.get("add_bias_linear", True),  # implied by biases everywhere
+        _known(MoEConfig): experts, _known(MLAConfig): latent, _known(MTPConfig): bool(found.get("mtp_num_layers")), _YARN: yarn}
+    return frozenset().union(*(names for names, used in groups.items() if not used))
 
 
 def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
-from megatron.core.families.megatron.settings import completed, settings_of
+from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
 from megatron.core.parallel.boxes import Box, intersect, whole
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -59,11 +59,14 @@ class Stored:
 
 
 class TorchDistSource:
-    """A folder in the format. skipped: what of it is not read, in a sentence; empty when all is."""
+    """A folder in the format. skipped: what of it is not read, in a sentence; empty when all is.
+
+    run_settings: what its arguments say beside the network, for a run that goes on with it.
+    """
 
     def __init__(self, folder: Path, parts: Mapping[str, Stored], layout: Layout, settings: Mapping[str, Any],
-                 values: Mapping[str, Any], skipped: str) -> None:
-        self.where, self.settings, self.values, self.skipped = str(folder), settings, values, skipped
+                 values: Mapping[str, Any], skipped: str, run_settings: Mapping[str, Any]) -> None:
+        self.where, self.settings, self.values, self.skipped, self.run_settings = str(folder), settings, values, skipped, run_settings
         self._folder, self._parts, self._layout = folder, parts, layout
         self._last: tuple[str, Tensor] | None = None
         self.formats: dict[str, Format] = {}
@@ -132,7 +135,8 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     if words is None:
         raise CheckpointError(f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ...")
     shapes = {parameter_of(name): stored.shape for name, stored in parts.items() if name.startswith("model.")}
-    settings = completed(settings_of(attributes(common.get("args")), given or {}), shapes, where=str(folder))
+    arguments = attributes(common.get("args"))
+    settings = completed(settings_of(arguments, given or {}), shapes, where=str(folder))
     if not settings.get("untie_embeddings_and_output_weights", "model.output_layer.weight" in parts):
         parts = {name: stored for name, stored in parts.items() if parameter_of(name) != "output_layer.weight"}
     if (settings.get("true_vocab_size") or 0) > words.shape[0]:
@@ -142,7 +146,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     if any(name.startswith("optimizer.") for name in parts) and "run.optimizer_steps" not in values:
         parts = {name: stored for name, stored in parts.items() if not name.startswith("optimizer.")}
         skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
-    return TorchDistSource(folder, parts, Layout.of(settings, 3.0), settings, values, skipped)
+    return TorchDistSource(folder, parts, Layout.of(settings, 3.0), settings, values, skipped, run_settings_of(arguments))
 
 
 def is_torch_dist(folder: str | Path) -> bool:

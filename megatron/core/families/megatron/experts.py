@@ -1,0 +1,66 @@
+"""Experts in Megatron's old format: one entry an expert, or all in two flat matrices; ours are stacked.
+
+    mlp.experts.local_experts.E.linear_fc1.weight     [outputs, inputs]       one after the other
+    mlp.experts.linear_fc1.weightE                    [outputs, inputs]       Transformer Engine's grouped products
+    mlp.experts.weight1                               [h, e * outputs], read as [e, h, outputs]
+    mlp.experts.weight2                               [e * inputs, h], read as [e, inputs, h]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ONE = re.compile(r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$")
+_FLAT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])$")
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """Matrices of one rank's experts, put together when they are asked for.
+
+    flat: they are transposed and lie in one matrix: how many, and how many rows each then has.
+    """
+
+    tensors: tuple[Tensor, ...]
+    flat: tuple[int, int] | None = None
+
+    def to(self, device: str) -> Tensor:
+        """All experts, [e, outputs, inputs] or [e, outputs]."""
+        if self.flat is None:
+            return torch.stack([tensor.to(device) for tensor in self.tensors])
+        return self.tensors[0].to(device).reshape(*self.flat, -1).transpose(1, 2)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what `to` gives."""
+        return self.to("meta").shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them."""
+        return self.tensors[0].dtype
+
+
+def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str, Tensor | StackedExperts]:
+    """One rank's parameters, by their names, in which experts are stacked under the names of the distributed format.
+
+    experts: those that the rank holds.
+    """
+    found: dict[str, Tensor | StackedExperts] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in state.items():
+        one, flat = _ONE.match(name), _FLAT.match(name)
+        if one:
+            matrix, kind, expert = (one[3], one[4], one[2]) if one[2] else (one[5], one[6], one[7])
+            stacks.setdefault(f"{one[1]}.{matrix}.{kind}", {})[int(expert)] = tensor
+        elif flat:
+            rows = tensor.shape[0] if flat[2] == "1" else tensor.shape[0] // experts
+            found[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))
+        else:
+            found[name] = tensor
+    return found | {name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()}
