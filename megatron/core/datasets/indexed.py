@@ -30,7 +30,7 @@ from megatron.core.datasets import sidecar
 from megatron.core.datasets.index_check import index_problems, sidecar_problems
 from megatron.core.datasets.sidecar import CHECKSUM, Fingerprint, Sidecar, sidecar_path
 from megatron.core.datasets.storage import (
-    COPY_BYTES, BlockReader, DataError, FileReader, is_remote, map_file, size_of, sync, sync_folder, temporary_name, whole)
+    COPY_BYTES, BlockReader, DataError, FileReader, MappedFile, is_remote, size_of, sync, sync_folder, temporary_name, whole)
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -90,7 +90,7 @@ class IndexedDataset:
         if found < expected:
             raise DataError(f"{path} has {found} bytes, but {idx_path(prefix)} describes {expected}; "
                             "the pair is damaged or not of one run: write it again")
-        self._bytes = map_file(path) if mmap and not is_remote(path) else None
+        self._mapped = MappedFile(path) if mmap and not is_remote(path) else None
         self._reader = BlockReader(path, found) if is_remote(path) else None if mmap else FileReader(path)
 
     def _read_index(self) -> None:
@@ -182,8 +182,8 @@ class IndexedDataset:
         if length == 0:
             return np.empty(0, self.dtype)
         start += offset * self.dtype.itemsize
-        if self._bytes is not None:
-            return np.frombuffer(self._bytes, self.dtype, length, start)
+        if self._mapped is not None:
+            return np.frombuffer(self._mapped.whole(), self.dtype, length, start)
         assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
@@ -204,8 +204,8 @@ class IndexedDataset:
 
     def raw(self, start: int, count: int) -> np.ndarray:
         """Bytes [start, start + count) of the .bin file, uint8."""
-        if self._bytes is not None:
-            return self._bytes[start : start + count]
+        if self._mapped is not None:
+            return self._mapped.whole()[start : start + count]
         assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, count), np.uint8)
 

@@ -4,6 +4,7 @@ A path with `://` in it (s3://bucket/x, gs://, memory://) names an object; every
 are read whole, such as an index, are kept as files in a local cache. Large ones are read by ranges:
 
     map_file     file -> array of its bytes, read as they are touched
+    MappedFile   the same of a file that somebody might cut while it is read
     FileReader   file -> ranges, each with a system call of its own
     BlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import threading
 import time
@@ -231,6 +233,26 @@ def local_copy(url: str, folder: Path) -> Path:
         raise DataError(f"{url} cannot be kept in {folder}: {error.strerror}; choose a folder with "
                         "--object-storage-cache-path") from error
     return copy
+
+
+class MappedFile:
+    """A mapped file that is looked at again before each use: where it was cut, touching its pages would kill the process."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self._bytes = path, np.empty(0, np.uint8)
+        self._map: mmap.mmap | None = None  # an empty file cannot be mapped
+        if os.stat(path).st_size:
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def whole(self) -> np.ndarray:
+        """All bytes, to be read at once and not kept; `DataError` when the file has become shorter."""
+        size = self._map.size() if self._map is not None else 0  # of the file as it is now: 0.3 us
+        if size < len(self._bytes):
+            raise DataError(f"{self.path} has {size} bytes, and had {len(self._bytes)} when it was opened: it was cut or is written anew "
+                            "while it is read; put the whole file back and start again, and replace files by renaming")
+        return self._bytes
 
 
 class FileReader:

@@ -235,6 +235,16 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(by_hand, monkeypatch):
     assert len(pauses) == 2 and pauses[1] > pauses[0] > 0
 
 
+@pytest.mark.parametrize("cut", [0, 23])
+def test_a_mapped_bin_file_that_shrinks_is_named_before_its_pages_are_touched(by_hand, cut):
+    data = IndexedDataset(by_hand)
+    assert data[0].tolist() == [5, 6, 7]
+    os.truncate(f"{by_hand}.bin", cut)
+    for read in (lambda: data[2], lambda: data.raw(0, 4)):
+        with pytest.raises(DataError, match=rf"by_hand\.bin has {cut} bytes, and had 24 when it was opened: it was cut or is written anew"):
+            read()
+
+
 def test_a_bin_file_that_shrinks_while_open_is_an_error(by_hand):
     data = IndexedDataset(by_hand, mmap=False)
     Path(f"{by_hand}.bin").write_bytes(b"")
