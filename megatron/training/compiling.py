@@ -43,7 +43,7 @@ def obstacles(layer: Layer) -> dict[str, str]:
     build, model = layer.build, layer.build.model
     both = {
         "tensor ranks talk inside": build.mesh.tp.group is not None,
-        "gradients of weights wait": build.deferred is not None,
+        "gradients of weights wait": build.wgrad_store is not None,
         "it multiplies in few bits": build.low is not None,
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
         "norms are recomputed": build.recomputes("layernorm"),

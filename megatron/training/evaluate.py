@@ -19,7 +19,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
     mesh = trainer.run.mesh
     count = trainer.batches.full // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
-    mesh.trail.begin("evaluation", trainer.progress.iteration)
+    mesh.flight_recorder.begin("evaluation", trainer.progress.iteration)
     with resting(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)

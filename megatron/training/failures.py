@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.config.run import RunConfig
-from megatron.core.parallel.trail import Trail, short
+from megatron.core.parallel.flight_recorder import FlightRecorder, short
 from megatron.training.run import Run
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(os.__file__) + "/")
@@ -69,9 +69,9 @@ def leave(folder: Path | None, rank: int, text: str) -> None:
         sys.stderr.write(f"{folder} cannot be written: {error.strerror}\n")
 
 
-def collectives_of(trail: Trail, count: int = 16) -> str:
+def collectives_of(flight_recorder: FlightRecorder, count: int = 16) -> str:
     """The last collectives, one a line."""
-    return "\n".join(["last collectives, the newest first:", *(f"  {words}" for words in trail.last(count))])
+    return "\n".join(["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last(count))])
 
 
 @contextmanager
@@ -80,8 +80,8 @@ def locating(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        rank, trail = run.mesh.world.rank, run.mesh.trail
+        rank, flight_recorder = run.mesh.world.rank, run.mesh.flight_recorder
         place = origin(error)
-        error.add_note(f"on {name_of_rank(rank)}, in {trail.where()}{f', at {place}' if place else ''}")
-        leave(folder_of(run.config), rank, f"{described(error)}\n{''.join(traceback.format_exception(error))}{collectives_of(trail)}")
+        error.add_note(f"on {name_of_rank(rank)}, in {flight_recorder.where()}{f', at {place}' if place else ''}")
+        leave(folder_of(run.config), rank, f"{described(error)}\n{''.join(traceback.format_exception(error))}{collectives_of(flight_recorder)}")
         raise

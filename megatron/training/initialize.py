@@ -159,7 +159,7 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
                 pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
                 low=config.precision.low, alone=config.parallel.tp * config.parallel.context_parallel_size
                 * (config.parallel.expert_tensor_parallel_size or 1) == 1,
-                deferred=config.parallel.defers_weights, preferred=config.model.kernels.preferred)
+                delays_wgrad=config.parallel.defers_weights, preferred=config.model.kernels.preferred)
 
 
 def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:

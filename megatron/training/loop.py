@@ -156,7 +156,7 @@ class Session:
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.guard.verdict:
                 self._bad_step(watch, before * self.trainer.batches.unit)
-        self.mesh.trail.enter("")
+        self.mesh.flight_recorder.enter("")
         watch.after_step(progress.iteration)
         if self._due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
             self.sentinel.check()
@@ -256,7 +256,7 @@ class Session:
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
             self._resolve(watch)
-            self.mesh.trail.begin("save", iteration)
+            self.mesh.flight_recorder.begin("save", iteration)
             ended = self.checkpoint.begin_save()
             self.notes[iteration] = self._progress_text("Saved checkpoint")
             for outcome in ended:

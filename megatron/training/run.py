@@ -11,10 +11,10 @@ import torch
 
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels.table import Kernels
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.rings import Rings
+from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
 from megatron.training.ledger import Ledger
@@ -60,7 +60,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     ending: Ending = field(default_factory=Ending)
     started: float = field(default_factory=time.monotonic)
-    deferred: Deferred = field(default_factory=Deferred)
+    wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
 
     @property
     def build(self) -> Build:
@@ -68,8 +68,8 @@ class Run:
         return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
                      dtype=getattr(torch, self.config.precision.dtype),
                      sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
-                     cp_comm_type=self.config.parallel.cp_comm_type, deferred=self.deferred if self.config.parallel.defers_weights else None,
-                     low_precision=self.config.precision.low, rings=self._rings, sums=self._sums)
+                     cp_comm_type=self.config.parallel.cp_comm_type, wgrad_store=self.wgrad_store if self.config.parallel.defers_weights else None,
+                     low_precision=self.config.precision.low, overlapped=self._overlapped_matmuls, sums=self._sums)
 
     @property
     def _sums(self) -> bool:
@@ -78,11 +78,11 @@ class Run:
         return self.config.parallel.gradient_accumulation_fusion and not layer_wise
 
     @property
-    def _rings(self) -> Rings:
+    def _overlapped_matmuls(self) -> OverlappedMatmuls:
         parallel = self.config.parallel
         if not parallel.tp_comm_overlap:
-            return Rings()
-        return Rings(parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad)
+            return OverlappedMatmuls()
+        return OverlappedMatmuls(parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad)
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""

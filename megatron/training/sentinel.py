@@ -83,7 +83,7 @@ class Sentinel:
     @torch.no_grad()
     def check(self) -> None:
         """Raise `ReplicasDiffer`, on all ranks alike, that names what differs and the rank that holds another value."""
-        self.mesh.trail.enter("comparison of replicas")
+        self.mesh.flight_recorder.enter("comparison of replicas")
         for parallel in self.trainer.parallels:
             parallel.finish_gather()
         hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes

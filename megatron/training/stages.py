@@ -22,7 +22,7 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
 from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
 from megatron.core.pipeline_parallel.transfers import Script, script
-from megatron.core.transformer.aside import put_aside
+from megatron.core.transformer.activation_offloading import offload_activations
 from megatron.core.transformer.layer import Layer
 from megatron.training.batch import Batch, LossFunction
 from megatron.training.microbatches import BatchSchedule
@@ -95,7 +95,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
-        put_aside(stage, config.offload, mesh.device)
+        offload_activations(stage, config.offload, mesh.device)
     parallels = [_wrap(run, stage) for stage in stages]
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)

@@ -154,13 +154,13 @@ class StepWork:
         return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (self._scale / self._expected())
 
     def _batch(self, microbatch: int) -> Batch:
-        trail = self.trainer.run.mesh.trail
+        flight_recorder = self.trainer.run.mesh.flight_recorder
         while len(self._seen) <= microbatch:
-            action = trail.action
-            trail.enter(f"data of microbatch {len(self._seen)}")
+            action = flight_recorder.action
+            flight_recorder.enter(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
                 self._seen.append(take(self._batches))
-            trail.enter(action)
+            flight_recorder.enter(action)
         return self._seen[microbatch]
 
     def _parallel(self, stage: int) -> Parallel:
@@ -180,15 +180,15 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
     size = trainer.batches.at(progress.consumed_train_samples)
-    mesh.trail.begin("training", progress.iteration + 1)
+    mesh.flight_recorder.begin("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
     trainer.before_step(work)
     with timers("forward-backward", 1):
         run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward,
-            deferred=run_.deferred, delays=config.parallel.delay_wgrad_compute)
-    mesh.trail.enter("reduction of gradients")
+            wgrad_store=run_.wgrad_store, delays=config.parallel.delay_wgrad_compute)
+    mesh.flight_recorder.enter("reduction of gradients")
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
@@ -198,7 +198,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
                         _decoupled_rate(trainer))
     trainer.before_update()
     losses = {**work.report(), **work.notes()}
-    mesh.trail.enter("optimizer")
+    mesh.flight_recorder.enter("optimizer")
     with timers("optimizer", 1):
         result = optimizer.step(multiplier=work.missing_factor(), count_zero_elements=config.log.log_num_zeros_in_grad,
                                 row_factors=_clipped(trainer), accepts=lambda norm: trainer.accepts(work, losses, norm))

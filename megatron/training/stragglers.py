@@ -22,7 +22,7 @@ class Stragglers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._stopwatch = Stopwatch(mesh.device)
-        mesh.trail.stopwatch = self._stopwatch
+        mesh.flight_recorder.stopwatch = self._stopwatch
         place = f"tensor {mesh.tp.rank}, context {mesh.cp.rank}, pipeline {mesh.pp.rank}, data {mesh.dp.rank}"
         self._places = collectives.gather_objects(f"rank {mesh.world.rank} on node {socket.gethostname()} ({place})", mesh.world)
 

@@ -1,6 +1,6 @@
 """Ranks that wait for each other for ever, or for one that is gone: who they are, and where everybody stands.
 
-Every rank has a thread that looks at its notes (core/parallel/trail.py). Now and then it leaves a pulse in the launcher's
+Every rank has a thread that looks at its notes (core/parallel/flight_recorder.py). Now and then it leaves a pulse in the launcher's
 store. When nothing has moved for --hang-timeout-minutes, or a connection breaks, the first rank that sees it calls the
 roll:
 
@@ -70,7 +70,7 @@ class Watchdog:
     """Looks after one run while it is open; a run without a launcher's store, or of one rank, is not looked after."""
 
     def __init__(self, run: Run, place: Place | None = None) -> None:
-        self.run, self.trail = run, run.mesh.trail
+        self.run, self.flight_recorder = run, run.mesh.flight_recorder
         self.place = place or launcher_place()
         faults, longest = run.config.faults, run.config.parallel.distributed_timeout_minutes
         minutes = longest * _SHARE if faults.hang_timeout_minutes is None else faults.hang_timeout_minutes
@@ -123,8 +123,8 @@ class Watchdog:
         board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
-            if self.trail.moves != moves:
-                moves, since = self.trail.moves, now
+            if self.flight_recorder.moves != moves:
+                moves, since = self.flight_recorder.moves, now
             if now - pulse >= self.place.size / _PULSES:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._answer())
@@ -133,22 +133,22 @@ class Watchdog:
                                     failed=True)
             if not self._answered and board.read(_ROLL) is not None:
                 self._speak(board)
-            limit = self.limit if self.trail.iteration else self.limit_at_start
+            limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
             if self.limit and now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
                 self._speak(board)
                 self._end(board, now - since)
 
     def _answer(self) -> str:
-        trail = self.trail
-        counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(trail.counts.items())}
-        last, group = trail.last(), trail.last_group()
-        return json.dumps([socket.gethostname(), time.time(), trail.where(), last[0] if last else "", f"{group[0]} {group[1]}", counts])
+        flight_recorder = self.flight_recorder
+        counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
+        last, group = flight_recorder.last(), flight_recorder.last_group()
+        return json.dumps([socket.gethostname(), time.time(), flight_recorder.where(), last[0] if last else "", f"{group[0]} {group[1]}", counts])
 
     def _speak(self, board: Board) -> None:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._answer())
-        text = f"{name_of_rank(self.place.rank)} is in {self.trail.where()}\n{collectives_of(self.trail)}\n{stacks()}"
+        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{collectives_of(self.flight_recorder)}\n{stacks()}"
         leave(folder_of(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -38,7 +38,7 @@ FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fre
 # What reads a few rows of a table: it moves what it makes.
 PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
-ROWS = "megatron/core/kernels/rows.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
+ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
 # A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
 FEW_BITS, EMULATED = "megatron/core/kernels/fp8.py", ("exact", "product")
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.

@@ -32,7 +32,7 @@ from megatron.core.kernels.table import available, select
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.trail import Trail
+from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
@@ -73,37 +73,37 @@ class _NoStreams(RandomStreams):
         """Nothing."""
 
 
-class _Told(Trail):
-    """A trail that tells a recorder what it is told."""
+class _Told(FlightRecorder):
+    """A flight recorder that forwards its notes to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def begin(self, activity: str, iteration: int) -> None:
-        """As `Trail` says."""
+        """As `FlightRecorder` says."""
         super().begin(activity, iteration)
         self.recorder.enter(_BEGIN)
 
     def enter(self, action: object) -> None:
-        """As `Trail` says. Reading data is a part of the action that wants it."""
+        """As `FlightRecorder` says. Reading data is a part of the action that wants it."""
         super().enter(action)
         name = _PHASES.get(str(action), str(action))
         if name and not name.startswith("data of"):
             self.recorder.enter(name)
 
     def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `Trail` says."""
+        """As `FlightRecorder` says."""
         super().note(what, axis, ranks, size)
         self.recorder.axis = axis
         self.recorder.taker = str(what.taken_by) if isinstance(what, Transfer) else ""
 
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
-    """A trainer that is built as every run's, on a mesh whose trail tells the recorder where its steps are."""
-    trail = _Told(recorder)
-    mesh = replace(mesh, **{name: replace(mesh.axis(name), trail=trail) for name in axes_of(mesh)},
-                   blocks=tuple(replace(axis, trail=trail) for axis in mesh.blocks))
+    """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
+    flight_recorder = _Told(recorder)
+    mesh = replace(mesh, **{name: replace(mesh.axis(name), flight_recorder=flight_recorder) for name in axes_of(mesh)},
+                   blocks=tuple(replace(axis, flight_recorder=flight_recorder) for axis in mesh.blocks))
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None}
     need, wishes = kernel_need(config, mesh.device), config.model.kernel_wishes

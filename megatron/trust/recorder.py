@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.optimizer import optimizer
-from megatron.core.parallel.turns import Turns
+from megatron.core.parallel.dual_batch import DualBatch
 from megatron.trust.memory import Heap
 from megatron.trust.trace import TOGETHER, Event, Events
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
-_LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/trail.py")
+_LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/flight_recorder.py")
 _HOST = "megatron/core/parallel/device.py:"  # where room in the host's memory is asked for
 _FSDP = "/torch/distributed/fsdp/"
 # Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
@@ -245,9 +245,9 @@ class Recorder(TorchDispatchMode):
         optimizer that keeps its state in the host's memory is told that there is one, though the step runs on a CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
-        run, pass_on = Turns.run, Turns.pass_on
+        run, switch = DualBatch.run, DualBatch.switch
 
-        def run_both(turns: Turns, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
+        def run_both(turns: DualBatch, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
             first, _, second = self.action.partition(TOGETHER)
 
             def forward() -> None:
@@ -263,9 +263,9 @@ class Recorder(TorchDispatchMode):
 
             run(turns, forward, backward, device)
 
-        def pass_on_and_resume(turns: Turns) -> None:
+        def pass_on_and_resume(turns: DualBatch) -> None:
             action, module = self.action, self.module
-            pass_on(turns)
+            switch(turns)
             self.resume(action, module)
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
 
         with (_replaced(torch.UntypedStorage, "resize_", resized), _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
               _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
-              _replaced(Turns, "run", run_both), _replaced(Turns, "pass_on", pass_on_and_resume),
+              _replaced(DualBatch, "run", run_both), _replaced(DualBatch, "switch", pass_on_and_resume),
               _replaced(optimizer, "has_own_memory", lambda device: True)):
             yield
 

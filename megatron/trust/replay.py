@@ -34,7 +34,7 @@ from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
-from megatron.core.parallel.trail import action_words
+from megatron.core.parallel.flight_recorder import action_words
 from megatron.core.pipeline_parallel.executor import run as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.batch import Batch
@@ -91,7 +91,7 @@ class Observer:
     """Looks at what every module gives and at the gradients that come back. bound: larger values count as trouble."""
 
     def __init__(self, trainer: Trainer, found: Replayed, bound: float) -> None:
-        self._trail, self._found, self._bound = trainer.run.mesh.trail, found, bound
+        self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, found, bound
         for stage in trainer.stages:
             for name, module in stage.named_modules():
                 module.register_forward_hook(partial(self._look, name))

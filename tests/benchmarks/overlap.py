@@ -36,7 +36,7 @@ from megatron.core.distributed import ddp
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, constant, name_all, parameter
@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
-from megatron.core.tensor_parallel import rings
+from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.moe import Experts, MoELayer
 from megatron.core.transformer.passing import Pass
 from megatron.training.stages import Trainer
@@ -123,23 +123,23 @@ class Slow(torch.autograd.Function):
     """Takes its time forward and twice that backward, or where gradients of weights wait, once in each part."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, weight: Tensor, seconds: float, deferred: Deferred | None) -> Tensor:
-        context.seconds, context.deferred = seconds, deferred
+    def forward(context: Any, tensor: Tensor, weight: Tensor, seconds: float, wgrad_store: WeightGradStore | None) -> Tensor:
+        context.seconds, context.wgrad_store = seconds, wgrad_store
         context.save_for_backward(weight)
         time.sleep(seconds)
         return tensor * 1.0
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (weight,), deferred = context.saved_tensors, context.deferred
+        (weight,), wgrad_store = context.saved_tensors, context.wgrad_store
 
         def of_weight() -> tuple[Tensor]:
             time.sleep(context.seconds)
             return (torch.zeros_like(weight),)
 
         time.sleep(context.seconds)
-        if deferred is not None and deferred.collects:
-            deferred.leave([weight], of_weight)
+        if wgrad_store is not None and wgrad_store.collects:
+            wgrad_store.put([weight], of_weight)
             return gradient, None, None, None
         return gradient, of_weight()[0], None, None
 
@@ -175,8 +175,8 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
 
         with (patch.object(rings, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
               patch.object(rings, "_multiply", lambda *_: time.sleep(STEP))):
-            whole = rings.gathered_product(x, matrix, None, axis)[0]
-            rings.summed_product(whole, matrix, axis)
+            whole = rings.all_gather_matmul(x, matrix, None, axis)[0]
+            rings.matmul_reduce_scatter(whole, matrix, axis)
 
     found = timed(lambda: run(None), lambda: run(Link(delay, at_once=True)), lambda: run(Link(delay)))
     return found, found[0] + 2 * (size - 1) * max(0.0, delay - STEP)
@@ -286,14 +286,14 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
         **{flag: on}))) for on in (False, True)]
     experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_exchange
 
-    def slow(x: Tensor, deferred: Deferred | None) -> Tensor:
-        return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, deferred)
+    def slow(x: Tensor, wgrad_store: WeightGradStore | None) -> Tensor:
+        return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, wgrad_store)
 
     def slow_experts(self: Experts, rows: Any) -> Tensor:
-        return slow(experts(self, rows), self.build.deferred)
+        return slow(experts(self, rows), self.build.wgrad_store)
 
     def after_attention(self: MoELayer, x: Tensor, *others: Any) -> Any:
-        return layer(self, slow(x, self.build.deferred), *others)
+        return layer(self, slow(x, self.build.wgrad_store), *others)
 
     def go(trainer: Trainer, link: Link | None) -> None:
         def start_exchange(tensor: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
@@ -322,7 +322,7 @@ class Sleeper:
 
     seconds: float
     stages: int
-    deferred: Deferred
+    wgrad_store: WeightGradStore
     device: torch.device = CPU
 
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
@@ -333,7 +333,7 @@ class Sleeper:
         """Sleep."""
         x = received[0] if received else torch.ones(1, requires_grad=True)
         weight = torch.zeros(1, requires_grad=True)
-        out = Slow.apply(x, weight, self.seconds, self.deferred)
+        out = Slow.apply(x, weight, self.seconds, self.wgrad_store)
         return (out.sum(),) if stage == self.stages - 1 else (out,)
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
@@ -371,13 +371,13 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
     axis, backward_axis = (Axis(name, size, rank, ranks, dist.new_group(list(ranks))) for name in ("pp", "pp_backward"))
     courier, found = Courier(delay), {}
     for name, plan in schedules(size, m).items():
-        whole, deferred = with_reduction(plan), Deferred()
-        work = Sleeper(seconds_of(plan, STEP), 1 + max(action.stage for row in plan for action in row), deferred)
+        whole, wgrad_store = with_reduction(plan), WeightGradStore()
+        work = Sleeper(seconds_of(plan, STEP), 1 + max(action.stage for row in plan for action in row), wgrad_store)
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
                 executor.run(script(whole, rank, overlap=overlaps, together=name == IN_TURNS), work=work, axis=axis,
-                             backward_axis=backward_axis, deferred=deferred)
+                             backward_axis=backward_axis, wgrad_store=wgrad_store)
 
         found[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))
     return found

@@ -99,7 +99,7 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
         collectives.barrier(mesh.cp)
         began = time.perf_counter()
         with (patch.object(ring, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
-              patch.object(ring, "blocks", SimpleNamespace(forward=forward, backward=backward, merge=ring.blocks.merge))):
+              patch.object(ring, "blockwise_attention", SimpleNamespace(forward=forward, backward=backward, merge=ring.blockwise_attention.merge))):
             kernel(q, k, v, MaskSpec(length=length)).sum().backward()
         collectives.barrier(mesh.cp)
         return time.perf_counter() - began

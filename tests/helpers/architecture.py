@@ -208,19 +208,19 @@ def files_form_no_cycle(tree: Tree) -> Offences:
         next_files[source.path].setdefault(other.path, line)
     done: set[str] = set()
     for start in tree:
-        trail: list[tuple[str, Iterator[str]]] = [(start, iter(next_files[start]))] if start not in done else []
-        while trail:
-            path, rest = trail[-1]
-            on_trail = [step for step, _ in trail]
+        flight_recorder: list[tuple[str, Iterator[str]]] = [(start, iter(next_files[start]))] if start not in done else []
+        while flight_recorder:
+            path, rest = flight_recorder[-1]
+            on_trail = [step for step, _ in flight_recorder]
             following = next(rest, None)
             if following is None:
                 done.add(path)
-                trail.pop()
+                flight_recorder.pop()
             elif following in on_trail:
                 circle = [*on_trail[on_trail.index(following):], following]
                 yield path, next_files[path][following], f"a circle of imports: {' -> '.join(circle)}"
             elif following not in done:
-                trail.append((following, iter(next_files[following])))
+                flight_recorder.append((following, iter(next_files[following])))
 
 
 def imports_stand_at_the_top(tree: Tree) -> Offences:

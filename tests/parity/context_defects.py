@@ -14,7 +14,7 @@ from megatron.core.context_parallel.attention import Travelling
 from megatron.core.context_parallel.ring import Pair, Ring
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.distributed import ddp
-from megatron.core.kernels import blocks
+from megatron.core.kernels import blockwise_attention
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -27,7 +27,7 @@ from tests.parity.defect import Defect, collectives_with
 
 # The ring.
 
-_merge, _forward, _backward = blocks.merge, blocks.forward, blocks.backward
+_merge, _forward, _backward = blockwise_attention.merge, blockwise_attention.forward, blockwise_attention.backward
 _kind, _pairs, _seen = ring._kind, ring.pairs, Ring._seen
 
 
@@ -135,11 +135,11 @@ def _buckets_over_data_ranks(module: Any, mesh: Mesh, **keywords: Any) -> Any:
 
 CONTEXT: tuple[Defect, ...] = (
     Defect("results of two blocks are averaged instead of merged", (("cp2", "gpt"), ("cp4 two-level mb2", "llama")),
-           ((blocks, "merge", _merge_by_sums),)),
+           ((blockwise_attention, "merge", _merge_by_sums),)),
     Defect("the log-sum-exp of two blocks is the larger one", (("cp2", "gpt"), ("cp2 mb2", "packed")),
-           ((blocks, "merge", _merge_into_the_larger),)),
+           ((blockwise_attention, "merge", _merge_into_the_larger),)),
     Defect("gradients of a block use the log-sum-exp of that block", (("cp2", "gpt"), ("cp2 tp2 sp mb4", "mla-q")),
-           ((blocks, "backward", _backward_of_the_block_alone),)),
+           ((blockwise_attention, "backward", _backward_of_the_block_alone),)),
     Defect("keys, values and their gradients stay where they are", (("cp2", "gpt"), ("cp4 mb2", "gqa2")),
            ((ring, "collectives", collectives_with(start_shift=_keep_gradients_where_they_were_found)),)),
     Defect("a window is one place short across the border of two chunks", (("cp2 mb4", "windows"),),

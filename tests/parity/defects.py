@@ -30,8 +30,8 @@ from megatron.core.optimizer import clip, optimizer
 from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
-from megatron.core.parallel.deferred import Deferred
-from megatron.core.parallel.gradient_sum import GradientSum
+from megatron.core.parallel.wgrad import WeightGradStore
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Part
@@ -159,11 +159,11 @@ def _repeat_own_piece(output: Tensor, piece: Tensor, axis: Axis) -> None:
     output.copy_(piece.repeat(axis.size, *(1 for _ in piece.shape[1:])))
 
 
-_gathered_product = linear.gathered_product
+_all_gather_matmul = linear.all_gather_matmul
 
 
 def _pieces_in_order_of_arrival(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
-    product, whole = _gathered_product(x, matrix, bias, axis)
+    product, whole = _all_gather_matmul(x, matrix, bias, axis)
     pieces = product.chunk(axis.size)
     return torch.cat([pieces[(axis.rank - step) % axis.size] for step in range(axis.size)]), whole
 
@@ -359,9 +359,9 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("a column layer's weight gradient sees one piece of the sequence", (("tp2 sp", "gpt"),),
            ((linear, "collectives", collectives_with(start_all_gather=_repeat_own_piece)),)),
     Defect("pieces that travel are laid down in the order in which they arrive", (("tp4 rings-all mb4", "llama"), ("tp2 rings-in mb4", "gqa2")),
-           ((linear, "gathered_product", _pieces_in_order_of_arrival),)),
+           ((linear, "all_gather_matmul", _pieces_in_order_of_arrival),)),
     Defect("a sum that travels forgets what it meets", (("tp2 rings-out", "untied"), ("tp4 rings-all mb4", "llama")),
-           ((linear, "summed_product", _own_product),)),
+           ((linear, "matmul_reduce_scatter", _own_product),)),
     Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
     Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
            ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
@@ -382,9 +382,9 @@ DEFECTS: tuple[Defect, ...] = (
            (("pp2", "gpt"), ("pp2 gpipe", "gpt"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias")),
            ((_Walk, "_backward", _another_activation),)),
     Defect("a weight's gradient waits and is forgotten", (("pp2 zb", "gpt"), ("pp2 ep2 dp2 delay alltoall zero overlap-reduce bucket600", "moe-shared")),
-           ((Deferred, "catch_up", nothing),)),
+           ((WeightGradStore, "pop", nothing),)),
     Defect("a weight's gradient that waits for travelling tokens is forgotten", (("tp2 sp ep2 dp2 turns delay", "moe-shared-bias"),),
-           ((Deferred, "work_off", lambda self: self._waiting.update({key: [] for key in self._waiting}) if self.collects else None),)),
+           ((WeightGradStore, "flush", lambda self: self._waiting.update({key: [] for key in self._waiting}) if self.collects else None),)),
     Defect("inputs that wait for their weights are pieces of the sequence",
            (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),), ((linear, "_later", _piece_of_the_input),)),
     Defect("the last stage reads another microbatch's labels", (("pp2", "gpt"),), ((StepWork, "_batch", _another_batch_at_the_end),)),
@@ -402,7 +402,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
            ((DataParallel, "zero_gradients", _keep_gradients),)),
     Defect("a matrix forgets what it has added for earlier microbatches", (("dp2", "gpt"), ("mb2", "gpt")),
-           ((GradientSum, "add_product", lambda self, left, right: self.total.copy_(left.mm(right))),)),
+           ((MainGrad, "add_product", lambda self, left, right: self.total.copy_(left.mm(right))),)),
     Defect("gradients of shares are averaged and scaled", (("dp2 fsdp", "gpt"),), ((FullySharded, "__init__", _always_average_shares),)),
     Defect("gradients of shares are not zeroed between steps", (("dp2 fsdp", "gpt"),), ((FullySharded, "zero_gradients", nothing),)),
     Defect("gradients of shares are those of the last microbatch", (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),

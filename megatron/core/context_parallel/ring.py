@@ -1,7 +1,7 @@
 """Attention over keys and values that travel round a ring of ranks (Liu et al., 2023).
 
 Every rank keeps its queries. In as many steps as there are ranks it meets the keys and values of every rank, which it hands
-on while it computes, and merges what it finds by the log-sum-exp of the scores (`kernels/blocks.py`). On the way back keys
+on while it computes, and merges what it finds by the log-sum-exp of the scores (`kernels/blockwise_attention.py`). On the way back keys
 and values travel again, and their gradients behind them, one step later, until they are home.
 
 Chunks are compared by the places where they begin and end, so that a pair of which the mask shows nothing costs nothing, and
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels import blocks
-from megatron.core.kernels.blocks import Block
+from megatron.core.kernels import blockwise_attention
+from megatron.core.kernels.blockwise_attention import Block
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel import collectives
@@ -163,8 +163,8 @@ class _Ring(Function):
         lse = output.new_full(rows, float("-inf"))
         for source, key, value in _around(k, v, ring):
             for own, theirs, block in ring.blocks(source, q):
-                found = blocks.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
-                output[:, :, own], lse[:, :, own] = blocks.merge(output[:, :, own], lse[:, :, own], *found)
+                found = blockwise_attention.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
+                output[:, :, own], lse[:, :, own] = blockwise_attention.merge(output[:, :, own], lse[:, :, own], *found)
         if sink is not None:  # one more score, which takes weight and gives nothing; those who see nothing keep their zero
             with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
             output = output * (lse - with_sink).exp()[..., None]
@@ -188,7 +188,7 @@ class _Ring(Function):
             flat = parcel.empty(k, count, lse.dtype).zero_()
             dk, dv = parcel.open(flat, count)
             for own, theirs, block in ring.blocks(source, q):
-                found = blocks.backward(gradient[:, :, own], q[:, :, own], key[:, :, theirs], value[:, :, theirs],
+                found = blockwise_attention.backward(gradient[:, :, own], q[:, :, own], key[:, :, theirs], value[:, :, theirs],
                                         output[:, :, own], lse[:, :, own], block)
                 dq[:, :, own] += found[0]
                 dk[:, :, theirs] += found[1]

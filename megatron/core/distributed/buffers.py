@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.device import widens_products
-from megatron.core.parallel.gradient_sum import GradientSum
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, spec_of
 
@@ -81,7 +81,7 @@ class Bucket:
             view.copy_(param.data)
             param.data = view
         widens = widens_products(device, self.data.dtype, grad_dtype)
-        self.sums = [GradientSum(view, widens=widens) for view in self.gradient_views()]
+        self.sums = [MainGrad(view, widens=widens) for view in self.gradient_views()]
 
     def gradient_views(self) -> list[Tensor]:
         """Each parameter's gradient, in its shape."""

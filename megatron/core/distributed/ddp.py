@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
 from megatron.core.distributed.rounded import RoundedBucket, holders_of
 from megatron.core.parallel import collectives
-from megatron.core.parallel.gradient_sum import GradientSum
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 
 
@@ -128,14 +128,14 @@ class DataParallel:
             for param in params:
                 self._arrive(self._place.get(param, -1))  # state of a module is in no bucket
 
-    def _listen(self, param: nn.Parameter, gradient_sum: GradientSum) -> Node:
+    def _listen(self, param: nn.Parameter, main_grad: MainGrad) -> Node:
         """Hear of every backward pass that ends at a parameter: through its node, which also hears of gradients that layers have
         added themselves. It holds on to nothing: what a node knew would never be let go of, as Python's collector does not look into
         autograd, and a trainer's memory is free with its last name.
         """
-        param.gradient_sum, node = gradient_sum, get_gradient_edge(param).node  # type: ignore[attr-defined]
-        gradient_sum.came = partial(_came, ref(self), ref(gradient_sum), ref(param))
-        node.register_hook(lambda *_: gradient_sum.came())
+        param.main_grad, node = main_grad, get_gradient_edge(param).node  # type: ignore[attr-defined]
+        main_grad.came = partial(_came, ref(self), ref(main_grad), ref(param))
+        node.register_hook(lambda *_: main_grad.came())
         return node
 
     def arrived(self, param: torch.Tensor) -> None:
@@ -159,17 +159,17 @@ class DataParallel:
         self._reducing.append(_start(bucket, op))
 
 
-def _came(owner: ReferenceType[DataParallel], sums: ReferenceType[GradientSum], parameter: ReferenceType[nn.Parameter]) -> None:
+def _came(owner: ReferenceType[DataParallel], sums: ReferenceType[MainGrad], parameter: ReferenceType[nn.Parameter]) -> None:
     """All that one backward pass says of a parameter was said: what autograd made of it is added, and it counts."""
-    one, gradient_sum, param = owner(), sums(), parameter()
-    if one is None or gradient_sum is None or param is None:
+    one, main_grad, param = owner(), sums(), parameter()
+    if one is None or main_grad is None or param is None:
         return
     if param.grad is not None:
-        gradient_sum.add(param.grad)
+        main_grad.add(param.grad)
         param.grad = None
-    if gradient_sum.touched:
+    if main_grad.touched:
         one.arrived(param)
-    gradient_sum.touched = False
+    main_grad.touched = False
 
 
 def _start(bucket: Bucket, op: str) -> collectives.Work:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.kernels import reference, rows
+from megatron.core.kernels import chunked_attention, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
@@ -31,14 +31,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     """`reference.attention` by torch's scaled dot product attention: the best of its backends for this device.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the
-    backward pass: where torch has no such kernel, on CPUs with dropout, `rows` serves, and in compiled regions they are computed again.
+    backward pass: where torch has no such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions they are computed again.
     """
     if scores.softcap is not None:
         return reference.attention(q, k, v, mask, dropout, scores)
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
             return checkpoint(_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
-        return rows.attention(q, k, v, mask, dropout, scores)
+        return chunked_attention.attention(q, k, v, mask, dropout, scores)
     return _attention(q, k, v, mask, dropout, scores)
 
 

@@ -29,7 +29,7 @@ class Need:
     """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
     capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
     several ranks. overlapped_experts: something computes while tokens travel. pieces: attention sees pieces of sequences.
-    low: what is multiplied in 8 bits, and how; alone: no other rank works on a rank's tokens; deferred: gradients of weights wait.
+    low: what is multiplied in 8 bits, and how; alone: no other rank works on a rank's tokens; delays_wgrad: weight gradients are computed later.
     preferred: the library whose kernels are taken first where they can serve, unasked.
     """
 
@@ -49,7 +49,7 @@ class Need:
     pieces: bool = False
     low: LowPrecisionConfig = LowPrecisionConfig()
     alone: bool = True
-    deferred: bool = False
+    delays_wgrad: bool = False
     preferred: str = ""
 
 
@@ -135,7 +135,7 @@ def _transformer_engine_unfit(need: Need) -> str:
 def _torchao_unfit(need: Need) -> str:
     lacking = {"weights are kept rounded; leave out --fp8-param-gather": need.low.holds_weights,
                "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
-               "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.deferred}
+               "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad}
     return torchao.unfit(recipe=need.low.recipe, alone=need.alone, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
 
 

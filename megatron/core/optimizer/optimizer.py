@@ -7,7 +7,7 @@ masters; wide weights are their own masters.
     segment --matrix of a layer, --optimizer muon--> Muon             muon.py
             --else--> AdamW, SGD, Lion                                elementwise.py
             --else, --optimizer adafactor--> Adafactor                adafactor.py
-            --else, --use-precision-aware-optimizer--> NarrowAdam     narrow.py, formats.py
+            --else, --use-precision-aware-optimizer--> LowPrecisionAdam     narrow.py, formats.py
             --of these, --optimizer-cpu-offload--> the same, where the CPU's memory is   offload.py
 """
 
@@ -28,7 +28,7 @@ from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.elementwise import RULES, Elementwise
 from megatron.core.optimizer.groups import Group, group_of, is_by_muon
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.narrow import Entry, NarrowAdam, entry_of, pack, unpacked
+from megatron.core.optimizer.low_precision import Entry, LowPrecisionAdam, entry_of, pack, unpacked
 from megatron.core.optimizer.offload import Host, divided
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.boxes import flat
@@ -38,7 +38,7 @@ from megatron.core.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
 
-Inner = Elementwise | NarrowAdam | Adafactor
+Inner = Elementwise | LowPrecisionAdam | Adafactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Optimizer:
         wide = segment.data.dtype in (torch.float32, torch.float64) or bool(self.entries)
         return segment.data if wide else segment.data.float()
 
-    def _make_inner(self, groups: list[dict[str, Any]]) -> Elementwise | NarrowAdam:
-        return NarrowAdam(groups, self.config) if self.entries else RULES[self.config.elementwise](groups, self.config)
+    def _make_inner(self, groups: list[dict[str, Any]]) -> Elementwise | LowPrecisionAdam:
+        return LowPrecisionAdam(groups, self.config) if self.entries else RULES[self.config.elementwise](groups, self.config)
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Rates of the next step. decoupled_lr: of the embedding and output layer."""
@@ -125,7 +125,7 @@ class Optimizer:
         return StepResult(norm, True, zeros)
 
     def _update(self, factor: float | Tensor) -> None:
-        if isinstance(self.inner, NarrowAdam):
+        if isinstance(self.inner, LowPrecisionAdam):
             self.inner.step(factor)
         elif self.host is not None and self.inner is not None:
             self.host.step(self.inner, factor, lambda: self._update_here(factor))
@@ -151,7 +151,7 @@ class Optimizer:
             if segment.name not in factors:
                 continue
             rows = factors[segment.name]
-            if isinstance(self.inner, NarrowAdam):
+            if isinstance(self.inner, LowPrecisionAdam):
                 self.inner.edit(self.entries[place], lambda values, rows=rows, segment=segment: _scale(values, segment, rows))
             else:
                 _scale(self.masters[place], segment, rows)
@@ -211,14 +211,14 @@ class Optimizer:
     @property
     def num_steps(self) -> int:
         """Updates done so far (Adam's bias correction counts them)."""
-        if isinstance(self.inner, NarrowAdam | Adafactor):
+        if isinstance(self.inner, LowPrecisionAdam | Adafactor):
             return self.inner.steps
         counts = [state["step"] for state in self.inner.state.values() if "step" in state] if self.inner is not None else []
         return int(counts[0]) if counts else 0
 
     def load_num_steps(self, steps: int) -> None:
         """Continue counting from `steps`."""
-        if isinstance(self.inner, NarrowAdam | Adafactor):
+        if isinstance(self.inner, LowPrecisionAdam | Adafactor):
             self.inner.steps = steps
         elif self.inner is not None:
             for state in self.inner.state.values():

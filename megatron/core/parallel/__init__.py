@@ -1,4 +1,4 @@
-"""Floor 2: the ground of every parallelism. Who sits where, and who holds what.
+"""What every kind of parallelism is built on: the mesh, collectives, and what each rank holds of a tensor.
 
 grid.py         which ranks share which axis: pure arithmetic
 mesh.py         Axis and Mesh: this rank's place and its groups
@@ -8,7 +8,9 @@ boxes.py        rectangles inside global tensors
 spec.py         the one record a parameter carries, and what follows from it
 rng.py          named random streams; initial values drawn by global name
 recompute.py    activation recomputation that replays the random streams
-offload.py      activations that wait in the memory of the CPU
-deferred.py     gradients of weights that wait for their turn in the schedule
-turns.py        two pieces of work in turns, each while the other waits for other ranks
+offload.py      activation offloading to CPU memory
+wgrad.py        delayed weight gradients (zero bubble, --delay-wgrad-compute)
+main_grad.py    main gradients, and the accumulation that layers do themselves
+dual_batch.py   dual-batch overlap: two microbatches take turns, one computes while the other communicates
+flight_recorder.py  the last collectives of a rank, for messages about failures
 """

@@ -31,26 +31,27 @@ def wait(work: Work) -> None:
         work.wait()
 
 
-def see_through(work: Work, axis: Axis, *, alone: bool = True) -> None:
-    """The same, where the time that it takes is known to be a wait for the axis, and other work may be done meanwhile.
+def wait_for_axis(work: Work, axis: Axis, *, alone: bool = True) -> None:
+    """Wait for work over an axis, and do delayed work meanwhile: delayed weight gradients, or the other microbatch of dual-batch
+    overlap while tokens travel over the expert axis.
 
-    alone: it is not part of something larger that is waited for. Over the axis of experts that is what tokens travel by.
+    alone: it is not part of a larger communication.
     """
-    axis.trail.idle()
+    axis.flight_recorder.idle()
     if alone and axis.name == "ep":
-        axis.trail.travels()
-    axis.trail.pause()
+        axis.flight_recorder.travels()
+    axis.flight_recorder.pause()
     wait(work)
-    axis.trail.resume()
+    axis.flight_recorder.resume()
 
 
 def _note(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
-    axis.trail.note(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
+    axis.flight_recorder.note(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Reduce over the axis, in place; op is sum, max, min or avg. Returns the tensor."""
-    see_through(start_all_reduce(tensor, axis, op), axis)
+    wait_for_axis(start_all_reduce(tensor, axis, op), axis)
     return tensor
 
 
@@ -87,7 +88,7 @@ def all_gather(piece: Tensor, axis: Axis, *, alone: bool = True) -> Tensor:
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    see_through(start_all_gather(output, piece.contiguous(), axis), axis, alone=alone)
+    wait_for_axis(start_all_gather(output, piece.contiguous(), axis), axis, alone=alone)
     return output
 
 
@@ -96,7 +97,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    see_through(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
+    wait_for_axis(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
     return output
 
 
@@ -290,7 +291,7 @@ class Journey:
 
     def wait(self) -> None:
         """Wait for what is on its way, and let the work go, which would hold its tensors until the backward pass."""
-        see_through(self.work, self.axis, alone=self.alone)
+        wait_for_axis(self.work, self.axis, alone=self.alone)
         self.work = None
 
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of, compute_in_batches
 from megatron.core.parallel.grid import axis_ranks, block_ranks
-from megatron.core.parallel.trail import Trail
+from megatron.core.parallel.flight_recorder import FlightRecorder
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1.
 
-    trail: where collectives over it are noted, which all axes of a mesh share.
+    flight_recorder: where collectives over it are noted, which all axes of a mesh share.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
-    trail: Trail = field(default_factory=Trail, compare=False, repr=False)
+    flight_recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -78,8 +78,8 @@ class Mesh:
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
-        trail = Trail()
-        axes = {field.name: Axis(field.name, trail=trail) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+        flight_recorder = FlightRecorder()
+        axes = {field.name: Axis(field.name, flight_recorder=flight_recorder) for field in fields(Mesh) if field.name not in ("device", "blocks")}
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
@@ -92,10 +92,10 @@ class Mesh:
         lists = axis_ranks(parallel, world_size)
         lists["pp_backward"] = lists["pp"]
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes, trail = {}, Trail()
+        axes, flight_recorder = {}, FlightRecorder()
 
         def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
-            return replace(_axis(name, lists, rank, made, backend, timeout), trail=trail)
+            return replace(_axis(name, lists, rank, made, backend, timeout), flight_recorder=flight_recorder)
 
         for field in fields(Mesh):
             if field.name in ("device", "blocks"):
@@ -108,9 +108,9 @@ class Mesh:
         return Mesh(device=device, blocks=blocks, **axes)
 
     @property
-    def trail(self) -> Trail:
+    def flight_recorder(self) -> FlightRecorder:
         """Where this rank notes what it does."""
-        return self.world.trail
+        return self.world.flight_recorder
 
     def sharing(self, size: int) -> Axis:
         """This rank and those with which it shares a sequence that is cut over so many."""

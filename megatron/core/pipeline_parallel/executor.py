@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.trail import Trail
-from megatron.core.parallel.turns import Turns
+from megatron.core.parallel.flight_recorder import FlightRecorder
+from megatron.core.parallel.dual_batch import DualBatch
 from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 
@@ -58,21 +58,21 @@ class Work(Protocol):
         """All gradients of the stage are there: begin their reduction over data parallelism."""
 
 
-def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, deferred: Deferred | None = None, delays: bool = False) -> None:
+def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, wgrad_store: WeightGradStore | None = None, delays: bool = False) -> None:
     """Do everything the script says; returns when this rank's messages are through.
 
     axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
-    deferred: where layers leave the gradients of weights that a plan has wait for a "W"; or, if it `delays` them, until a
-    backward pass would wait for other ranks.
+    wgrad_store: where layers delay weight gradients until the schedule's "W"; or, with `delays`, until a backward pass would wait
+    for other ranks.
     """
     assert (script.rank, script.size) == (axis.rank, axis.size), \
         f"the script is for rank {script.rank} of {script.size}, this is rank {axis.rank} of {axis.size}"
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
     splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
-    assert deferred is not None or not (splits or delays), "weights that wait need a place where they do"
+    assert wgrad_store is not None or not (splits or delays), "weights that wait need a place where they do"
     assert not (splits and delays), "a plan says when its weights' gradients are computed"
     own = frozenset(step for step in script.steps if isinstance(step, Action))
-    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, deferred if splits or delays else None, delays)
+    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, wgrad_store if splits or delays else None, delays)
     with torch.set_grad_enabled(bool(final)):
         for part in script.parts():
             if isinstance(part[0], Transfer):
@@ -91,13 +91,13 @@ class _Payload:
     tensors: tuple[Tensor, ...]
     pending: tuple[dist.Work, ...] = ()
 
-    def wait(self, trail: Trail) -> tuple[Tensor, ...]:
+    def wait(self, flight_recorder: FlightRecorder) -> tuple[Tensor, ...]:
         if self.pending:
-            trail.pause()
+            flight_recorder.pause()
             for handle in self.pending:
                 handle.wait()
             self.pending = ()
-            trail.resume()
+            flight_recorder.resume()
         return self.tensors
 
 
@@ -119,7 +119,7 @@ class _Walk:
     axes: dict[str, Axis]
     final: dict[int, Action]
     own: frozenset[Action]
-    deferred: Deferred | None
+    wgrad_store: WeightGradStore | None
     delays: bool
     arrived: dict[Action, _Payload] = field(default_factory=dict)  # by the action that takes it
     made: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)  # by the action that made it
@@ -131,7 +131,7 @@ class _Walk:
         axis = self.axes[transfer.kind]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
         tensors = self.made.pop(transfer.made_by) if sends else self._buffers(transfer.taken_by)
-        axis.trail.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
+        axis.flight_recorder.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
         if sends:
             payload = _Payload(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(payload)
@@ -139,52 +139,52 @@ class _Walk:
             payload = _Payload(tensors, tuple(dist.irecv(t, src=source, group=axis.group) for t in tensors))
             self.arrived[transfer.taken_by] = payload
         if not self.script.overlap:
-            payload.wait(axis.trail)
+            payload.wait(axis.flight_recorder)
 
     def perform(self, action: Action) -> None:
         """Do one action; what was being sent when it began is through when it ends, and is let go."""
         earlier, self.sending = self.sending, []
-        trail = self.axes["F"].trail
-        trail.enter(action)
-        trail.start()
+        flight_recorder = self.axes["F"].flight_recorder
+        flight_recorder.enter(action)
+        flight_recorder.start()
         if action.op == "F":
             self._pass_on(action, self._forward(action))
         elif action.op == "B":
             self._pass_on(action, self._backward(action))
         elif action.op == "W":
-            self.deferred.catch_up((action.stage, action.microbatch))
+            self.wgrad_store.pop((action.stage, action.microbatch))
         else:
             self.work.reduce(action.stage)
-        trail.stop()
+        flight_recorder.stop()
         for payload in earlier:
-            payload.wait(trail)
+            payload.wait(flight_recorder)
 
     def perform_together(self, forward: Action, backward: Action) -> None:
-        """Do two passes in turns: each goes on while the other waits for ranks that share its layers."""
+        """Dual-batch overlap: run two passes that take turns while the other communicates."""
         earlier, self.sending = self.sending, []
-        trail, turns = self.axes["F"].trail, Turns()
-        trail.enter(f"{forward} and {backward}")
-        trail.start()
-        trail.travels, before = turns.pass_on, trail.travels
+        flight_recorder, turns = self.axes["F"].flight_recorder, DualBatch()
+        flight_recorder.enter(f"{forward} and {backward}")
+        flight_recorder.start()
+        flight_recorder.travels, before = turns.switch, flight_recorder.travels
         try:
             turns.run(lambda: self._pass_on(forward, self._forward(forward)), lambda: self._pass_on(backward, self._backward(backward)),
                       self.work.device)
         finally:
-            trail.travels = before
-        trail.stop()
+            flight_recorder.travels = before
+        flight_recorder.stop()
         for payload in earlier:
-            payload.wait(trail)
+            payload.wait(flight_recorder)
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for payload in self.sending:
-            payload.wait(self.axes["F"].trail)
+            payload.wait(self.axes["F"].flight_recorder)
         left = [*self.arrived, *self.made, *self.kept]
         assert not left, f"the script ended with results that nobody took: {left}"
 
     def _forward(self, action: Action) -> Iterable[Tensor]:
         """Run a stage on what it received; keep what its backward pass needs, if there will be one."""
-        received = self.arrived.pop(action).wait(self.axes["F"].trail) if action.stage > 0 else ()
+        received = self.arrived.pop(action).wait(self.axes["F"].flight_recorder) if action.stage > 0 else ()
         if self.final:
             received = tuple(_leaf(tensor) for tensor in received)
         outputs = self.work.forward(action.stage, action.microbatch, received)
@@ -199,10 +199,10 @@ class _Walk:
         """Run autograd from a stage's outputs down to what it received, and return the gradients of that."""
         kept = self.kept.pop((action.stage, action.microbatch))
         is_last_stage = action.stage == self.script.stages - 1
-        gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait(self.axes["B"].trail)
+        gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait(self.axes["B"].flight_recorder)
         last = action == self.final[action.stage]
         # With delays, the last pass of a stage leaves nothing: some weights would come twice, and their sum set out after the first.
-        leaves = self.deferred is not None and not (self.delays and last)
+        leaves = self.wgrad_store is not None and not (self.delays and last)
         self.work.before_backward(action.stage, action.microbatch, last and not leaves)
         pairs = [pair for pair in zip(kept.edges, gradients, strict=True) if pair[0] is not None]
         if pairs:
@@ -214,25 +214,25 @@ class _Walk:
     @contextmanager
     def _leaving(self, action: Action) -> Iterator[None]:
         """Around autograd, where gradients of weights are to wait."""
-        deferred, key, trail = self.deferred, (action.stage, action.microbatch), self.axes["F"].trail
-        assert deferred is not None, "weights that wait need a place where they do"
+        wgrad_store, key, flight_recorder = self.wgrad_store, (action.stage, action.microbatch), self.axes["F"].flight_recorder
+        assert wgrad_store is not None, "weights that wait need a place where they do"
         if not self.delays:
-            with deferred.collecting(key):
+            with wgrad_store.collecting(key):
                 yield
             return
-        others = trail.idle
+        others = flight_recorder.idle
 
         def idle() -> None:
-            deferred.work_off()
+            wgrad_store.flush()
             others()
 
-        trail.idle = idle
+        flight_recorder.idle = idle
         try:
-            with deferred.collecting(key):
+            with wgrad_store.collecting(key):
                 yield
         finally:
-            trail.idle = others
-        deferred.catch_up(key)
+            flight_recorder.idle = others
+        wgrad_store.pop(key)
 
     def _pass_on(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Leave an action's result for the message that takes it, or for the action itself where that is on this rank."""

@@ -1,10 +1,10 @@
-"""Floor 3: layers whose matrices are cut over the tensor ranks.
+"""Tensor-parallel layers.
 
 region.py     entrance and exit of a tensor-parallel region, with or without sequence parallelism
 linear.py     ColumnLinear and RowLinear
-low_precision.py  their products of 8 and 4 bits, and delayed scales
-rings.py      products of a cut sequence whose pieces travel while others are multiplied
+low_precision.py  fp8 and fp4 matmuls, delayed scaling
+overlapped_matmul.py  matmuls overlapped with the communication of sequence parallelism
 embedding.py  VocabEmbedding and PositionEmbedding
 norm.py       LayerNorm and RMSNorm with their gradient axes
-loss.py       cross entropy over a cut vocabulary
+loss.py       vocabulary-parallel cross entropy
 """

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.gradient_sum import GradientSum
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.region import Region
-from megatron.core.tensor_parallel.rings import gathered_product, summed_product
+from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
 
 
-def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: GradientSum | None) -> tuple[Tensor | None, ...]:
+def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad | None) -> tuple[Tensor | None, ...]:
     """Of y = x W^T + b: dW, and db if there is one. x: [..., in]; gradient: [..., out]. into: where dW is added, and then None for it."""
     flat, x, weight_gradient = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]), None
     if into is None:
@@ -42,8 +42,8 @@ class _EnterLinear(Function):
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.bias, context.into = region, bias, region.sum_of(weight)
-        if region.rings.gathers:
-            return gathered_product(x, weight.t(), bias, region.axis)[0]
+        if region.overlapped.gathers:
+            return all_gather_matmul(x, weight.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
         return F.linear(whole, weight, bias)
 
@@ -51,12 +51,12 @@ class _EnterLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
         region, axis, bias = context.region, context.region.axis, context.bias
-        later = region.deferred is not None and region.deferred.collects and context.needs_input_grad[1]
+        later = region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]
         gathering, whole = None, x
         if region.sequence_parallel and not later:  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_gather(x, region)
-        if region.rings.gradients:
-            own, sending = summed_product(gradient, weight, axis), None
+        if region.overlapped.gradients:
+            own, sending = matmul_reduce_scatter(gradient, weight, axis), None
             collectives.wait(gathering)
         elif region.sequence_parallel:
             input_gradient = gradient.matmul(weight)
@@ -68,11 +68,11 @@ class _EnterLinear(Function):
             sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            region.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None, context.into),
+            region.wgrad_store.put([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None, context.into),
                                   context.into)
         else:
             gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
-        collectives.see_through(sending, axis)
+        collectives.wait_for_axis(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -82,7 +82,7 @@ def _start_gather(x: Tensor, region: Region) -> tuple[Tensor, collectives.Work]:
     return whole, collectives.start_all_gather(whole, x.contiguous(), region.axis)
 
 
-def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool, into: GradientSum | None) -> tuple[Tensor | None, ...]:
+def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool, into: MainGrad | None) -> tuple[Tensor | None, ...]:
     """The weight's and bias's gradients of a layer that enters a region."""
     if region.sequence_parallel:
         x, gathering = _start_gather(x, region)
@@ -97,21 +97,21 @@ class _ExitLinear(Function):
     def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.sum_of(weight)
-        if region.rings.sums:
-            return summed_product(x, weight.t(), region.axis)
+        if region.overlapped.sums:
+            return matmul_reduce_scatter(x, weight.t(), region.axis)
         return collectives.reduce_scatter(x.matmul(weight.t()), region.axis)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = context.saved_tensors
         region = context.region
-        if region.rings.gathers:
-            own, whole = gathered_product(gradient, weight, None, region.axis)
+        if region.overlapped.gathers:
+            own, whole = all_gather_matmul(gradient, weight, None, region.axis)
         else:
             whole = collectives.all_gather(gradient, region.axis)
             own = whole.matmul(weight)
-        if region.deferred is not None and region.deferred.collects and context.needs_input_grad[1]:
-            region.deferred.leave([weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into)
+        if region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]:
+            region.wgrad_store.put([weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into)
             return own, None, None
         gradients = _weight_gradients(x, whole, bias=False, into=context.into) if context.needs_input_grad[1] else (None,)
         return own, gradients[0], None
@@ -129,11 +129,11 @@ class _Multiply(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors
-        deferred, bias, gradients = context.region.deferred, context.bias, (None,)
+        wgrad_store, bias, gradients = context.region.wgrad_store, context.bias, (None,)
         own = gradient.matmul(weight) if context.needs_input_grad[0] else None
-        if deferred is not None and deferred.collects and context.needs_input_grad[1]:
+        if wgrad_store is not None and wgrad_store.collects and context.needs_input_grad[1]:
             compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)
-            deferred.leave([weight] if bias is None else [weight, bias], compute, context.into)
+            wgrad_store.put([weight] if bias is None else [weight, bias], compute, context.into)
         elif context.needs_input_grad[1]:
             gradients = _weight_gradients(x, gradient, bias=bias is not None, into=context.into)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
@@ -148,7 +148,7 @@ def enter_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region)
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
-    by_autograd = region.deferred is None and region.sum_of(weight) is None
+    by_autograd = region.wgrad_store is None and region.sum_of(weight) is None
     return F.linear(x, weight, bias) if by_autograd else _Multiply.apply(x, weight, bias, region)
 
 
@@ -168,7 +168,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]."""
         if self.scaling is not None:
-            way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.deferred)
+            way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store)
             return low_linear(x, self.weight, self.bias, way)
         return enter_linear(x, self.weight, self.bias, self.region)
 
@@ -205,12 +205,12 @@ class RowLinear(nn.Module):
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
         if self.region.axis.size == 1:
             return self._multiply(x, self.bias)
-        rings = self.region.rings
-        total = (_ExitLinear.apply(x, self.weight, self.region) if rings.gathers or rings.sums
+        overlapped = self.region.overlapped
+        total = (_ExitLinear.apply(x, self.weight, self.region) if overlapped.gathers or overlapped.sums
                  else self.region.exit(self._multiply(x, None)))
         return total if self.bias is None else total + self.bias
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
-            return low_linear(x, self.weight, bias, Way(self.scaling, deferred=self.region.deferred))
+            return low_linear(x, self.weight, bias, Way(self.scaling, wgrad_store=self.region.wgrad_store))
         return multiply(x, self.weight, bias, self.region)

@@ -30,7 +30,7 @@ from megatron.core.kernels.fp8 import Quantised, largest_of
 from megatron.core.kernels.recipes import OPERANDS, Operand, Recipe
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.rng import RandomStreams
 
 
@@ -140,7 +140,7 @@ class Way:
     scaling: Scaling
     axis: Axis | None = None
     gathers: bool = False
-    deferred: Deferred | None = None
+    wgrad_store: WeightGradStore | None = None
     number: int = 0
 
     @property
@@ -175,7 +175,7 @@ class _LowLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         kept, weight, largest = context.saved_tensors
         way, bias, scaling, recipe = context.way, context.bias, context.way.scaling, context.way.scaling.recipe
-        later = way.deferred is not None and way.deferred.collects and context.needs_input_grad[1]
+        later = way.wgrad_store is not None and way.wgrad_store.collects and context.needs_input_grad[1]
         kept, gathering = kept.reshape(-1, kept.shape[-1]), None
         if way.gathers and not later:
             kept, gathering = _start_gather(kept, way.axis)
@@ -189,11 +189,11 @@ class _LowLinear(Function):
         compute = partial(_weight_gradients, scaling, context.kept_scale, flat, rounded, bias=bias is not None)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            way.deferred.leave([weight] if bias is None else [weight, bias], partial(_later, compute, kept, way))
+            way.wgrad_store.put([weight] if bias is None else [weight, bias], partial(_later, compute, kept, way))
         else:
             gradients = compute(kept)
         if way.axis is not None:
-            collectives.see_through(sending, way.axis)
+            collectives.wait_for_axis(sending, way.axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 

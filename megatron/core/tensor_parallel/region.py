@@ -14,28 +14,28 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.deferred import Deferred
-from megatron.core.parallel.gradient_sum import GradientSum, sum_of
+from megatron.core.parallel.wgrad import WeightGradStore
+from megatron.core.parallel.main_grad import MainGrad, sum_of
 from megatron.core.tensor_parallel.low_precision import LowPrecision
-from megatron.core.tensor_parallel.rings import Rings
+from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The choice, made once. axis: the tensor axis. deferred: where weight gradients may wait, if the schedule lets them.
+    """The choice, made once. axis: the tensor axis. wgrad_store: where weight gradients are delayed, if the schedule does so.
 
-    low: how linear layers round what they multiply; None: not at all. rings: what of a cut sequence travels in pieces.
+    low: how linear layers round what they multiply; None: not at all. overlapped: which matmuls overlap their communication.
     sums: layers add the gradients of their weights themselves, to where these are summed.
     """
 
     axis: Axis
     sequence_parallel: bool = False
-    deferred: Deferred | None = None
+    wgrad_store: WeightGradStore | None = None
     low: LowPrecision | None = None
-    rings: Rings = Rings()
+    overlapped: OverlappedMatmuls = OverlappedMatmuls()
     sums: bool = False
 
-    def sum_of(self, weight: Tensor) -> GradientSum | None:
+    def sum_of(self, weight: Tensor) -> MainGrad | None:
         """Where a layer is to add the gradient of a weight; None: it is given to autograd."""
         return sum_of(weight) if self.sums else None
 

@@ -24,11 +24,11 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import dropping_output
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
-from megatron.core.tensor_parallel.rings import Rings
+from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class Build:
     sequence_parallel: bool = False
     recompute: RecomputeConfig = RecomputeConfig()
     cp_comm_type: tuple[str, ...] = ("p2p",)
-    deferred: Deferred | None = None
+    wgrad_store: WeightGradStore | None = None
     low_precision: LowPrecisionConfig = LowPrecisionConfig()
     low: LowPrecision | None = None
-    rings: Rings = Rings()
+    overlapped: OverlappedMatmuls = OverlappedMatmuls()
     sums: bool = False
 
     @property
     def region(self) -> Region:
         """How tensor-parallel regions are entered and left."""
-        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.deferred, self.low, self.rings, self.sums)
+        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.wgrad_store, self.low, self.overlapped, self.sums)
 
     def of_layer(self, plan: LayerPlan) -> Build:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.recompute import dropping_output, recompute
 from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
@@ -35,17 +35,17 @@ class _LaterWeights(Function):
     """x W^T of each row's own expert, whose weight gradients may wait. kernel: what multiplies."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor], deferred: Deferred) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor], wgrad_store: WeightGradStore) -> Tensor:
         context.save_for_backward(x, weight, counts)
-        context.kernel, context.deferred = kernel, deferred
+        context.kernel, context.wgrad_store = kernel, wgrad_store
         return kernel(x, weight, counts)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight, counts = context.saved_tensors
         own = context.kernel(gradient, weight.transpose(1, 2), counts)
-        if context.deferred.collects and context.needs_input_grad[1]:
-            context.deferred.leave([weight], partial(_weight_gradients, x, gradient, counts))
+        if context.wgrad_store.collects and context.needs_input_grad[1]:
+            context.wgrad_store.put([weight], partial(_weight_gradients, x, gradient, counts))
             return own, None, None, None, None
         return own, *_weight_gradients(x, gradient, counts), None, None, None
 
@@ -68,7 +68,7 @@ class GroupedLinear(nn.Module):
         experts, width = build.model.moe.num_experts, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
         by_expert, by_width = Cut(0, "ep", (Part(experts),)), Cut(cut, "etp", sizes[1])
-        self.grouped_linear, self.deferred = build.kernels.grouped_linear, build.deferred
+        self.grouped_linear, self.wgrad_store = build.kernels.grouped_linear, build.wgrad_store
         self.scaling = None if build.low is None else Scaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
         if self.scaling is not None:
             self.grouped_linear = partial(low_grouped_linear, scaling=self.scaling)
@@ -87,9 +87,9 @@ class GroupedLinear(nn.Module):
         return self._multiply(x, counts) + bias.to(x.dtype)
 
     def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
-        if self.deferred is None or self.scaling is not None:
+        if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
-        return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.deferred)
+        return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)
 
 
 class Experts(nn.Module):

@@ -83,7 +83,7 @@ def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None
     (Need(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")), "of the recipes it has tensorwise, not blockwise"),
     (Need(low=TENSORWISE, alone=False), "others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size"),
     (Need(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"), (Need(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
-    (Need(low=TENSORWISE, deferred=True), "gradients of weights wait")])
+    (Need(low=TENSORWISE, delays_wgrad=True), "gradients of weights wait")])
 def test_why_torchao_cannot_serve(need: Need, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         select(need, {"low_linear": "torchao"})

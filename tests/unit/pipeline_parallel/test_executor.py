@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.config.plan import Placement
 from megatron.core.parallel import collectives
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import (
@@ -55,7 +55,7 @@ class TinyWork:
     gradients: list[ndarray | None] = field(default_factory=list)
     sent: list[StorageWeakRef] = field(default_factory=list)
     taken: list[StorageWeakRef] = field(default_factory=list)
-    deferred: Deferred = field(default_factory=Deferred)
+    wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
     most_sent: int = 0
     most_taken: int = 0
 
@@ -127,7 +127,7 @@ def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> Ti
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
     axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
-    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis, deferred=work.deferred)
+    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis, wgrad_store=work.wgrad_store)
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -271,7 +271,7 @@ class DelayedWork(TinyWork):
     axis: Axis = field(default_factory=lambda: Axis("ep"))
 
     def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        region = Region(self.axis, deferred=self.deferred)
+        region = Region(self.axis, wgrad_store=self.wgrad_store)
         hidden = multiply(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
         hidden = multiply(Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region)
         return (hidden.square().mean() / self.microbatches,)
@@ -283,7 +283,7 @@ def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_no
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, deferred=work.deferred, delays=delays)
+    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, wgrad_store=work.wgrad_store, delays=delays)
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
-from megatron.core.tensor_parallel.rings import Rings
+from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 
 S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
 
@@ -84,13 +84,13 @@ MODULES = {
 }
 
 
-def run_module(name: str, tp: int, sequence_parallel: bool, rings: Rings = Rings()) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+def run_module(name: str, tp: int, sequence_parallel: bool, overlapped: OverlappedMatmuls = OverlappedMatmuls()) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Forward and backward of a module cut over tp ranks: whole output, whole input gradient, parameter gradients.
 
     A gradient has its whole shape, with nan where this rank holds nothing.
     """
     mesh = here(tp)
-    region = Region(mesh.tp, sequence_parallel, rings=rings)
+    region = Region(mesh.tp, sequence_parallel, overlapped=overlapped)
     module = MODULES[name](mesh, region)
     name_all(module)
     materialize(module, mesh, seed=1)

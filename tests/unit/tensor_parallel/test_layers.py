@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.region import Region
-from megatron.core.tensor_parallel.rings import Rings
+from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import H, S, V, data
@@ -25,14 +25,14 @@ def test_a_cut_module_equals_the_module_on_one_rank(world: Worlds, name: str, tp
     compare_with_one_rank(world, name, tp, sequence_parallel)
 
 
-@pytest.mark.parametrize("tp, rings", [(2, Rings(gathers=True)), (2, Rings(sums=True)), (4, Rings(gathers=True, sums=True)),
-                                       (4, Rings(gathers=True, sums=True, gradients=True))], ids=str)
+@pytest.mark.parametrize("tp, overlapped", [(2, OverlappedMatmuls(gathers=True)), (2, OverlappedMatmuls(sums=True)), (4, OverlappedMatmuls(gathers=True, sums=True)),
+                                       (4, OverlappedMatmuls(gathers=True, sums=True, gradients=True))], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "gated"])
-def test_pieces_that_travel_while_others_are_multiplied_give_the_same(world: Worlds, name: str, tp: int, rings: Rings) -> None:
-    compare_with_one_rank(world, name, tp, True, rings)
+def test_pieces_that_travel_while_others_are_multiplied_give_the_same(world: Worlds, name: str, tp: int, overlapped: OverlappedMatmuls) -> None:
+    compare_with_one_rank(world, name, tp, True, overlapped)
 
 
-def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | Rings) -> None:
+def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | OverlappedMatmuls) -> None:
     """A module that is cut over tp ranks, and the same on one."""
     output, input_gradient, whole = ranks.run_module(name, 1, False)
     covered = {path: torch.zeros(gradient.shape, dtype=torch.bool) for path, gradient in whole.items()}

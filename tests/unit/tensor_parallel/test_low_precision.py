@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.config.low_precision import LowPrecisionConfig
 from megatron.core.kernels import fp4, fp8
 from megatron.core.kernels.recipes import Recipe, recipe_of
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, histories_of, low_grouped_linear, low_linear
@@ -102,17 +102,17 @@ def test_gradients_of_one_scale_are_autograds_through_the_rounded_operands() -> 
 def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name])
-    deferred, found = Deferred(), []
-    for way in (Way(scaling), Way(scaling, deferred=deferred)):
+    wgrad_store, found = WeightGradStore(), []
+    for way in (Way(scaling), Way(scaling, wgrad_store=wgrad_store)):
         x, weight, bias, gradient = operands()
         output = low_linear(x, weight, bias, way)
-        if way.deferred is None:
+        if way.wgrad_store is None:
             output.backward(gradient)
         else:
-            with deferred.collecting((0, 0)):
+            with wgrad_store.collecting((0, 0)):
                 output.backward(gradient)
             assert weight.grad is None
-            deferred.catch_up((0, 0))
+            wgrad_store.pop((0, 0))
         found.append((x.grad, weight.grad, bias.grad))
     assert all(torch.equal(now, then) for now, then in zip(*found, strict=True))
 

@@ -69,7 +69,7 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(monkeypat
     run = tiny.run_of(tiny.config(hang_timeout_minutes=0.6 / 60.0))
     with Watchdog(run, place):
         for number in range(10):
-            run.mesh.trail.begin("training", number + 1)
+            run.mesh.flight_recorder.begin("training", number + 1)
             ended.wait(0.1)
         assert board.read(FIRST_FAILURE) is None
         for _ in range(100):

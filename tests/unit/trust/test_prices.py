@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.gradient_sum import GradientSum
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.trust.cost import cost, event_seconds
 from megatron.trust.dry_run import dry_run
 from megatron.trust.hardware import Hardware, Link
@@ -124,8 +124,8 @@ def matrix(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("name, does, rate", [
     ("fp32", lambda: matrix(torch.float32) @ matrix(torch.float32), 0.5 * PEAK["float32"]),
     ("bf16", lambda: matrix(torch.bfloat16) @ matrix(torch.bfloat16), HALF),
-    ("bf16 into fp32", lambda: GradientSum(matrix(torch.float32), widens=True).add_product(matrix(torch.bfloat16), matrix(torch.bfloat16)), HALF),
-    ("fp32 into fp32", lambda: GradientSum(matrix(torch.float32)).add_product(matrix(torch.float32), matrix(torch.float32)), 0.5 * PEAK["float32"]),
+    ("bf16 into fp32", lambda: MainGrad(matrix(torch.float32), widens=True).add_product(matrix(torch.bfloat16), matrix(torch.bfloat16)), HALF),
+    ("fp32 into fp32", lambda: MainGrad(matrix(torch.float32)).add_product(matrix(torch.float32), matrix(torch.float32)), 0.5 * PEAK["float32"]),
     ("fp8 into bf16", lambda: torch._scaled_mm(
         matrix(torch.float8_e4m3fn), matrix(torch.float8_e4m3fn).t(), scale_a=torch.empty((), device="meta"),
         scale_b=torch.empty((), device="meta"), out_dtype=torch.bfloat16), 0.5 * PEAK["float8"])])

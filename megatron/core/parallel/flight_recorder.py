@@ -1,12 +1,11 @@
-"""What a rank is doing, noted as it goes, for whoever asks when it fails or no longer moves.
+"""Flight recorder: the last collectives of a rank and what it is doing, for messages about failures and hangs.
 
-    trail.begin("training", 12)                   what the run is at, and in which iteration
-    trail.enter(action)                           a part of that: an action of the schedule, "optimizer", ...
-    trail.note("all_reduce", "tp", ranks, 4096)   a collective begins
+    flight_recorder.begin("training", 12)                   activity and iteration
+    flight_recorder.enter(action)                           a part of it: an action of the schedule, "optimizer", ...
+    flight_recorder.note("all_reduce", "tp", ranks, 4096)   a collective begins
 
-A note costs about a microsecond, and no word of it is put together before someone asks. The collectives of a group are
-counted: where ranks of one group have begun different numbers of them, those with fewer are the ones that the others
-wait for.
+A note costs about a microsecond; text is only formatted when it is asked for. The collectives of each group are counted: of the
+ranks of a group, those that have begun fewer than the others are the ones that the others wait for.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ Note = tuple[object, str, tuple[int, ...], int, str, int, str, int, object]
 _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"), (1, "bytes"))
 
 
-class Trail:
-    """One rank's notes. Written by the thread that trains; any other may read, and at worst reads a note too few.
+class FlightRecorder:
+    """The notes of one rank. Written by the training thread; other threads may read, and may miss the newest note.
 
-    iteration: the one that is being done, 1 for the first. moves: grows with everything that is noted. stopwatch: times the
-    work of `start` .. `stop` without the waits between `pause` and `resume`, if somebody wants to know. idle: called when others
-    are about to be waited for in the midst of work; what else there is to do meanwhile is done there. travels: called when tokens
-    are on their way to experts or back; what takes turns with this work goes on then.
+    iteration: the current one, from 1. moves: a counter of all notes. stopwatch: if set, times the work between `start` and `stop`
+    without the waits between `pause` and `resume`. idle: called before a wait for other ranks in the midst of work, to do delayed
+    work meanwhile. travels: called while tokens travel to experts or back, to switch to the other microbatch of dual-batch overlap.
     """
 
     def __init__(self) -> None:
@@ -47,17 +45,17 @@ class Trail:
         self._runs = self._pauses = False
 
     def begin(self, activity: str, iteration: int) -> None:
-        """Something else begins."""
+        """Start an activity, such as "training" or "save"."""
         self.activity, self.iteration, self.action = activity, iteration, ""
         self.moves += 1
 
     def enter(self, action: object) -> None:
-        """A part of it begins; `str(action)` is asked for when someone wants to know."""
+        """Start a part of the activity; `str(action)` is evaluated only when a message needs it."""
         self.action = action
         self.moves += 1
 
     def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """A collective over an axis begins, or a message between two ranks; size: bytes on this rank. What it is, it says when asked."""
+        """A collective over an axis, or a point-to-point message, begins. size: bytes on this rank. `str(what)` names it."""
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
         file, line = _caller(sys._getframe(1))
@@ -66,31 +64,31 @@ class Trail:
         self.moves += 1
 
     def start(self) -> None:
-        """Work that is timed begins."""
+        """Start timing work."""
         if self.stopwatch is not None:
             self._runs = True
             self.stopwatch.start()
 
     def stop(self) -> None:
-        """Work that is timed ends."""
+        """Stop timing work."""
         if self._runs and self.stopwatch is not None:
             self._runs = False
             self.stopwatch.stop()
 
     def pause(self) -> None:
-        """Others are waited for."""
+        """A wait for other ranks begins."""
         if self._runs and self.stopwatch is not None:
             self._runs, self._pauses = False, True
             self.stopwatch.stop()
 
     def resume(self) -> None:
-        """The wait is over."""
+        """The wait has ended."""
         if self._pauses and self.stopwatch is not None:
             self._runs, self._pauses = True, False
             self.stopwatch.start()
 
     def where(self) -> str:
-        """What is being done now, in words."""
+        """The current activity, iteration and action as text."""
         return _place(self.activity, self.iteration, self.action)
 
     def last_group(self) -> tuple[str, tuple[int, ...]]:
@@ -99,17 +97,17 @@ class Trail:
         return (note[1], note[2]) if note is not None else ("", ())
 
     def last(self, count: int = 1) -> list[str]:
-        """The last collectives in words, the newest first."""
+        """The last collectives as text, newest first."""
         notes = [self._ring[(self._noted - 1 - back) % _KEPT] for back in range(min(count, _KEPT, self._noted))]
         return [_words(note) for note in notes if note is not None]
 
 
 def _nothing() -> None:
-    """There is nothing else to do."""
+    """Default of the callbacks."""
 
 
 def _caller(frame: FrameType | None) -> tuple[str, int]:
-    """File and line of who asked for a collective: the first frame above this room's and torch's own."""
+    """File and line that called a collective: the first frame outside of this package and of torch."""
     first = frame
     while frame is not None:
         file = frame.f_code.co_filename
@@ -132,7 +130,7 @@ def _words(note: Note) -> str:
 
 
 def action_words(action: object) -> str:
-    """`forward of stage 0, microbatch 3` for F0.3; anything else as it says itself."""
+    """`forward of stage 0, microbatch 3` for F0.3; `str(action)` for anything else."""
     words = str(action)
     if words[:1] in _OPERATIONS and words[1:2].isdecimal():
         stage, _, microbatch = words[1:].partition(".")

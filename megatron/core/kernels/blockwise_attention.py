@@ -1,4 +1,4 @@
-"""Attention of some queries over some of their keys, such that results over all keys can be made of those over blocks.
+"""Blockwise attention: of some queries over a block of keys, such that results over several blocks can be merged (ring attention).
 
     a block gives      output = softmax(scores) v   and   lse = log(sum(exp(scores)))
     two blocks merge   lse = log(exp(lse1) + exp(lse2)),   output = exp(lse1 - lse) output1 + exp(lse2 - lse) output2

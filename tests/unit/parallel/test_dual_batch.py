@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.parallel.turns import Turns
+from megatron.core.parallel.dual_batch import DualBatch
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -17,19 +17,19 @@ from tests.helpers.world import Worlds
 CPU = torch.device("cpu")
 
 
-def steps_of(turns: Turns, said: list[str], name: str, count: int) -> None:
+def steps_of(turns: DualBatch, said: list[str], name: str, count: int) -> None:
     """Say something `count` times, and pass on after each but the last."""
     for step in range(count):
         said.append(f"{name}{step}")
         if step < count - 1:
-            turns.pass_on()
+            turns.switch()
 
 
 @pytest.mark.parametrize("main, beside, order", [
     (3, 3, "B0 F0 B1 F1 B2 F2"), (2, 4, "B0 F0 B1 F1 B2 B3"), (4, 2, "B0 F0 B1 F1 F2 F3"), (1, 2, "B0 F0 B1"), (1, 1, "B0 F0")])
 def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(main: int, beside: int, order: str) -> None:
     for _ in range(20):
-        turns, said = Turns(), []
+        turns, said = DualBatch(), []
         turns.run(lambda: steps_of(turns, said, "F", main), lambda: steps_of(turns, said, "B", beside), CPU)
         assert said == order.split()
     assert not [thread for thread in threading.enumerate() if thread.name == "beside"]
@@ -37,10 +37,10 @@ def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(mai
 
 @pytest.mark.parametrize("at", ["main", "beside"])
 def test_an_error_of_either_is_raised_when_both_are_over(at: str) -> None:
-    turns, said = Turns(), []
+    turns, said = DualBatch(), []
 
     def fail() -> None:
-        turns.pass_on()
+        turns.switch()
         raise ValueError("broken")
 
     def work() -> None:
@@ -53,7 +53,7 @@ def test_an_error_of_either_is_raised_when_both_are_over(at: str) -> None:
 
 def test_each_has_gradients_on_as_it_begins() -> None:
     found = []
-    turns = Turns()
+    turns = DualBatch()
     turns.run(lambda: found.append(torch.is_grad_enabled()), lambda: found.append(torch.is_grad_enabled()), CPU)
     assert found == [True, True]
 
@@ -62,13 +62,13 @@ def places_here(kind: str) -> str:
     """Who passed on, in the order of a step in which a forward pass has a backward pass beside it: F or B."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, num_layers=3, num_experts=4, expert_model_parallel_size=2, micro_batch_size=1,
                                                       global_batch_size=4, moe_token_dispatcher_type=kind, overlap_moe_expert_parallel_comm=True)))
-    found, pass_on = [], Turns.pass_on
+    found, switch = [], DualBatch.switch
 
-    def noted(turns: Turns) -> None:
+    def noted(turns: DualBatch) -> None:
         found.append("FB"[threading.current_thread().name == "beside"])
-        pass_on(turns)
+        switch(turns)
 
-    with patch.object(Turns, "pass_on", noted):
+    with patch.object(DualBatch, "switch", noted):
         train_step(trainer, tiny.batches(trainer.run, 0))
     return "".join(found)
 

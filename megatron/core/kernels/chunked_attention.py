@@ -1,10 +1,10 @@
-"""Attention with dropout on CPUs, for which torch has no kernel: some rows of scores at a time, forward and backward.
+"""Chunked attention with dropout on CPUs, for which torch has no kernel: a chunk of queries at a time, forward and backward.
 
     S = scale q k^T + bias,  P = softmax(S),  O = (kept * P) v
     dv = (kept * P)^T dO,  dP = kept * (dO v^T),  dS = P * (dP - sum(P * dP)),  dq = scale dS k,  dk = scale dS^T q
 
-A row meets the keys that it may see, and hardly others. No shares P are kept: the backward pass makes them again, with the same
-random numbers for what dropout keeps. A sink is one more score in every row. `kept` is 0 or 1 / (1 - dropout).
+A chunk reads only the keys that its queries may see. Probabilities P are not saved: the backward pass recomputes them, with the
+same random numbers for dropout. A sink is one more score in every row. `kept` is 0 or 1 / (1 - dropout).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_steps_are_adamws_up_to_the_formats(settings: dict[str, Any], error: flo
 def test_state_in_slices_is_state_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size in (2**20, BLOCK):
-        monkeypatch.setattr("megatron.core.optimizer.narrow._SLICE", size)
+        monkeypatch.setattr("megatron.core.optimizer.low_precision._SLICE", size)
         module, optimizer = optimizer_of(torch.bfloat16, precision=narrow(), **ADAM)
         for step in range(2):
             take_step(module, optimizer, step)

@@ -1,8 +1,8 @@
-"""AdamW whose masters and moments are kept in narrow formats (`--use-precision-aware-optimizer`).
+"""AdamW with main weights and moments in low precision (`--use-precision-aware-optimizer`).
 
-Each slice of a segment is unpacked, updated in fp32 by the same formula as torch's AdamW, and packed again, so that at no time
-more than a slice of anything is there in fp32. What is rounded by chance is rounded by the same chance wherever a run is
-resumed: the numbers are drawn from the parameter's name, its place and the number of the step.
+Each slice of a segment is decoded, updated in fp32 by the same formula as torch's AdamW, and encoded again, so that only one slice
+of anything is in fp32 at a time. Stochastic rounding draws from the parameter's name, its offset and the number of the step, so that
+a resumed run rounds alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entry:
     publishes: bool
 
 
-class NarrowAdam:
+class LowPrecisionAdam:
     """AdamW over entries, in groups as torch's optimizers have them: dicts with `params`, `lr` and `weight_decay`."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:

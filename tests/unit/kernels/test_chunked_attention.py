@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import fused, reference, rows
+from megatron.core.kernels import chunked_attention, fused, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 S, B, N, D = 150, 2, 4, 8  # three parts, the last of them short
@@ -45,20 +45,20 @@ def near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
 def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
     given, how = inputs(groups), SCORES[scores]
     more = [tensor.requires_grad_() for tensor in (how.bias, how.sink) if tensor is not None]
-    near(with_gradients(rows.attention(*given, MASKS[mask], NONE, how), given + more),
+    near(with_gradients(chunked_attention.attention(*given, MASKS[mask], NONE, how), given + more),
          with_gradients(reference.attention(*given, MASKS[mask], 0.0, how), given + more), 1e-12)
 
 
 @pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(causal=False), MaskSpec(window=(20, 0))], ids=["causal", "everything", "window"])
 def test_queries_are_the_last_of_the_keys(mask: MaskSpec) -> None:
     given = inputs(queries=70)
-    near(with_gradients(rows.attention(*given, mask, NONE), given), with_gradients(reference.attention(*given, mask), given), 1e-12)
+    near(with_gradients(chunked_attention.attention(*given, mask, NONE), given), with_gradients(reference.attention(*given, mask), given), 1e-12)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: float) -> None:
     narrow, exact = inputs(dtype=dtype), inputs()
-    found = with_gradients(rows.attention(*narrow, MaskSpec(), NONE), narrow)
+    found = with_gradients(chunked_attention.attention(*narrow, MaskSpec(), NONE), narrow)
     expected = with_gradients(reference.attention(*exact, MaskSpec()), exact)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype and (a.double() - b).abs().max() <= tolerance * b.abs().max()
@@ -67,16 +67,16 @@ def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: f
 @pytest.mark.parametrize("mask", ["causal", "window both ways", "documents"])
 def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws of the forward pass are noted; the definition, with them, gives the same output and gradients."""
-    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), rows._Work.kept
+    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), chunked_attention._Work.kept
 
-    def noted(work: rows._Work, part: rows._Part) -> Tensor:
+    def noted(work: chunked_attention._Work, part: chunked_attention._Part) -> Tensor:
         kept = draw(work, part)
         drawn[:, :, part.queries, part.keys] = kept.view(B, N, *part.size).to(drawn)
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(rows._Work, "kept", noted)
-        output = rows.attention(*given, MASKS[mask], 0.25)
+        patch.setattr(chunked_attention._Work, "kept", noted)
+        output = chunked_attention.attention(*given, MASKS[mask], 0.25)
     seen = MASKS[mask].visible(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda shares, share: shares * drawn / 0.75)
@@ -98,7 +98,7 @@ def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
 @pytest.mark.parametrize("dropout, kept", [(0.1, 1 - 6554 / 65536), (0.5, 0.5), (0.999999, 1 / 65536)])
 def test_what_is_kept_is_made_larger_by_as_much_as_is_dropped(dropout: float, kept: float) -> None:
     q, k = torch.zeros(64, 64, 4, D), torch.zeros(64, 64, 4, D)
-    values = rows.attention(q, k, torch.ones(64, 64, 4, 1), MaskSpec(causal=False), dropout)
+    values = chunked_attention.attention(q, k, torch.ones(64, 64, 4, 1), MaskSpec(causal=False), dropout)
     draws = 64**3 * 4
     spread = (1 / kept - 1) ** 0.5 / draws**0.5  # of the mean of numbers that are 0 or 1 / kept
     assert abs(values.mean().item() - 1) < 5 * spread

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.deferred import Deferred
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.linear import multiply
 from megatron.core.tensor_parallel.region import Region
@@ -30,16 +30,16 @@ def test_a_backward_pass_and_its_weights_together_give_what_one_pass_gives(bias:
     heard: list[Tensor] = []
     for parameter in own:
         parameter.register_post_accumulate_grad_hook(heard.append)
-    deferred = Deferred()
+    wgrad_store = WeightGradStore()
     for microbatch in (0, 1):  # two passes wait, and are worked off in order
-        loss = output(mine, own, Region(Axis("tp"), deferred=deferred))
-        with deferred.collecting((0, microbatch)):
+        loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
+        with wgrad_store.collecting((0, microbatch)):
             loss.backward()
     torch.testing.assert_close(mine.grad, 2 * x.grad)
     assert all(parameter.grad is None for parameter in own), "weights wait"
     heard.clear()
     for microbatch in (0, 1):
-        deferred.catch_up((0, microbatch))
+        wgrad_store.pop((0, microbatch))
         for parameter, true in zip(own, parameters, strict=True):
             torch.testing.assert_close(parameter.grad, (microbatch + 1) * true.grad)
     assert len(heard) == 2 * len(own), "hooks hear of them as of any gradient"
@@ -49,13 +49,13 @@ def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is
     x, parameters = network(bias=True)
     output(x, parameters, Region(Axis("tp"))).backward()
     mine, own = network(bias=True)
-    deferred = Deferred()
+    wgrad_store = WeightGradStore()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # as recomputation of parts has them
-        loss = output(mine, own, Region(Axis("tp"), deferred=deferred))
-    with deferred.collecting((0, 0)):
+        loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
+    with wgrad_store.collecting((0, 0)):
         loss.backward()
     del loss
-    deferred.catch_up((0, 0))
+    wgrad_store.pop((0, 0))
     for parameter, true in zip(own, parameters, strict=True):
         torch.testing.assert_close(parameter.grad, true.grad)
 
@@ -64,12 +64,12 @@ def test_outside_of_a_collecting_pass_and_for_frozen_weights_nothing_waits() -> 
     x, parameters = network(bias=True)
     output(x, parameters, Region(Axis("tp"))).backward()
     mine, own = network(bias=True)
-    deferred = Deferred()
-    output(mine, own, Region(Axis("tp"), deferred=deferred)).backward()
+    wgrad_store = WeightGradStore()
+    output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store)).backward()
     for parameter, true in zip((mine, *own), (x, *parameters), strict=True):
         torch.testing.assert_close(parameter.grad, true.grad)
     own = [parameter.detach() for parameter in own]
-    with deferred.collecting((0, 0)):
-        output(mine, own, Region(Axis("tp"), deferred=deferred)).backward()
-    deferred.catch_up((0, 0))
+    with wgrad_store.collecting((0, 0)):
+        output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store)).backward()
+    wgrad_store.pop((0, 0))
     assert all(parameter.grad is None for parameter in own)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import blocks, reference
-from megatron.core.kernels.blocks import Block
+from megatron.core.kernels import blockwise_attention, reference
+from megatron.core.kernels.blockwise_attention import Block
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 B, N, Q, K, D = 2, 4, 5, 9, 6
@@ -43,10 +43,10 @@ def test_blocks_merge_to_the_whole(fused: bool, groups: int, value_size: int, cu
     pieces = [slice(first, last) for first, last in zip(cut, cut[1:]) if last > first]
     made = [Block(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused) for piece in pieces]
     for piece, block in zip(pieces, made, strict=True):
-        output, lse = blocks.merge(output, lse, *blocks.forward(q, k[:, :, piece], v[:, :, piece], block))
+        output, lse = blockwise_attention.merge(output, lse, *blockwise_attention.forward(q, k[:, :, piece], v[:, :, piece], block))
     found = [torch.zeros_like(x) for x in (q, k, v)]
     for piece, block in zip(pieces, made, strict=True):
-        dq, dk, dv = blocks.backward(gradient, q, k[:, :, piece], v[:, :, piece], output, lse, block)
+        dq, dk, dv = blockwise_attention.backward(gradient, q, k[:, :, piece], v[:, :, piece], output, lse, block)
         found[0] += dq
         found[1][:, :, piece] += dk
         found[2][:, :, piece] += dv
@@ -62,8 +62,8 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
     for fused in (True, False):
         block = Block(0.4, causal=True, fused=fused)
         assert block.suits_flash(q) == fused
-        output, lse = blocks.forward(q, k, v, block)
-        results.append((output, lse, *blocks.backward(gradient, q, k, v, output.to(dtype), lse, block)))
+        output, lse = blockwise_attention.forward(q, k, v, block)
+        results.append((output, lse, *blockwise_attention.backward(gradient, q, k, v, output.to(dtype), lse, block)))
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 5e-2)
     for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype == reference.wide(dtype) and torch.allclose(a, b, rtol=0, atol=tolerance)
@@ -72,10 +72,10 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
 def test_a_query_that_sees_nothing_has_no_weight_in_a_merge() -> None:
     q, k, v, gradient = drawn(2, 6, torch.float64)
     nothing = Block(0.4, seen=torch.zeros((1, 1, Q, K), dtype=torch.bool))
-    empty, blind = blocks.forward(q, k, v, nothing)
+    empty, blind = blockwise_attention.forward(q, k, v, nothing)
     assert not empty.any() and (blind == float("-inf")).all()
-    output, lse = blocks.forward(q, k, v, Block(0.4))
-    for merged in (blocks.merge(output, lse, empty, blind), blocks.merge(empty, blind, output, lse)):
+    output, lse = blockwise_attention.forward(q, k, v, Block(0.4))
+    for merged in (blockwise_attention.merge(output, lse, empty, blind), blockwise_attention.merge(empty, blind, output, lse)):
         assert torch.equal(merged[0], output) and torch.equal(merged[1], lse)
-    assert not blocks.merge(empty, blind, empty, blind)[0].any(), "nothing and nothing is nothing, not a wrong number"
-    assert not any(x.any() for x in blocks.backward(gradient, q, k, v, empty, blind, nothing))
+    assert not blockwise_attention.merge(empty, blind, empty, blind)[0].any(), "nothing and nothing is nothing, not a wrong number"
+    assert not any(x.any() for x in blockwise_attention.backward(gradient, q, k, v, empty, blind, nothing))

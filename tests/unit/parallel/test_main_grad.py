@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.parallel.deferred import Deferred
-from megatron.core.parallel.gradient_sum import GradientSum, sum_of
+from megatron.core.parallel.wgrad import WeightGradStore
+from megatron.core.parallel.main_grad import MainGrad, sum_of
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
                                           (torch.float32, torch.float64)])
 def test_products_and_scaled_gradients_are_added_in_every_format(narrow: torch.dtype, wide: torch.dtype) -> None:
     left, right, whole = drawn(5, 7).to(narrow), drawn(7, 3, seed=2).to(narrow), drawn(5, 3, seed=3).to(wide)
-    one, factor = GradientSum(torch.full((5, 3), 0.5, dtype=wide)), torch.tensor(-1.5)
+    one, factor = MainGrad(torch.full((5, 3), 0.5, dtype=wide)), torch.tensor(-1.5)
     one.add_product(left, right)
     one.add(whole, factor)
     one.add(whole)
@@ -60,14 +60,14 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
     module(drawn(3, 4)).backward()
     monkeypatch.setattr(parallel, "arrived", lambda param: (counted.append(names[id(param)]), arrived(param)))
     parallel.before_last_backward()
-    if region.deferred is None:
+    if region.wgrad_store is None:
         module(drawn(3, 4, seed=4)).backward()
     else:
         loss = module(drawn(3, 4, seed=4))
-        with region.deferred.collecting((0, 0)):
+        with region.wgrad_store.collecting((0, 0)):
             loss.backward()
         assert not counted
-        region.deferred.catch_up((0, 0))
+        region.wgrad_store.pop((0, 0))
     parallel.start_reduction()
     assert all(param.grad is None for param in module.parameters()), "what was added is not held twice"
     assert all(sum_of(param) is None for param in module.parameters()), "the step is over"
@@ -77,7 +77,7 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
 @pytest.mark.parametrize("waits", [False, True])
 def test_layers_that_add_for_themselves_leave_what_autograd_leaves(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, order = whole_step(Region(Axis("tp")), monkeypatch)
-    found, counted = whole_step(Region(Axis("tp"), deferred=Deferred() if waits else None, sums=True), monkeypatch)
+    found, counted = whole_step(Region(Axis("tp"), wgrad_store=WeightGradStore() if waits else None, sums=True), monkeypatch)
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-13, atol=1e-13)
     # A weight that is used twice counts once, behind its last use; where it waits, once for each piece of work.
@@ -100,5 +100,5 @@ def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
 def test_a_frozen_weight_says_nothing() -> None:
     x = drawn(3, 4).requires_grad_()
     weight = drawn(2, 4, seed=5)
-    multiply(x, weight, None, Region(Axis("tp"), deferred=Deferred(), sums=True)).sum().backward()
+    multiply(x, weight, None, Region(Axis("tp"), wgrad_store=WeightGradStore(), sums=True)).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))

@@ -1,12 +1,12 @@
-"""Which parts of a stage send their activations to the CPU: whole layers, or modules by Megatron's names.
+"""Activation offloading: saved activations of whole layers, or of modules by Megatron's names, wait in CPU memory.
 
     attn_norm    input of the norm before attention            core_attn    what attention itself saves: q, k, v and scores
     qkv_linear   input of queries, keys and values             attn_proj    input of the output projection
     mlp_norm     input of the norm before the MLP              expert_fc1   input of the experts' first matrix
     moe_act      input of the experts' activation
 
-Layers and modules learn nothing of it: what is set is what happens around them. A context around attention stands for all that
-it saves, and others inside it for its matrices, since the innermost counts.
+Layers and modules know nothing of it: contexts are set around them. A context around attention covers everything that it saves,
+and contexts inside it cover its matrices, since the innermost counts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import Stack
 
 
-def put_aside(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
-    """Let a stage send away what the config says."""
+def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+    """Set up a stage to offload the activations that the config names."""
     if not config.offloads:
         return
     offload = Offload(device, config.min_offloaded_tensor_size)

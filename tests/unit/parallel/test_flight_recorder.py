@@ -9,7 +9,7 @@ import torch
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.trail import Trail, action_words
+from megatron.core.parallel.flight_recorder import FlightRecorder, action_words
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -19,56 +19,56 @@ CPU = torch.device("cpu")
 
 
 def test_where_a_rank_is_in_words() -> None:
-    trail = Trail()
-    assert trail.where() == "start-up" and trail.last() == []
-    trail.begin("training", 3)
-    trail.enter(Action("B", 1, 4))
-    assert trail.where() == "training, iteration 3, backward of stage 1, microbatch 4"
+    flight_recorder = FlightRecorder()
+    assert flight_recorder.where() == "start-up" and flight_recorder.last() == []
+    flight_recorder.begin("training", 3)
+    flight_recorder.enter(Action("B", 1, 4))
+    assert flight_recorder.where() == "training, iteration 3, backward of stage 1, microbatch 4"
     assert action_words(Action("R", 2)) == "reduce of stage 2" and action_words("optimizer") == "optimizer"
 
 
 def test_the_last_notes_are_kept_and_all_are_counted() -> None:
-    trail = Trail()
+    flight_recorder = FlightRecorder()
     for number in range(40):
-        trail.note("all_reduce", "tp", (0, 1), number)
-    trail.note("barrier", "world", (0, 1, 2), 0)
-    assert trail.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and trail.moves == 41
-    assert trail.last_group() == ("world", (0, 1, 2)) and len(trail.last(100)) == 16
-    assert trail.last(2)[1].startswith("all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_trail.py:")
+        flight_recorder.note("all_reduce", "tp", (0, 1), number)
+    flight_recorder.note("barrier", "world", (0, 1, 2), 0)
+    assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.moves == 41
+    assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last(100)) == 16
+    assert flight_recorder.last(2)[1].startswith("all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:")
 
 
 def noted() -> tuple[list[str], str]:
     """On every rank: a sum over all, and what is noted of it."""
     mesh = Mesh.build(tiny.config(2, tensor_model_parallel_size=2).parallel, CPU)
-    mesh.trail.begin("training", 7)
+    mesh.flight_recorder.begin("training", 7)
     collectives.all_reduce(torch.ones(1024), mesh.tp)
     collectives.all_reduce(torch.ones(1024), Axis("alone"))
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, pipeline_model_parallel_size=2, num_layers=2)))
     train_on(trainer, 1)
-    messages = [words for words in trainer.run.mesh.trail.last(16) if words.startswith("message")]
-    return mesh.trail.last(2), messages[-1] if messages else ""
+    messages = [words for words in trainer.run.mesh.flight_recorder.last(16) if words.startswith("message")]
+    return mesh.flight_recorder.last(2), messages[-1] if messages else ""
 
 
 def test_collectives_and_messages_note_who_asked_for_them(world: Worlds) -> None:
     for said, message in world(2).run(noted):
         assert len(said) == 1, "an axis of one rank has nothing to note"
-        assert said[0].startswith("all_reduce over tp (ranks 0, 1) of 4 kB at unit/parallel/test_trail.py:"), said
+        assert said[0].startswith("all_reduce over tp (ranks 0, 1) of 4 kB at unit/parallel/test_flight_recorder.py:"), said
         assert said[0].endswith("in training, iteration 7")
         assert "pipeline_parallel/executor.py" in message and "training, iteration 1" in message, message
 
 
 def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
-    trail = Trail()
-    trail.stopwatch = Stopwatch(CPU)
-    trail.pause()
-    trail.resume()
+    flight_recorder = FlightRecorder()
+    flight_recorder.stopwatch = Stopwatch(CPU)
+    flight_recorder.pause()
+    flight_recorder.resume()
     time.sleep(0.05)
-    assert trail.stopwatch.take() == 0.0, "nothing was started"
-    trail.start()
+    assert flight_recorder.stopwatch.take() == 0.0, "nothing was started"
+    flight_recorder.start()
     time.sleep(0.05)
-    trail.pause()
+    flight_recorder.pause()
     time.sleep(0.2)
-    trail.resume()
+    flight_recorder.resume()
     time.sleep(0.05)
-    trail.stop()
-    assert 0.1 <= trail.stopwatch.take() < 0.2
+    flight_recorder.stop()
+    assert 0.1 <= flight_recorder.stopwatch.take() < 0.2

@@ -1,16 +1,16 @@
-"""Products of a sequence that is cut over the tensor ranks, whose pieces travel while others are multiplied.
+"""Matmuls of a sequence-parallel region, overlapped with its communication (`--tp-comm-overlap`).
 
-    gathered_product     rank 1 of 3    own piece 1      piece 0 of rank 0      piece 2 of rank 0
-                                        multiply 1       multiply 0             multiply 2
-                                        0 is coming      2 is coming
+    all_gather_matmul       rank 1 of 3    own piece 1      piece 0 of rank 0      piece 2 of rank 0
+                                           multiply 1       multiply 0             multiply 2
+                                           0 is coming      2 is coming
 
-    summed_product       rank 1 of 3    multiply for 0   multiply for 2         multiply for 1
-                                                         + what came for 2      + what came for 1
-                                                         0 is going             2 is going
+    matmul_reduce_scatter   rank 1 of 3    multiply for 0   multiply for 2         multiply for 1
+                                                            + what came for 2      + what came for 1
+                                                            0 is going             2 is going
 
-Each sends what one collective would send, in as many messages to the next rank as there are others; all but what the first
-or last product waits for travels beside a product (Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition", 2023). Sums are made in the order of the ring, another for every piece. No autograd here.
+Each sends what one collective would send, as messages around a ring; all but what the first or last matmul waits for is hidden
+behind a matmul (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023). Sums are made in
+the order of the ring, another for every piece. No autograd here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Rings:
-    """Which products are made so: of inputs that are gathered, of which outputs are summed, of which input gradients are summed."""
+class OverlappedMatmuls:
+    """Which matmuls are overlapped: with the all-gather of inputs, the reduce-scatter of outputs, that of input gradients."""
 
     gathers: bool = False
     sums: bool = False
     gradients: bool = False
 
 
-def gathered_product(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
-    """The product of all ranks' pieces, and the pieces. x: [s/tp, b, i]; matrix: [i, o]; returns [s, b, o] and [s, b, i]."""
+def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Gather x over the axis and multiply. x: [s/tp, b, i]; matrix: [i, o]. Returns the product [s, b, o] and the gathered x [s, b, i]."""
     whole = x.new_empty((axis.size, *x.shape))
     product = x.new_empty((axis.size, *x.shape[:-1], matrix.shape[-1]))
     whole[axis.rank] = x
@@ -46,8 +46,8 @@ def gathered_product(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis)
     return product.flatten(0, 1), whole.flatten(0, 1)
 
 
-def summed_product(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-    """This rank's piece of the sum of all ranks' products. x: [s, b, i]; matrix: [i, o]; returns [s/tp, b, o]."""
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
+    """Multiply, and reduce-scatter the product over the axis. x: [s, b, i]; matrix: [i, o]; returns [s/tp, b, o]."""
     pieces = x.chunk(axis.size)
     total, own, arriving = (x.new_empty((*pieces[0].shape[:-1], matrix.shape[-1])) for _ in range(3))
     _multiply(pieces[axis.rank - 1], matrix, None, total)

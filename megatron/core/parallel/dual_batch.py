@@ -1,12 +1,12 @@
-"""Two pieces of work in turns: one runs until it waits for other ranks, and then the other does.
+"""Dual-batch overlap: the forward pass of one microbatch and the backward pass of another take turns on one rank.
 
-    beside    B (waits: gradients travel)          B B B (waits)          B B B
-    main                                 F F (waits)            F F (waits)    F F
+    second thread  B (waits: gradients travel)          B B B (waits)          B B B
+    main thread                          F F (waits)            F F (waits)    F F
 
-Only one of them runs at any moment, and they change places at the same calls on every rank, so that collectives keep one
-order on all ranks. What is sent by the one travels while the other computes. The one beside begins: a backward pass sends
-before it has computed much and computes after it received last, a forward pass the other way round, so that all that travels
-has something beside it.
+Only one of the two runs at any moment, and they switch at the same calls on every rank, so that all ranks issue their
+collectives in one order. The communication of one overlaps the computation of the other. The second thread starts: a backward pass
+communicates before it has computed much and computes after its last receive, a forward pass the other way round, so that all
+communication has computation beside it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from megatron.core.parallel.device import claim
 
 
-class Turns:
-    """Whose turn it is: 0 is the thread that made this, 1 whatever runs beside it, on a GPU also autograd's own thread."""
+class DualBatch:
+    """Passes control between two threads: 0 is the thread that made this, 1 the other, on a GPU also autograd's own thread."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._turn, self._over = 0, [False, False]
         self._changed = threading.Condition()
 
-    def pass_on(self) -> None:
-        """Let the other go on until it passes on in turn or is over."""
+    def switch(self) -> None:
+        """Let the other thread run until it switches back or ends."""
         own = int(threading.get_ident() != self._main)
         with self._changed:
             if self._over[1 - own]:
@@ -37,7 +37,7 @@ class Turns:
             self._changed.wait_for(lambda: self._turn == own)
 
     def run(self, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
-        """Do both, what is beside first; the first error of either is raised when both are over."""
+        """Run both, `beside` first; raises the first error of either when both have ended."""
         errors: list[BaseException] = []
 
         def other() -> None:
