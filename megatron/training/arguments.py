@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -80,9 +82,9 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
     for word in unknown:
         if word.startswith("--"):
             near = nearest(word.partition("=")[0], known)
-            problems.append(f"{word} is not a flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-        elif not any(other.startswith("--") for other in unknown):
-            problems.append(f"{word!r} belongs to no flag")
+            problems.append(f"{word} is not a flag; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help"))
+    if not any(word.startswith("--") for word in unknown):
+        problems += _unquoted(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
             messages += _take_from_checkpoint(args)
@@ -164,11 +166,52 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list
         try:
             return parser.parse_known_args(left)
         except argparse.ArgumentError as error:
-            problems.append(str(error))
+            said = _sentence(parser, left, error)
+            problems += [] if any(problem.startswith(f"{said.partition(':')[0]}: ") for problem in problems) else [said]
             shorter = _without(left, (error.argument_name or "").split("/"))
             if len(shorter) == len(left):
                 refuse(problems)
             left = shorter
+
+
+def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
+    """What argparse complains of: the flag as it was typed, what was given, and what can be."""
+    names = (error.argument_name or "").split("/")
+    flag = next((word.partition("=")[0] for word in words if word.partition("=")[0] in names), names[0])
+    action = next((action for action in parser._actions if flag in action.option_strings), None)
+    choices = list(map(str, action.choices)) if action is not None and action.choices else []
+    given = re.match(r"invalid (?:choice|\w+ value): '?(.*?)'?(?: \(choose from .*\))?$", error.message, re.DOTALL)
+    if given and choices:
+        near = difflib.get_close_matches(given[1], choices, n=1)
+        return f"{flag} {given[1]}: choose {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}" + (
+            f"; did you mean {near[0]}?" if near else "")
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
+    if given:
+        return f"{flag} {given[1]}: give {kinds.get(getattr(action, 'type', None), 'another value')}"
+    if error.message.startswith("expected"):
+        return f"{flag} has no value; give one" + (f" of {', '.join(choices)}" if choices else "")
+    if error.message.startswith("ignored explicit argument"):
+        return f"{flag} is a switch, and takes no value; write {flag} or --no-{flag[2:].removeprefix('no-')} alone"
+    return f"{flag}: {error.message}"
+
+
+def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
+    """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
+    problems, place = [], 0
+    single = {name for action in parser._actions if action.nargs is None and action.type is str and not action.choices
+              for name in action.option_strings}
+    rest = list(left)
+    while place < len(words):
+        flag, place = words[place], place + 1
+        end = next((end for end in range(place, len(words)) if words[end].startswith("--")), len(words))
+        values = words[place:end]
+        if flag in single and len(values) > 1 and all(word in rest for word in values[1:]):
+            problems.append(f"{flag} takes one value, and {' '.join(values)} are {len(values)}; put quotes around it: "
+                            f"{flag} '{' '.join(values)}'")
+            for word in values[1:]:
+                rest.remove(word)
+        place = end if flag.startswith("--") else place
+    return [*problems, *(f"{word!r} belongs to no flag; leave it out" for word in rest)]
 
 
 def _origins(parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:

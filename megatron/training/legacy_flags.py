@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.training.legacy_table import GROUPS, RENAMES, VALUES, Group, Kind
+from megatron.training.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Group, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ TABLE: Mapping[str, Legacy] = MappingProxyType({row.flag: row for row in ROWS})
 FAMILIES: Mapping[str, Legacy] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
 REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {(flag, value): reason for flag, values, reason in VALUES for value in values.split()})
+REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {(flag, value): (word, reason) for flags, values, word, reason in REPLACED for flag in flags.split() for value in values.split()})
 
 
 def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
@@ -60,31 +62,52 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     words: list[str] = []
     messages: list[str] = []
     errors: list[str] = []
+    yielding: list[tuple[str, Legacy]] = []
     place = 0
     while place < len(argv):
         token, place = argv[place], place + 1
         name, glued, value = token.partition("=")
         row = None if name in known or not _is_flag(token) else find(name, known)
-        if row is None:
+        if row is None and name not in known:
             words.append(token)
-            if name in known:
-                given = [value] if glued else _values_at(argv, place)
-                errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
             continue
-        given = [value] if glued else _values_at(argv, place) if row.takes_values else []
+        given = [value] if glued else _values_at(argv, place) if row is None or row.takes_values else []
         place += 0 if glued else len(given)
+        if row is None:
+            words += _own(token, name, given, glued, messages, errors)
+            continue
         shown = " ".join([name, *given])
         if row.kind == "renamed":
             (front if row.yields else words).extend([*row.becomes, *given])
-            if row.sentence:
+            if row.yields:
+                yielding.append((shown, row))
+            elif row.sentence:
                 messages.append(f"{shown} is understood as {' '.join([*row.becomes, *given])}")
         elif row.kind == "ignored":
             messages.append(f"{shown} is ignored: {row.sentence}")
         elif _changes_nothing(row, given):
             messages.append(f"{shown} is accepted, as it changes nothing: {row.sentence}")
         else:
-            errors.append(f"{shown}: {row.sentence}")
+            errors.append(f"{shown}: {row.sentence}" + ("; leave it out" if row.kind == "later" and ";" not in row.sentence else ""))
+    messages += [_gives_way(shown, row, words) for shown, row in yielding]
     return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
+
+
+def _own(token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]) -> list[str]:
+    """The words of a flag of ours, with those of its values that only Megatron has replaced, or put on the list of errors."""
+    errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
+    if not any((name, word) in REPLACED_VALUES for word in given):
+        return [token] if glued else [token, *given]
+    messages += [f"{name} {word} is accepted, as it changes nothing: {REPLACED_VALUES[name, word][1]}"
+                 for word in given if (name, word) in REPLACED_VALUES]
+    return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
+
+
+def _gives_way(shown: str, row: Legacy, words: Sequence[str]) -> str:
+    """How an old switch is understood, and which explicit settings win over it."""
+    flags = [word for word in row.becomes if _is_flag(word)]
+    winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
+    return f"{shown} is understood as {' '.join(row.becomes)}" + (f", which gives way to {' '.join(winners)}" if winners else "")
 
 
 def find(flag: str, known: Collection[str]) -> Legacy | None:

@@ -52,7 +52,6 @@ RENAMES = (
     Rename("--layernorm-epsilon", ("--norm-epsilon",)),
     Rename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
     Rename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
-    Rename("--use-flash-attn", ("--attention-backend", "flash"), keeps_values=False),
     Rename("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
     Rename("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
     Rename("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -64,22 +63,35 @@ RENAMES = (
     Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
     Rename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
     Rename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
+    # What ModelOpt's entry of Megatron sets; the published gpt-oss was trained on 4,096 positions before, which is for the user to say.
+    Rename("--enable-gpt-oss", ("--position-embedding-type", "yarn", "--rotary-scaling-factor", "32", "--yarn-original-max-position-embeddings",
+                                "131072", "--yarn-beta-fast", "32", "--yarn-beta-slow", "1", "--mscale", "1", "--mscale-all-dim", "0",
+                                "--no-yarn-correction-range-round-to-int"), keeps_values=False, yields=True),
     Rename("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
     Rename("--s3-cache-path", ("--object-storage-cache-path",)),
     Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
+)
+
+# Values of our own flags that change nothing here: flag, values, the word that stands for each ("" for none), reason.
+REPLACED = (
+    ("--moe-flex-dispatcher-backend", "hybridep ncclep", "auto", "tokens are sent by DeepEP where it can be used, else by all-to-all; the "
+     "result is the same"),
+    ("--cuda-graph-impl", "transformer_engine", "local", "this project's own recording stands for that of the library; the result is the same"),
+    ("--cuda-graph-modules --cuda-graph-scope", "moe_router moe_preprocess", "", "experts run as they are, beside the layers that are recorded; the "
+     "result is the same"),
+    ("--cross-entropy-fusion-impl", "te", "auto", "the loss is this project's own"),
 )
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
     ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion, adafactor or sgd"),
     ("--transformer-impl", "inference_optimized", "generation chooses its own kernels; choose local or transformer_engine"),
-    ("--cuda-graph-impl", "transformer_engine full_iteration", "layers are recorded one by one, by no library; choose local"),
-    ("--cuda-graph-modules", "moe moe_router moe_preprocess mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
-    ("--cuda-graph-scope", "moe moe_router moe_preprocess mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
+    ("--cuda-graph-impl", "full_iteration", "layers are recorded one by one; choose local"),
+    ("--cuda-graph-modules", "moe mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
+    ("--cuda-graph-scope", "moe mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
     ("--cuda-graph-scope", "full", "leave it out: whole layers are recorded where they can be; or choose attn or mlp"),
     ("--muon-fp32-matmul-prec", "low", "bf16 is the least that Newton-Schulz is done in; choose medium or high"),
     ("--muon-coefficient-type", "aol custom", "these coefficients are not built in; choose quintic, simple or polar_express"),
-    ("--cross-entropy-fusion-impl", "te", "the loss is this project's own; choose auto, native, linear or triton"),
     ("--sft-tokenizer-prompt-format", "nemotron-h-aligned nemotron-nano-v2 identity default",
      "this format is not built in; choose chatml, llama2, llama3 or mistral, or tokenizer and the model's own --chat-template"),
     ("--moe-router-load-balancing-type", "quantile_balancing",
@@ -90,7 +102,7 @@ IGNORED = (
     Group("ignored", "there is one implementation of the models",
           switches="use-mcore-models use-legacy-models enable-experimental"),
     Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
-          switches="no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
+          switches="use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
                    "no-rope-fusion cross-entropy-loss-fusion no-persist-layer-norm "
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
@@ -142,9 +154,16 @@ IGNORED = (
                    "dist-ckpt-save-pre-mcore-014 ckpt-convert-update-legacy-dist-opt-format "
                    "ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create "
                    "no-ckpt-load-validate-sharding-integrity distrib-optim-fully-reshardable-mem-efficient "
-                   "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load",
+                   "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load no-stream-ckpt-dequant",
           values="ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
                  "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
+    Group("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
+                     "and tools/checkpoint/convert.py writes them", values="ckpt-format dist-ckpt-format"),
+    Group("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
+          values="num-distributed-optimizer-instances"),
+    Group("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
+          values="moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
+                 "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing"),
     Group("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
           values="dist-ckpt-strictness"),
     Group("ignored", "--async-save writes from a thread of each rank, and needs no other process",
@@ -193,14 +212,12 @@ LATER = (
     Group("later", "this part of mixture-of-experts layers is not built yet",
           switches="overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
-                   "moe-apply-probs-on-input moe-ncclep-zero-copy high-priority-a2a-comm-stream "
+                   "moe-apply-probs-on-input moe-ncclep-zero-copy moe-ncclep-static-shape high-priority-a2a-comm-stream "
                    "moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
                    "moe-routing-trace-dump-weights",
           values="moe-latent-size moe-router-topk-limited-devices "
                  "moe-router-quantile-balancing-ema moe-router-force-biased moe-shared-expert-glu-interleave-size "
-                 "moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms "
-                 "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute "
-                 "moe-hybridep-num-sms-preprocessing moe-dispatch-fwd-dtype moe-combine-bwd-dtype "
+                 "moe-dispatch-fwd-dtype moe-combine-bwd-dtype "
                  "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
                  "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
@@ -219,7 +236,7 @@ LATER = (
                    "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
                    "enable-full-sharding-in-hsdp keep-fp8-transpose-cache",
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
-                 "num-distributed-optimizer-instances=1 megatron-fsdp-version megatron-fsdp-main-params-dtype "
+                 "megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
     Group("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
     Group("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
@@ -241,8 +258,7 @@ LATER = (
     Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
-    Group("later", "only this project's own checkpoint format is written and read so far, as --ckpt-format torch_dist",
-          values="ckpt-format=torch_dist dist-ckpt-format=torch_dist ckpt-convert-format ckpt-convert-save"),
+    Group("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
     Group("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
     Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
@@ -265,6 +281,7 @@ LATER = (
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
                  "inference-dynamic-batching-block-size num-speculative-tokens"),
+    Group("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
     Group("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
     Group("later", "this setting of text generation is not built, and a training run has no use for it",
           switches="use-legacy-static-engine inference-dynamic-batching-track-paused-request-events "
@@ -308,7 +325,7 @@ LATER = (
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
                  "rl-inference-model-unified-memory-level refit-method rl-profile-dir rl-inference-parsers env-config"),
     Group("later", "quantisation, distillation and export after training are not built yet",
-          switches="modelopt-enabled enable-gpt-oss logits-load-ignore-errors",
+          switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "
                  "logits-save-dtype logits-load-dir logits-load-decode-threads logits-load-prefetch-factor "
                  "logits-load-msc-prefetch-depth logits-load-kd-loss-alpha"),

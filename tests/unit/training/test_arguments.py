@@ -184,8 +184,11 @@ def test_an_empty_command_line_is_told_everything_it_lacks() -> None:
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--num-layers two", "argument --num-layers: invalid int value: 'two'"), ("--num-layers", "expected one argument"),
-    ("--optimizer adagrad", "invalid choice: 'adagrad'"), ("stray", "'stray' belongs to no flag"),
+    ("--num-layers two", "--num-layers two: give a whole number"), ("--num-layers", "--num-layers has no value; give one"),
+    ("--optimizer lino", "--optimizer lino: choose adam, sgd, lion, adafactor, muon or dist_muon; did you mean lion?"),
+    ("--bf16=yes", "--bf16 is a switch, and takes no value; write --bf16 or --no-bf16 alone"),
+    ("stray", "'stray' belongs to no flag; leave it out"),
+    ("--step-batch-size-schedule 0:2 1M:4", "put quotes around it: --step-batch-size-schedule '0:2 1M:4'"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: each must be at least 1"),
     ("--pipeline-model-parallel-size 0 --micro-batch-size 0", "--pipeline-model-parallel-size 0, --micro-batch-size 0"),
     ("--train-samples 8", "--train-iters and --train-samples both say"),

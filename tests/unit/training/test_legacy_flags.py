@@ -69,7 +69,6 @@ def test_our_own_flags_pass_untouched():
     ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
     ("--override-lr-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
-    ("--use-flash-attn", "--attention-backend flash"),
     ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--checkpoint-num-layers 2", "--recompute-num-layers 2"),
     ("--activations-checkpoint-method block", "--recompute-granularity full --recompute-method block"),
@@ -91,7 +90,8 @@ def test_an_old_switch_gives_way_to_explicit_settings_wherever_they_stand():
 
 
 @pytest.mark.parametrize("flag", ["--use-mcore-models", "--no-masked-softmax-fusion", "--dist-ckpt-strictness log_all",
-                                  "--local_rank=3", "--DDP-impl local", "--nccl-communicator-config-path /some/file"])
+                                  "--local_rank=3", "--DDP-impl local", "--use-flash-attn", "--ckpt-format torch", "--num-distributed-optimizer-instances 2",
+                                  "--moe-hybridep-num-sms 32", "--nccl-communicator-config-path /some/file"])
 def test_an_ignored_flag_is_taken_out_with_its_values_and_its_reason(flag):
     words, messages, errors = translated(f"--seed 1 {flag} --num-layers 2")
     assert words == "--seed 1 --num-layers 2" and errors == []
@@ -114,7 +114,7 @@ def test_what_is_not_built_or_out_of_scope_is_an_error_with_its_reason(flag, wor
 @pytest.mark.parametrize("flag", [
     "--start-eval-at-iter=0", "--fp8-interval 1.0", "--memory-snapshot-path snapshot.pickle", "--hybrid-attention-ratio 0.00",
     "--inference-batch-times-seqlen-threshold=-1", "--gpu-sniff-test-interval 0", "--data-impl mmap",
-    "--ckpt-format torch_dist", "--inference-batch-times-seqlen-threshold -1"])
+    "--inference-batch-times-seqlen-threshold -1"])
 def test_a_value_that_changes_nothing_is_accepted_with_a_sentence(flag):
     words, (message,), errors = translated(f"{flag} --seed 1")
     assert words == "--seed 1" and errors == []
@@ -138,6 +138,29 @@ def test_all_errors_come_at_once_and_each_once():
 def test_a_value_of_our_flag_that_only_megatron_has_is_an_error_with_its_reason(line, flag):
     words, _, (error,) = translated(line)
     assert words == line and error.startswith(f"{flag}: ") and "choose" in error
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("--moe-flex-dispatcher-backend hybridep", "--moe-flex-dispatcher-backend auto"),
+    ("--cuda-graph-impl=transformer_engine", "--cuda-graph-impl local"),
+    ("--cuda-graph-scope attn mlp moe_router moe_preprocess", "--cuda-graph-scope attn mlp")])
+def test_a_value_of_our_flag_that_changes_nothing_is_replaced_with_a_sentence(line, expected):
+    words, messages, errors = translated(f"{line} --seed 1")
+    assert words == f"{expected} --seed 1" and errors == []
+    assert messages and all("is accepted, as it changes nothing: " in message for message in messages)
+
+
+def test_an_old_switch_says_what_it_gives_way_to():
+    for line in ("--no-position-embedding --use-rotary-position-embeddings", "--position-embedding-type rope --no-position-embedding"):
+        assert ("--no-position-embedding is understood as --position-embedding-type none, which gives way to --position-embedding-type rope"
+                in translated(line)[1])
+    assert translated("--no-position-embedding")[1] == ["--no-position-embedding is understood as --position-embedding-type none"]
+
+
+def test_gpt_oss_brings_yarn_as_megatron_sets_it_and_gives_way_to_what_is_given():
+    args = parsed("--enable-gpt-oss --rotary-scaling-factor 16")
+    assert (args.position_embedding_type, args.rotary_scaling_factor, args.yarn_original_max_position_embeddings) == ("yarn", 16, 131072)
+    assert (args.yarn_beta_fast, args.yarn_beta_slow, args.yarn_correction_range_round_to_int) == (32, 1, False)
 
 
 @pytest.mark.parametrize("flag", ["--no-rl-use-sequence-packing", "--no-rl-persist-cuda-graphs", "--disable-use-persistent-ckpt-worker"])
