@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.loaded import Kind, load_network
+from megatron.training.place import end_in_a_line_when_interrupted
 
 POOLINGS = ("mean", "first", "pooled")
 _HEADER_BYTES = 128
@@ -243,4 +244,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

@@ -22,6 +22,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.ledger import plain
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.ledger import Apart, Difference, History, Input, difference, read_history
 
 WIDEST = 60  # characters of one value
@@ -116,4 +117,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

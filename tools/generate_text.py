@@ -20,6 +20,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
 from megatron.training.loaded import GPT, load_network
+from megatron.training.place import end_in_a_line_when_interrupted
 
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -62,4 +63,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

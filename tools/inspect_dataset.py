@@ -34,6 +34,7 @@ from megatron.core.datasets.sidecar import tokenizer_name
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.place import end_in_a_line_when_interrupted
 
 BAR = 50
 SHOWN = 2000
@@ -219,4 +220,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

@@ -26,6 +26,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.replay import Replayed, replay
 
 PROVIDERS = {"gpt": (pretrain_gpt.model, pretrain_gpt.forward_step), "bert": (pretrain_bert.model, pretrain_bert.forward_step),
@@ -75,4 +76,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     sys.exit(main(sys.argv[1:]))

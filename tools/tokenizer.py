@@ -34,6 +34,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
 from megatron.core.tokenizers.engines import num_processors
 from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
+from megatron.training.place import end_in_a_line_when_interrupted
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -199,4 +200,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     sys.exit(main())

@@ -26,6 +26,7 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.training.elastic import fit
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.microbatches import BatchSchedule
+from megatron.training.place import end_in_a_line_when_interrupted
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 
@@ -49,6 +50,7 @@ def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any]
     defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
     one that says it.
     """
+    end_in_a_line_when_interrupted()
     try:
         return read_args(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider,
                          world_size=world_size)

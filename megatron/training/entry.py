@@ -30,7 +30,7 @@ from megatron.training.board import FIRST_FAILURE, Board
 from megatron.training.failures import described, name_of_rank
 from megatron.training.guard import BadStep
 from megatron.training.initialize import shut_down
-from megatron.training.place import Place, launcher_place
+from megatron.training.place import Place, end_in_a_line_when_interrupted, launcher_place
 from megatron.training.sentinel import ReplicasDiffer
 from megatron.training.watch import NotFinite
 from megatron.training.watchdog import LOST, RankLost
@@ -129,6 +129,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        end_in_a_line_when_interrupted()
         place = launcher_place()
         alarm = Alarm(place)
         try:

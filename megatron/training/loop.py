@@ -26,6 +26,7 @@ from megatron.training.evaluate import evaluate, resting
 from megatron.training.failures import locating
 from megatron.training.graphs import Recordings
 from megatron.training.guard import BadStep, Guard, RollBack
+from megatron.training.interrupts import Interrupts
 from megatron.training.leak_probe import demand_no_leak
 from megatron.training.metrics import (
     Meter,
@@ -333,7 +334,18 @@ class Session:
             return bool(collectives.all_reduce(tensor, self.mesh.world, "max")) if self.mesh.world.size > 1 else vote
 
         run = self.trainer.run
-        return Watch(config.train, agree=agree, started=run.started, ending=run.ending, tolerates_overflow=dynamic, profile=profile)
+        return Watch(config.train, agree=agree, started=run.started, ending=run.ending, tolerates_overflow=dynamic, profile=profile,
+                     interrupts=Interrupts(run.ending, first=self._say_interrupted, last=self._end_at_once))
+
+    def _say_interrupted(self) -> None:
+        saves = "and saves" if self.config.checkpoint.save else "without a save, for which there is no --save"
+        self.trainer.run.say(f"SIGINT: the run ends after this step {saves}; once more (Ctrl-C) ends it at once")
+
+    def _end_at_once(self) -> None:
+        last = self.checkpoint.last_saved
+        self.trainer.run.ledger.add("end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True)
+        self.trainer.run.say(f"SIGINT again: the run ends at once, in iteration {self.trainer.progress.iteration + 1}; "
+                             + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint"))
 
     def _describe(self) -> None:
         """Sizes, once: what each rank of the first replica holds, and the footprint that follows from the config."""

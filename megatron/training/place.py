@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from types import TracebackType
 
 # Variables that can change numbers or speed; and names that may hold what nobody else should read.
 _TOLD = re.compile(r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|OMP|MKL|KMP|NVTE|NVIDIA|MEGATRON|SLURM)_|PYTHONHASHSEED$")
@@ -57,6 +58,17 @@ def has_desktop() -> bool:
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def end_in_a_line_when_interrupted() -> None:
+    """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
+    def said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+        elif launcher_place().rank == 0:
+            sys.stderr.write("interrupted (SIGINT)\n")
+
+    sys.excepthook = said
 
 
 def told_environment() -> dict[str, str]:

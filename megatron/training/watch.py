@@ -22,6 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.run import LogConfig, TrainConfig
+from megatron.training.interrupts import Interrupts
 from megatron.training.metrics import Step
 from megatron.training.run import Ending
 
@@ -47,7 +49,7 @@ class Watch:
 
     agree: whether any rank said True; called by all ranks at the same points. started: `time.monotonic()` at the start of
     the job, from which --exit-duration-in-mins counts. ending: where a signal is noted. tolerates_overflow: a step that is not finite is skipped by the
-    loss scaler (dynamic loss scale), so it is no error.
+    loss scaler (dynamic loss scale), so it is no error. interrupts: what becomes of Ctrl-C; left out, KeyboardInterrupt.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Watch:
         ending: Ending | None = None,
         tolerates_overflow: bool = False,
         profile: Profile | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self._train = train
+        self._interrupts = interrupts
         self._agree = agree
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
@@ -68,12 +72,15 @@ class Watch:
         self._ending = Ending() if ending is None else ending
         self._handlers_before: dict[int, object] = {}
         self._collected_before = True
+        self._open = ExitStack()
 
     def __enter__(self) -> Watch:
         # Python delivers signals to the main thread only; who runs a loop in another thread has to catch them himself.
         if self._train.exit_signal_handler and threading.current_thread() is threading.main_thread():
             number = getattr(signal, self._train.exit_signal)
             self._handlers_before[number] = signal.signal(number, self._note_signal)
+            if self._interrupts is not None:  # after it, since --exit-signal may be SIGINT too
+                self._open.enter_context(self._interrupts)
         if self._train.manual_gc:
             self._collected_before = gc.isenabled()
             gc.disable()
@@ -81,6 +88,7 @@ class Watch:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._open.close()
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         self._handlers_before.clear()
@@ -97,7 +105,8 @@ class Watch:
         signalled = bool(self._ending.signal)
         if self._agree(signalled or self._is_late()):
             if self._agree(signalled):
-                return f"exiting program after receiving {self._train.exit_signal}"
+                interrupted = self._agree(self._ending.signal == "SIGINT")
+                return f"exiting program after receiving {'SIGINT' if interrupted else self._train.exit_signal}"
             minutes = (time.monotonic() - self._started) / 60.0
             return f"exiting program after {minutes:.1f} minutes (--exit-duration-in-mins {self._train.exit_duration_in_mins})"
         interval = self._train.exit_interval

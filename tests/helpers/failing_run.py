@@ -33,6 +33,8 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
         sys.stderr.flush()
         if FAIL == "raise":
             raise ValueError("the planted failure of the last rank")
+        if FAIL == "stand":
+            time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL)
     return pretrain_gpt.forward_step(run, batches, stage)
 

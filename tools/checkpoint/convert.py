@@ -42,6 +42,7 @@ from megatron.core.families.shapes import EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
 from megatron.training.dialects import FOREIGN, OURS, open_checkpoint
+from megatron.training.place import end_in_a_line_when_interrupted
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 DIALECTS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
@@ -219,4 +220,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole
 from megatron.training.dialects import open_checkpoint
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.compare import Difference, Tolerance, compare_sources, settings_differences
 from megatron.trust.contents import counted, fits
 
@@ -108,4 +109,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

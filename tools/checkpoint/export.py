@@ -33,6 +33,7 @@ from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.families.shapes import EMBEDDING
 from megatron.training.dialects import open_checkpoint
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.compare import compare_sources
 from megatron.trust.contents import size_words
 
@@ -98,4 +99,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

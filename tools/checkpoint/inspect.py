@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, walk
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.contents import OWN, Contents, Entry, as_json, counted, fits, own_contents, own_step, size_words
 
 SHOWN = 100  # characters of a value
@@ -145,4 +146,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
 from megatron.core.parallel.boxes import Box
 from megatron.training.dialects import open_checkpoint
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.compare import compare_sources
 from megatron.trust.contents import counted, size_words
 
@@ -102,4 +103,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

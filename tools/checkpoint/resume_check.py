@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, walk
 from megatron.core.parallel.boxes import Box
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.contents import fits
 from megatron.trust.inventory import Verdict, compared
 
@@ -257,4 +258,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()

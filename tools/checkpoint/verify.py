@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
 from megatron.core.parallel.boxes import whole
 from megatron.training.dialects import find_foreign, open_checkpoint
+from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.contents import counted, size_words
 
 PART = 1 << 28  # bytes between two signs of life
@@ -119,4 +120,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_in_a_line_when_interrupted()
     main()
