@@ -12,9 +12,9 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.source import Source
@@ -37,13 +37,14 @@ from megatron.training.data import all_once
 from megatron.training.dialects import open_checkpoint
 from megatron.training.evaluate import evaluate
 from megatron.training.guard import Guard
-from megatron.training.metrics import Meter, report_line
+from megatron.training.metrics import Meter
 from megatron.training.reading import FILL, needs_text, read
 from megatron.training.recording import record_steps
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
 from megatron.training.watch import Watch
+from megatron.training.writers import Writers
 from tasks.flags import TaskConfig
 from tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
 from tasks.race import CHOICES, read_race
@@ -172,13 +173,23 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
     guard = Guard(run.config)
     if run.config.faults.guards_steps:
         guard.attach(trainer)
-    best, results = -1.0, {}
+    with closing(writers_of(run)) as writers:
+        return _best_of(trainer, task, sets, epochs, checkpoint, guard, writers)
+
+
+def _best_of(trainer: Trainer, task: TaskConfig, sets: Sets, epochs: Epochs | None, checkpoint: Checkpoint, guard: Guard,
+             writers: Writers) -> dict[str, float]:
+    """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
+    run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
         results, rows = measure(trainer, task, sets)
+        writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
         write_predictions(task, sets, rows, run)
+        return results
     for epoch in range(task.epochs):
-        train_epoch(trainer, epochs, epoch, guard)
+        train_epoch(trainer, epochs, epoch, guard, writers)
         results, rows = measure(trainer, task, sets)
+        writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
         if score > best:
             best = score
@@ -186,6 +197,12 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
             if run.config.checkpoint.save:
                 checkpoint.save()
     return results
+
+
+def writers_of(run: Run) -> Writers:
+    """Where the numbers of finetuning go: as those of pretraining, from the rank that has the loss."""
+    return Writers(run.config.log, speaks=run.mesh.world.is_last, world_size=run.mesh.world.size, settings=to_values(run.config),
+                   start_iteration=run.progress.iteration, train_iters=run.config.train.train_iters or 0)
 
 
 def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
@@ -221,24 +238,25 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     return source
 
 
-def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: Guard) -> None:
+def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: Guard, writers: Writers) -> None:
     """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
     run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
     meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
     watch = Watch(run.config.train, tolerates_overflow=precision.fp16 and precision.loss_scale is None)
-    batches, since, steps = epochs.batches(epoch), time.perf_counter(), 0
+    batches, since = epochs.batches(epoch), time.perf_counter()
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
-        steps += 1
         if guard.verdict:
             run.say(f"WARNING: {guard.decide(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks
+            writers.steps(resolved)
             record_steps(run.ledger, resolved)
             watch.demand_finite(resolved)
-            report = meter.report(train_iters=run.config.train.train_iters, seconds=time.perf_counter() - since)
-            run.say(report_line(report, datetime.now()))
-            since, steps = time.perf_counter(), 0
+            train = run.config.train
+            writers.report(meter.report(train_iters=train.train_iters, seconds=time.perf_counter() - since, seq_length=train.seq_length,
+                                        samples_left=(train.train_iters - progress.iteration) * epochs.full))
+            since = time.perf_counter()
     run.say(f"epoch {epoch + 1} is done")
 
 

@@ -34,8 +34,12 @@ from tests.helpers.architecture import (
     signatures_are_annotated,
     strangers_stay_apart,
     text_is_ascii,
+    the_package_is_installed_from_its_checkout,
     tree_of,
 )
+from tests.helpers.asserted_times import no_test_asserts_a_time
+
+ALL = (*RULES, no_test_asserts_a_time)
 
 
 def words(rule: Callable[..., object]) -> str:
@@ -49,7 +53,7 @@ def tree() -> Tree:
     return repository()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=words)
+@pytest.mark.parametrize("rule", ALL, ids=words)
 def test_the_tree_keeps_the_rule(rule: Callable[[Tree], Offences], tree: Tree) -> None:
     offences = [f"{path}:{line}: {text}" for path, line, text in sorted(set(rule(tree)))]
     assert not offences, f"{rule.__doc__}\n" + "\n".join(offences)
@@ -134,6 +138,12 @@ BROKEN: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str], str]] = (
     (files_are_loaded_as_data, {MODELS: "x = torch.load(path)"}, f"{MODELS}:1"),
     (files_are_loaded_as_data, {MODELS: "x = torch.load(path, weights_only=False)"}, f"{MODELS}:1"),
     (errors_are_caught_by_name, {MODELS: "try:\n    pass\nexcept:\n    pass"}, f"{MODELS}:3"),
+    (the_package_is_installed_from_its_checkout, {"docs/a.md": "fine\npip install " + "megatron[files]"}, "docs/a.md:2"),
+    (the_package_is_installed_from_its_checkout, {MODELS: "x = 'pip install -U " + "megatron'"}, f"{MODELS}:1"),
+    (no_test_asserts_a_time, {"tests/a.py": "def f():\n    a = time.time()\n    g()\n    b = time.time() - a\n    assert x and b < 2"}, "tests/a.py:5"),
+    (no_test_asserts_a_time, {"tests/a.py": "def f():\n    a = time.monotonic()\n    assert time.monotonic() - a < LONG"}, "tests/a.py:3"),
+    (no_test_asserts_a_time, {"tests/a.py": "S = 10\ndef f():\n    end = perf_counter() + S\n    while not g():\n        assert perf_counter() < end"},
+     "tests/a.py:5"),
 )
 
 # (rule, tree): trees that look like offences, and are none.
@@ -162,6 +172,11 @@ KEPT: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str]]] = (
     (public_things_have_a_docstring, {MODELS: EMPTY + "def _f(): pass\nclass _C:\n    def m(self): pass"}),
     (paths_of_one_machine_stay_out, {MODELS: "x = 'a/work/b'", "docs/a.md": "https://x.org/home/a"}),
     (files_are_loaded_as_data, {MODELS: "x = torch.load(path, weights_only=True)"}),
+    (the_package_is_installed_from_its_checkout, {"docs/a.md": "pip install '.[files]'; pip install " + "megatron-core"}),
+    (no_test_asserts_a_time, {"tests/benchmarks/a.py": "def f():\n    assert time.time() < 2", MODELS: "def f():\n    assert time.time() < 2, 'x'"}),
+    (no_test_asserts_a_time, {"tests/a.py": "S = 300\ndef f(s=60.0):\n    assert time.time() < S\n    assert time.time() < s\n    assert 1 < 2"}),
+    (no_test_asserts_a_time, {"tests/a.py": "def f():\n    a, b = g(), time.time()\n    assert a"}),
+    (no_test_asserts_a_time, {"tests/a.py": "def f():\n    end = time.time() + 90\n    while True:\n        assert time.time() < end"}),
 )
 
 
@@ -177,4 +192,4 @@ def test_a_rule_accepts_what_keeps_it(rule: Callable[[Tree], Offences], texts: M
 
 
 def test_every_rule_is_shown_to_fail() -> None:
-    assert {words(rule) for rule in RULES} == {words(rule) for rule, _, _ in BROKEN}
+    assert {words(rule) for rule in ALL} == {words(rule) for rule, _, _ in BROKEN}

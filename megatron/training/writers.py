@@ -131,6 +131,11 @@ class Writers:
             values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
         self._write(values, iteration=iteration, samples=consumed_samples)
 
+    def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
+        """Record how well a network does a task, after so many iterations of finetuning; whoever measures it says it."""
+        self._record("task", iteration=iteration, task=task, scores=dict(scores))
+        self._write({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
+
     def samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
         """Show and record prompts and what the network said after them."""
         for number, (prompt, text) in enumerate(samples, start=1):

@@ -100,9 +100,17 @@ def link(ranks: Sequence[int], device: torch.device) -> Link:
             seconds[place] = _best(lambda tensor=tensor: dist.all_reduce(tensor, group=group), device)
     shared = [seconds]
     dist.broadcast_object_list(shared, ranks[0])
-    latency = max(shared[0][0] / (2 * (n - 1)), 1e-7)
-    left = max(shared[0][1] - shared[0][0], 1e-9)
-    return Link(2 * (n - 1) / n * 4 * LARGE / left, latency)
+    return link_of(*shared[0], n)
+
+
+def link_of(small: float, large: float, n: int) -> Link:
+    """The link over which n ranks sum SMALL and LARGE numbers in so many seconds.
+
+    Where the small sum took most of the large one's time, on a busy machine, their difference is noise: the rate is then that of the
+    large sum as a whole.
+    """
+    left = large - small if large > 2 * small else large
+    return Link(2 * (n - 1) / n * 4 * LARGE / max(left, 1e-9), max(small / (2 * (n - 1)), 1e-7))
 
 
 def lateness(pause: float = 0.005, rounds: int = 20) -> float:

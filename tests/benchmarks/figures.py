@@ -73,6 +73,7 @@ QUESTIONS = (
     Question("planning", "tests/benchmarks/planning.py --rounds 3"),
     Question("experts", "tests/benchmarks/experts.py", on="any"),
     Question("sentinel", "tests/benchmarks/sentinel.py"),
+    Question("failure", "tests/benchmarks/failure.py --rounds 3"),
     Question("decode", "tests/benchmarks/decode.py 124m --rounds 3"),
     Question("gpu", "tests/benchmarks/train_gpu.py", on="gpu"),
 )

@@ -1,4 +1,7 @@
-"""One rank of several raises, is killed, is stopped or sleeps, or holds a wrong number: it is named with its place, and all end in time."""
+"""One rank of several raises, is killed, is stopped or sleeps, or holds a wrong number: it is named with its place, and all end.
+
+How soon after the failure is measured by tests/benchmarks/failure.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import pytest
 from tests.faults.ranks import HOWS, PHASES, SHARED, Case, Outcome, finished, started
 
 HANG = 6.0
-BOUND = 10.0  # seconds from a failure, or from when a hang is noticed, to the end of all ranks
 # A phase in the words of the run; of a rank that was killed or stopped, the others know the last pulse and the collective.
 WORDS = {"start-up": "start-up", "data": "training, iteration 2, data of microbatch", "forward": "training, iteration 2, forward of stage",
          "backward": "training, iteration 2, backward of stage", "reduce": "training, iteration 2, reduce of stage",
@@ -22,9 +24,8 @@ SUITE = (Case("raise", "backward", rank=2, layout="tensor"), Case("kill", "optim
 
 
 def check(case: Case, found: Outcome) -> None:
-    """Who failed, where and how is said, in time."""
+    """Who failed, where and how is said. (`finished` has seen all ranks end.)"""
     survivors = "\n".join(text for rank, text in enumerate(found.output) if rank != case.rank)
-    assert found.seconds < BOUND + case.notice + 5.0 * (case.notice > 0), f"{found.seconds:.1f} s: {found.all}"
     if case.how == "raise":
         assert f"ends, since this failed first: rank {case.rank} on node" in survivors, found.all
         assert "ValueError: the planted failure" in survivors and WORDS[case.phase] in survivors, found.all
@@ -52,7 +53,7 @@ def check(case: Case, found: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_the_failing_rank_is_named_with_its_phase_and_all_end_in_time(tmp_path: Path) -> None:
+def test_the_failing_rank_is_named_with_its_phase_and_all_end(tmp_path: Path) -> None:
     for case, found in zip(SUITE, finished(*[started(case, tmp_path) for case in SUITE]), strict=True):
         check(case, found)
 

@@ -459,10 +459,21 @@ def errors_are_caught_by_name(tree: Tree) -> Offences:
                 yield source.path, node.lineno, "a bare except hides what happened; name the error"
 
 
+PYPI_NAME = re.compile(r"pip install (?:-\S+ )*['\"]?megatron(?![-\w])")
+
+
+def the_package_is_installed_from_its_checkout(tree: Tree) -> Offences:
+    """The name megatron belongs to a stranger on PyPI: docs and errors say pip install '.[extra]', or name the package that is missing."""
+    for source in tree.values():
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if PYPI_NAME.search(line) and not source.is_test:
+                yield source.path, number, f"this installs a stranger's package: {line.strip()[:80]}"
+
+
 RULES: tuple[Callable[[Tree], Offences], ...] = (
     imports_go_down, every_file_has_a_floor, strangers_stay_apart, files_form_no_cycle, imports_stand_at_the_top,
     flags_stay_in_their_rooms, global_state_stays_in_the_shims, module_names_keep_their_values, cuda_is_behind_the_device,
     environment_is_read_once, files_and_functions_fit_a_reader, asserts_say_what_we_believed, signatures_are_annotated,
     public_things_have_a_docstring, paths_of_one_machine_stay_out, text_is_ascii, files_are_loaded_as_data,
-    errors_are_caught_by_name,
+    errors_are_caught_by_name, the_package_is_installed_from_its_checkout,
 )

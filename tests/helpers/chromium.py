@@ -75,7 +75,7 @@ class Page:
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 60.0) -> None:
+    def until(self, expression: str, seconds: float = 300.0) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not self.ask(f"Boolean({expression})"):

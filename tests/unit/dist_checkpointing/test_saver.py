@@ -56,16 +56,14 @@ def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_
 
 
 def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=ASIDE, files=Faulty(delay=0.02))
+    gate = threading.Event()
+    saver = Saver(tmp_path, rules=ASIDE, files=Faulty(gate=gate))
     saver.start(state_of(1.0), 10, ABOUT)
-    outcome, polls = None, 0
-    while outcome is None:
-        started = time.perf_counter()
-        outcome = saver.poll()
-        polls += 1
-        assert time.perf_counter() - started < 1.0 and polls < 10_000
+    assert [saver.poll() for _ in range(5)] == [None] * 5, "the disk does not go on, and nobody waits for it"
+    gate.set()
+    while (outcome := saver.poll()) is None:
         time.sleep(0.001)
-    assert polls > 3 and outcome.iteration == 10 and outcome.blocked < outcome.seconds
+    assert outcome.iteration == 10 and outcome.blocked < outcome.seconds
     assert saver.poll() is None and saver.finish() is None and loaded(tmp_path) == 1.0
 
 
@@ -155,14 +153,6 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, at_once: int) -> None:
     assert loaded(tmp_path) == 1.0 and files.written > 1000
 
 
-def test_a_slow_disk_holds_up_no_training(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=ASIDE, files=Faulty(delay=0.2))
-    started = time.perf_counter()
-    saver.start(state_of(1.0), 10, ABOUT)
-    blocked = time.perf_counter() - started
-    assert saver.finish().seconds > 0.6 > blocked
-
-
 def test_a_tracker_that_cannot_be_written_is_a_note_and_the_checkpoint_counts(tmp_path: Path) -> None:
     outcome = ended(Saver(tmp_path, files=Faulty(store.TRACKER.removesuffix(".txt"), fault=FULL)), 10, 1.0)
     assert outcome.problems == () and "is not up to date: [Errno 28]" in outcome.notes[0] and loaded(tmp_path) == 1.0
@@ -242,7 +232,7 @@ def test_a_process_that_ends_in_the_middle_of_a_save_does_not_hang_and_leaves_on
     save(state_of(1.0), tmp_path, 10, ABOUT)
     process = multiprocessing.get_context("spawn").Process(target=die_in_a_save, args=(tmp_path,))
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 3
     (remains,) = tmp_path.glob("iter_0000020.*.tmp")
     assert remains.is_dir() and loaded(tmp_path) == 1.0

@@ -99,7 +99,7 @@ class Running:
         until(lambda: self.service.engine.idle)
 
 
-def until(true: Any, seconds: float = 30.0) -> None:
+def until(true: Any, seconds: float = 300.0) -> None:
     """Wait until something is so."""
     end = time.monotonic() + seconds
     while not true():

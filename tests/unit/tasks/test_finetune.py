@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
@@ -31,7 +32,7 @@ from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
 from megatron.training.watch import NotFinite
 from tasks import finetune
-from tasks.finetune import Epochs, Judged, Sets
+from tasks.finetune import Epochs, Judged, Sets, writers_of
 from tasks.flags import TaskConfig, defaults_of
 from tasks.glue import Text
 from tasks.race import Question
@@ -239,7 +240,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(answer: str | None
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.full, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
-        finetune.train_epoch(trainer, epochs, 0, guard)
+        finetune.train_epoch(trainer, epochs, 0, guard, writers_of(trainer.run))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said
     assert list(tmp_path.glob("step-*/*")) or answer is None, "the evidence is kept"
 
@@ -251,7 +252,8 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
     model = ("--task MNLI --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
              f"--vocab-file {VOCABULARY} --valid-data {dev} {other} --num-workers 0").split()
     learning = (f"--train-data {train} --epochs 4 --micro-batch-size 8 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.065 "
-                f"--save {tmp_path / 'out'} --output-file {tmp_path / 'said.jsonl'} --log-interval 10").split()
+                f"--save {tmp_path / 'out'} --output-file {tmp_path / 'said.jsonl'} --log-interval 10 --log-jsonl {tmp_path / 'log.jsonl'} "
+                f"--tensorboard-dir {tmp_path / 'board'}").split()
 
     def said(*words: str) -> str:
         done = subprocess.run([sys.executable, "tasks/main.py", *model, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
@@ -263,6 +265,13 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
     events = read_events(tmp_path / "out")
     assert [event["event"] for event in events][:2] == ["start", "steps"] and events[-1] | {"time": ""} == {
         "event": "end", "time": "", "reason": "complete", "iteration": 200}
+    written = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in written if row["kind"] == "step"] == list(range(1, 201))
+    scores = [(row["iteration"], row["scores"]["accuracy"]) for row in written if row["kind"] == "task"]
+    assert [iteration for iteration, _ in scores] == [50, 100, 150, 200]
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [(point.step, pytest.approx(point.value)) for point in board.Scalars("MNLI accuracy")] == scores
+    assert len(board.Scalars("lm loss")) == len(board.Scalars("learning-rate")) == 200
     rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     right = sum(row["prediction"] == row["label"] for row in rows)
     assert len(rows) == 101 and right / len(rows) > 0.95, last

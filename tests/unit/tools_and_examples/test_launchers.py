@@ -202,7 +202,7 @@ def submit(cluster: Path, **environment: str) -> subprocess.Popen[str]:
 def test_a_job_near_its_time_limit_saves_and_goes_back_into_the_queue(cluster: Path) -> None:
     job = submit(cluster, CODE="1")  # torchrun does not end with 0 when it was told to stop
     job.send_signal(signal.SIGUSR1)
-    said, _ = job.communicate(timeout=30)
+    said, _ = job.communicate(timeout=300)
     assert job.returncode == 0, said
     assert (cluster / "calls").read_text().splitlines()[1:] == ["scancel --signal=TERM 20042", "scontrol requeue 20042"]
 
@@ -211,7 +211,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_back_into_the_queue(cluster: P
 def test_a_job_that_ends_by_itself_stays_away_from_the_queue(cluster: Path, code: int) -> None:
     job = submit(cluster, CODE=str(code))
     (cluster / "cancelled").touch()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert job.returncode == code
     assert "requeue" not in (cluster / "calls").read_text()
 
@@ -219,7 +219,7 @@ def test_a_job_that_ends_by_itself_stays_away_from_the_queue(cluster: Path, code
 def test_a_job_starts_the_launcher_on_every_machine_with_its_place(cluster: Path) -> None:
     job = submit(cluster)
     (cluster / "cancelled").touch()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     words = (cluster / "printed").read_text().split()
     options = dict(zip(words, words[1:]))
     assert [options[name] for name in ("--nnodes", "--node_rank", "--master_addr", "--nproc_per_node")] == ["16", "1", "node7", "8"]

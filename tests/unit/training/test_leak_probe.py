@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -38,9 +37,7 @@ def run_with(kernel: Any = None, **changes: Any) -> Run:
                                      {**PACKED, **WINDOWS, **MLA}, {**PACKED, "bf16": True}, {"architecture": "bert", "window_size": "3,2"}],
                          ids=["documents", "windows", "both", "a band with sinks", "latent", "bf16", "both sides"])
 def test_no_kernel_of_ours_leaks(backend: str, changes: dict[str, Any]) -> None:
-    started = time.perf_counter()
     demand_no_leak(run_with(attention_backend=backend, **changes))
-    assert time.perf_counter() - started < 20  # far under a second where nothing else runs
 
 
 def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
