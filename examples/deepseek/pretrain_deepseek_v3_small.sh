@@ -19,7 +19,7 @@ MODEL=(
     --qk-head-dim 12
     --qk-pos-emb-head-dim 8
     --v-head-dim 16
-    --rotary-interleaved
+    --qk-layernorm
     --rope-type rope
     --num-experts 8
     --moe-layer-freq '[0]*1+[1]*2'

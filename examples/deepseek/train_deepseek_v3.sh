@@ -21,7 +21,7 @@ MODEL=(
     --qk-head-dim 128
     --qk-pos-emb-head-dim 64
     --v-head-dim 128
-    --rotary-interleaved
+    --qk-layernorm
     --rotary-scaling-factor 40
     --mscale 1.0
     --mscale-all-dim 1.0

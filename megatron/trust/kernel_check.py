@@ -155,14 +155,14 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
-    rope, size = config.model.rope, config.model.rotary_size or 64
+    rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(turned // 2, dtype=torch.float64) / (turned // 2))
-    angles = (angles.repeat_interleave(2, -1) if rope.rotary_interleaved else angles.repeat(1, 2))[:, None, None]
+    angles = (angles.repeat_interleave(2, -1) if pairs else angles.repeat(1, 2))[:, None, None]
 
     def call(op: Op, x: Tensor) -> Tensor:
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), rope.rotary_interleaved)
+        return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), pairs)
 
     return Trial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
 

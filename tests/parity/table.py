@@ -94,7 +94,7 @@ _MLA: Changes = {
     "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
     "mscale_all_dim": 0.7,
 }
-_MLA_Q: Changes = {**_MLA, "q_lora_rank": 10, "rotary_interleaved": True}
+_MLA_Q: Changes = {**_MLA, "q_lora_rank": 10, "qk_layernorm": True}
 _GPT_OSS: Changes = {
     "position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8, "yarn_beta_fast": 2.0,
     "yarn_correction_range_round_to_int": False, "normalization": "RMSNorm", "quick_geglu": True, "ffn_hidden_size": 48,

@@ -353,7 +353,7 @@ T5_OURS = {"architecture": "t5", "decoder_num_layers": 2, "decoder_seq_length": 
            "add_bias_linear": False, "softmax_scale": 1.0, "kv_channels": 6}
 KIN = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope"}
 SOME = {"num_experts": 4, "moe_ffn_hidden_size": 24}
-BY_LATENTS = {**KIN, **SOME, "multi_latent_attention": True, "rotary_interleaved": True, "kv_lora_rank": 16, "qk_head_dim": 6,
+BY_LATENTS = {**KIN, **SOME, "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16, "qk_head_dim": 6,
               "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "moe_layer_freq": "[0]*1+[1]*3", "moe_shared_expert_intermediate_size": 24,
               "norm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "moe_router_topk_scaling_factor": 2.5}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -66,12 +66,12 @@ def positions(run: RunConfig) -> str:
     if given and not rope.is_yarn:
         problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")
     other = [spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)]
-    if other and rope.is_yarn and rope.rotary_scaling_factor > 1:
+    if other and rope.is_yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
         problems.append(f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)")
     if rope.rotary_scaling_factor < 1:
         problems.append(f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1")
-    if rope.is_yarn and not 0 < rope.yarn_beta_slow < rope.yarn_beta_fast:
-        problems.append(f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and below --yarn-beta-fast {rope.yarn_beta_fast:g}")
+    if rope.is_yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
+        problems.append(f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}")
     pairs, section = int(model.rotary_size * rope.rotary_percent) // 2, rope.mrope_section
     if rope.position_embedding_type == "mrope" and (section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs):
         shown = "nothing" if section is None else " ".join(map(str, section))

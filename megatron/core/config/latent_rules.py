@@ -33,6 +33,12 @@ def latents(run: RunConfig) -> str:
     if rope.position_embedding_type not in ("rope", "yarn"):
         problems.append(f"--multi-latent-attention tells positions by rotations alone, not by --position-embedding-type "
                         f"{rope.position_embedding_type}; choose rope or yarn")
+    if rope.rotary_interleaved:
+        problems.append("--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out")
+    stretched = [spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)]
+    if stretched:
+        problems.append(f"{', '.join(stretched)}: Megatron's latent attention passes over it; stretch its rotations by "
+                        "--rope-type yarn --rotary-scaling-factor, or leave it out")
     if model.add_qkv_bias:
         problems.append("--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out")
     return "\n  ".join(problems)

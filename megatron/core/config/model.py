@@ -27,7 +27,8 @@ class RopeConfig:
     relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike", role="network")
     rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable")
     rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs instead of the two halves of a head", role="network")
+    rotary_interleaved: bool = flag(
+        False, "rotate neighbouring channels together instead of the two halves of a head; latent attention always does", role="network")
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "divide positions by this factor (linear interpolation)", role="adaptable")
     use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does", role="adaptable")
@@ -127,7 +128,7 @@ class ModelConfig:
     activation_func_clamp_value: float | None = flag(
         None, "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)", role="network")
     glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network")
-    qk_layernorm: bool = flag(False, "norm of every query and key head", role="network")
+    qk_layernorm: bool = flag(False, "norm of every query and key head; of latent attention: of the latents", role="network")
     qk_l2_norm: bool = flag(False, "queries and keys are divided by their root mean square after rotation, without weights", role="network")
     qk_clip: bool = flag(
         False, "after each step, weights of queries and keys shrink where a head's largest score was too large", role="training")
@@ -248,6 +249,11 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Size of what positions rotate: a query and key head, or the part of one that latent attention keeps for them."""
         return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def rotates_pairs(self) -> bool:
+        """Whether rotation pairs neighbouring channels, as latent attention always does, or the two halves of a head."""
+        return self.mla.multi_latent_attention or self.rope.rotary_interleaved
 
     @property
     def head_sizes(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
         _ROTARY: not rope.rotates, _SCALING: not (rope.rotates and rope.use_rope_scaling), _YARN: not rope.is_yarn,
         _RELATIVE: rope.position_embedding_type != "relative", ("mrope_section",): rope.position_embedding_type != "mrope",
         ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
-        _LATENT: not latent, ("kv_channels", "num_query_groups", "qk_layernorm"): latent,
+        _LATENT: not latent, ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
         _EXPERTS: not moe.num_experts, ("ffn_hidden_size",): "dense" not in kinds,
         ("moe_router_pre_softmax",): moe.moe_router_score_function != "softmax",
         ("moe_router_group_topk", "moe_router_group_score"): not moe.moe_router_num_groups,

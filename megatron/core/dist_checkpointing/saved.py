@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ class Saved:
 
     def __init__(self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files) -> None:
         self.folder, self.where, self.commit, self.description, self.manifest = folder, str(folder), commit, description, manifest
-        self.settings: Mapping[str, Any] = description.values
         self.values: Mapping[str, Any] = manifest.values
         self.formats = {name: Format(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()}
+        self.settings = as_today(description.values, self.formats, self.where)
         self._files = files
         self._maps: dict[str, memoryview] = {}
 
@@ -114,6 +114,22 @@ def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
     if problems or description is None or manifest is None:
         raise CheckpointError(f"{folder} is damaged", problems)
     return Saved(folder, commit, description, manifest, files)
+
+
+def as_today(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
+    """The settings of a checkpoint with these tensors, as a run would give them today.
+
+    Latent attention once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved only.
+    """
+    if not settings.get("multi_latent_attention") or settings.get("qk_layernorm"):
+        return settings
+    if not any(name.startswith("model.") and name.endswith(".kv_layernorm.weight") for name in names):
+        return settings
+    if not settings.get("rotary_interleaved"):
+        raise CheckpointError(f"{where} was saved when --multi-latent-attention without --rotary-interleaved rotated the halves of a head; "
+                              "today it always rotates neighbouring channels, as Megatron does, so these weights are another network's: "
+                              "use the version that saved them, or train anew")
+    return {**settings, "qk_layernorm": True, "rotary_interleaved": False}
 
 
 def _of_another_save(folder: Path, said: str, commit: Commit, files: Files) -> str:

@@ -23,7 +23,7 @@ from megatron.core.families.settings import BALANCE, Keys, kept, pattern
 from megatron.core.families.shapes import mtp_depths
 
 _SAYS_NOTHING = (*BALANCE, "ep_size", "moe_layer_freq", "topk_method", "scoring_func", "head_dim", "qk_head_dim",
-                 "num_nextn_predict_layers", "mlp_bias")
+                 "num_nextn_predict_layers", "mlp_bias", "rope_interleave")
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
@@ -33,6 +33,7 @@ def _common_in(keys: Keys) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias"):
         keys.one_of(name, (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
+    keys.one_of("rope_interleave", (True,), True)
     found = common_in(keys, latent=True)
     if found["norm_epsilon"] != _EPSILON:
         keys.problems.append(f"rms_norm_eps: {found['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
@@ -44,7 +45,7 @@ def _common_in(keys: Keys) -> dict[str, Any]:
         keys.problems.append(f"first_k_dense_replace: {dense} is no number of layers from 0 to {layers - 1}")
         dense = 0
     return {
-        **found, "multi_latent_attention": True, "rotary_interleaved": keys.switch("rope_interleave", True),
+        **found, "multi_latent_attention": True, "qk_layernorm": True,
         "q_lora_rank": keys.whole_or_none("q_lora_rank"), "kv_lora_rank": keys.whole("kv_lora_rank"),
         "qk_head_dim": keys.whole("qk_nope_head_dim"), "qk_pos_emb_head_dim": keys.whole("qk_rope_head_dim"),
         "v_head_dim": keys.whole("v_head_dim"),
@@ -79,7 +80,6 @@ def _v2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     keys.one_of("norm_topk_prob", (False,), False)
-    keys.one_of("rope_interleave", (True,), True)
     return {**_common_in(keys), **_groups_in(keys, "max", used=method != "greedy"), "moe_router_pre_softmax": True}, keys.finish()
 
 
@@ -104,8 +104,7 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    turns = {} if model.rope.rotary_interleaved and "rope_interleave" not in like else {"rope_interleave": model.rope.rotary_interleaved}
-    return {**_common_out(model, like), **turns, "norm_topk_prob": True,
+    return {**_common_out(model, like), "norm_topk_prob": True,
             "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0)}
 
 

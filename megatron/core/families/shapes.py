@@ -122,10 +122,12 @@ def _latent(here: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield f"{here}linear_q_proj.weight", (queries, hidden)
     else:
         yield f"{here}linear_q_down_proj.weight", (mla.q_lora_rank, hidden)
-        yield from _norm(f"{here}q_layernorm", mla.q_lora_rank, model)
+        if model.qk_layernorm:
+            yield from _norm(f"{here}q_layernorm", mla.q_lora_rank, model)
         yield f"{here}linear_q_up_proj.weight", (queries, mla.q_lora_rank)
     yield f"{here}linear_kv_down_proj.weight", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, hidden)
-    yield from _norm(f"{here}kv_layernorm", mla.kv_lora_rank, model)
+    if model.qk_layernorm:
+        yield from _norm(f"{here}kv_layernorm", mla.kv_lora_rank, model)
     yield f"{here}linear_kv_up_proj.weight", (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     yield from _linear(f"{here}linear_proj", hidden, heads * mla.v_head_dim, model.add_bias_linear)
 

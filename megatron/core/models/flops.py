@@ -245,7 +245,7 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
 def _latent_bytes(config: RunConfig) -> float:
     """Bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
     mla, t, again = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
-    latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank  # before and after their norms
+    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (2 if config.model.qk_layernorm else 1)  # before and after their norms
     # Values are a part of what keys are made of, and keep it alive.
     query, found = (width // t for width in _head_widths(config.model))
     made = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
@@ -366,10 +366,9 @@ def _attention_biases(model: ModelConfig, tensor_size: int) -> int:
 def _attention_vectors(model: ModelConfig, tensor_size: int) -> int:
     """Biases and inner norms of one self attention on each tensor rank."""
     mla, inner = model.mla, 0
-    if mla.multi_latent_attention:
-        inner = sum(_norm_parameters(model, rank) for rank in (mla.q_lora_rank, mla.kv_lora_rank) if rank)
-    elif model.qk_layernorm:
-        inner = 2 * _norm_parameters(model, model.kv_channels)
+    if model.qk_layernorm:
+        sizes = (mla.q_lora_rank or 0, mla.kv_lora_rank) if mla.multi_latent_attention else (model.kv_channels,) * 2
+        inner = sum(_norm_parameters(model, size) for size in sizes)
     sinks = model.num_attention_heads // tensor_size if model.softmax_type == "learnable" else 0
     return _attention_biases(model, tensor_size) + inner + sinks
 

@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
 
     def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
-        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rope.rotary_interleaved)
+        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
 
 
 def sinks(build: Build) -> nn.Parameter:

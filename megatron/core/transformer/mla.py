@@ -5,6 +5,7 @@
     x -> linear_q_proj -> of every head a query [dk + d], of which d are rotated; or by a latent of its own:
     x -> linear_q_down_proj -> latent [rq] -> norm -> linear_q_up_proj
 
+As in Megatron, the latents have norms with --qk-layernorm only, and rotation always pairs neighbouring channels.
 A head's score is (query . key + rotated query . shared key) * scale. The matrices that make latents are whole on every
 tensor rank; those that make heads of them are cut by head, so that under sequence parallelism only latents are gathered.
 
@@ -51,10 +52,11 @@ class MultiLatentAttention(nn.Module):
         compressed = mla.q_lora_rank is not None
         self.linear_q_proj = None if compressed else ColumnLinear(model.hidden_size, (query,), **cut)
         self.linear_q_down_proj = Linear(model.hidden_size, mla.q_lora_rank, **whole) if compressed else None
-        self.q_layernorm = build.norm(mla.q_lora_rank, kind="qk_norm") if compressed else None
+        normed = model.qk_layernorm
+        self.q_layernorm = build.norm(mla.q_lora_rank, kind="qk_norm") if compressed and normed else None
         self.linear_q_up_proj = ColumnLinear(mla.q_lora_rank, (query,), **cut) if compressed else None
         self.linear_kv_down_proj = Linear(model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole)
-        self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm")
+        self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
         self.linear_kv_up_proj = ColumnLinear(mla.kv_lora_rank, (pair,), **cut)
         self.linear_proj = RowLinear(
             model.num_attention_heads * mla.v_head_dim, model.hidden_size, bias=model.add_bias_linear,
@@ -89,7 +91,7 @@ class MultiLatentAttention(nn.Module):
     def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None) -> Tensor:
         """The same attention without any head's keys and values: what decoding needs of a token is r + d numbers.
 
-        q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the normed latent and the rotated shared key of every
+        q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the latent and the rotated shared key of every
         token. kernel: another than the run's. Returns [queries, b, n/tp * dv].
         """
         mla = self.mla
@@ -114,13 +116,15 @@ class MultiLatentAttention(nn.Module):
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [s or s/tp, b, h]. Returns queries or their latent, the normed latent [s or s/tp, b, r] of keys and values, and
-        the shared key [s, b, 1, d], not yet rotated.
+        """x: [s or s/tp, b, h]. Returns queries or their latent, the latent [s or s/tp, b, r] of keys and values, and the
+        shared key [s, b, 1, d], not yet rotated. Latents are normed if they have norms.
         """
-        query = self.linear_q_proj(x) if self.linear_q_proj is not None else self.q_layernorm(self.linear_q_down_proj(x))
+        query = self.linear_q_down_proj(x) if self.linear_q_proj is None else self.linear_q_proj(x)
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
         latent, shared = self.linear_kv_down_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1)
         # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
-        return query, self.kv_layernorm(latent), self.build.region.enter(shared.contiguous())[:, :, None]
+        latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
+        return query, latent, self.build.region.enter(shared.contiguous())[:, :, None]
 
     def _query(self, query: Tensor, table: RotaryTable | None) -> Tensor:
         """Queries or their latent to [s, b, n/tp, dk + d], rotated."""
@@ -138,7 +142,7 @@ class MultiLatentAttention(nn.Module):
     def _turn(self, x: Tensor, table: RotaryTable | None) -> Tensor:
         if table is None:
             return x
-        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rope.rotary_interleaved)
+        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
 
 
 def score_scale(model: ModelConfig) -> float:

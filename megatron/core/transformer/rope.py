@@ -69,18 +69,20 @@ def yarn_growth(config: RopeConfig, share: float) -> float:
     return 0.1 * share * math.log(config.rotary_scaling_factor) + 1.0
 
 
-def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype) -> RotaryTable:
-    """The table for these positions, [b or 1, s], or [3, b or 1, s] by time, height and width."""
+def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype, pairs: bool) -> RotaryTable:
+    """The table for these positions, [b or 1, s], or [3, b or 1, s] by time, height and width. pairs: whether neighbouring
+    channels are rotated together, else the two halves of a head.
+    """
     turns = frequencies(config, head_size, positions.device, dtype)
     places = positions.transpose(-1, -2).to(dtype)[..., None, None]
     if positions.dim() == 3:
-        axis = [i % 3 for i, pairs in enumerate(config.mrope_section or ()) for _ in range(pairs)]
+        axis = [i % 3 for i, count in enumerate(config.mrope_section or ()) for _ in range(count)]
         assert len(axis) == len(turns), "--mrope-section says for every pair what it turns by"
         places = torch.cat([places[i] for i in axis], dim=-1)
     if config.rotary_seq_len_interpolation_factor:
         places = places / config.rotary_seq_len_interpolation_factor
     angles = places * turns
-    doubled = angles.repeat_interleave(2, dim=-1) if config.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+    doubled = angles.repeat_interleave(2, dim=-1) if pairs else torch.cat((angles, angles), dim=-1)
     # What scores as a whole grow by is no business of the rotation: latent attention takes it back with its scale.
     growth = yarn_growth(config, config.mscale) / yarn_growth(config, config.mscale_all_dim)
     return RotaryTable(doubled.cos() * growth, doubled.sin() * growth)
@@ -95,4 +97,4 @@ def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> 
     length = build.region.whole_length(hidden.shape[0])
     places = build.places(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
-    return rotary_table(places, build.model.rope, build.model.rotary_size, dtype=wide)
+    return rotary_table(places, build.model.rope, build.model.rotary_size, dtype=wide, pairs=build.model.rotates_pairs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import plan
 from megatron.core.dist_checkpointing.load import load, open_sound
 from megatron.core.dist_checkpointing.plan import Offer
-from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.saved import Saved, as_today, open_saved
 from megatron.core.dist_checkpointing.saver import save
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates
@@ -111,6 +111,15 @@ def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(tmp_path_factory:
 
 def test_values_come_back_as_json_says_them(tmp_path: Path) -> None:
     assert load({"values": None}, saved({"values": {"a": [1, 2.5, None, "b"]}}, tmp_path)) == {"values": {"a": [1, 2.5, None, "b"]}}
+
+
+def test_latent_attention_saved_with_norms_of_its_own_is_todays_network_or_refused() -> None:
+    before = {"multi_latent_attention": True, "qk_layernorm": False, "rotary_interleaved": True}
+    norms = ["model.decoder.layers.0.self_attention.kv_layernorm.weight"]
+    assert as_today(before, norms, "x") == {"multi_latent_attention": True, "qk_layernorm": True, "rotary_interleaved": False}
+    assert as_today(before, [], "x") == before, "without norms it is of today"
+    with pytest.raises(CheckpointError, match="rotated the halves of a head"):
+        as_today({**before, "rotary_interleaved": False}, norms, "x")
 
 
 def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Path) -> None:

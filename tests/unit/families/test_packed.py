@@ -27,7 +27,7 @@ GPT_OSS = {**KIN, "hidden_size": 32, "kv_channels": 8, "swiglu": False, "quick_g
            "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "window_size": "3,0", "window_attn_skip_freq": "2",
            "position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
 DEEPSEEK = {**KIN, "multi_latent_attention": True, "group_query_attention": False, "kv_lora_rank": 5, "q_lora_rank": 6, "qk_head_dim": 3,
-            "qk_pos_emb_head_dim": 2, "v_head_dim": 4, "rotary_interleaved": True, "norm_epsilon": 1e-6, "moe_router_score_function": "sigmoid",
+            "qk_pos_emb_head_dim": 2, "v_head_dim": 4, "qk_layernorm": True, "norm_epsilon": 1e-6, "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 32, "moe_layer_freq": "[0]*1+[1]*1"}
 HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -167,12 +167,12 @@ def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
     assert cast.read(wide[0], whole((4,))).dtype == torch.float32
 
 
-def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_turns_pairs_as_the_files_do(tmp_path: Path) -> None:
+def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(tmp_path: Path) -> None:
     hf.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
     for depths in (1, None):
         wanted = find_wanted(tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")}))
         opened = open_wanted(wanted, tiny.with_vocabulary(tiny.config(**DEEPSEEK, mtp_num_layers=depths), 20), Axis("world"))
         assert any(name.startswith("model.mtp.") for name in opened.source.formats) == (depths == 1)
-    halves = tiny.with_vocabulary(tiny.config(**{**DEEPSEEK, "rotary_interleaved": False}), 20)
-    with pytest.raises(CheckpointError, match="--rotary-interleaved: on in the checkpoint, off in this run"):
-        open_wanted(wanted, halves, Axis("world"))
+    bare = tiny.with_vocabulary(tiny.config(**{**DEEPSEEK, "qk_layernorm": False}), 20)
+    with pytest.raises(CheckpointError, match="--qk-layernorm: on in the checkpoint, off in this run"):
+        open_wanted(wanted, bare, Axis("world"))

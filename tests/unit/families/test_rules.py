@@ -14,7 +14,7 @@ from megatron.core.families.rules import Op, Row, concat, expanded, faults, inte
 from megatron.core.families.shapes import parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
-LATENT = {**KIN, "multi_latent_attention": True, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4,
+LATENT = {**KIN, "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4,
           "num_experts": 3, "moe_ffn_hidden_size": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {},

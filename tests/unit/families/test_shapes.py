@@ -27,7 +27,7 @@ LATENT = {"multi_latent_attention": True, "kv_lora_rank": 7, "qk_head_dim": 5, "
     {**GATED, **EXPERTS, "moe_layer_freq": "2"}, {**EXPERTS, "num_experts": 4, "moe_shared_expert_intermediate_size": 12},
     {**GATED, **EXPERTS, "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True, "moe_router_enable_expert_bias": True,
      "moe_router_score_function": "sigmoid"},
-    {**GATED, **LATENT}, {**GATED, **LATENT, "q_lora_rank": 9}, {**GATED, **LATENT, **EXPERTS, "mtp_num_layers": 2},
+    {**GATED, **LATENT}, {**GATED, **LATENT, "q_lora_rank": 9, "qk_layernorm": True}, {**GATED, **LATENT, **EXPERTS, "mtp_num_layers": 2},
     {**GATED, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}, {"mtp_num_layers": 1},
 ])
 def test_parameters_are_those_of_the_network(changes: dict[str, Any]) -> None:

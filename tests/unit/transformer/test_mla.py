@@ -45,19 +45,21 @@ def pass_of(run: tiny.Run, x: Tensor) -> Pass:
     return Pass(MaskSpec(), rotary_of(run.build, x))
 
 
-def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, interleaved: bool, window: int | None, rope: bool = True) -> Tensor:
-    """Equations 37 to 47 of DeepSeek-V2, for every position and head. Without yarn."""
+def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, window: int | None, rope: bool = True) -> Tensor:
+    """Equations 37 to 47 of DeepSeek-V2, for every position and head. Without yarn. Latents without a norm's weight stay as they are."""
     weights = dict(layer.named_parameters())
 
     def norm(x: Tensor, name: str) -> Tensor:
+        if f"{name}.weight" not in weights:
+            return x
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
 
     def turn(vector: Tensor, place: int) -> Tensor:
         if not rope:
             return vector
-        pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + TURNED // 2) for i in range(TURNED // 2)]
         turned = vector.clone()
-        for i, (a, b) in enumerate(pairs):
+        for i in range(TURNED // 2):
+            a, b = 2 * i, 2 * i + 1
             angle = place / 10000.0 ** (2 * i / TURNED)
             turned[..., a] = vector[..., a] * math.cos(angle) - vector[..., b] * math.sin(angle)
             turned[..., b] = vector[..., b] * math.cos(angle) + vector[..., a] * math.sin(angle)
@@ -84,12 +86,14 @@ def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, interleaved
 
 
 @pytest.mark.parametrize("compressed", [None, 10])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_latent_attention_is_the_published_formula(compressed: int | None, interleaved: bool) -> None:
-    layer, run = layer_of(q_lora_rank=compressed, rotary_interleaved=interleaved, rope_type="rope")
+@pytest.mark.parametrize("normed", [False, True])
+def test_latent_attention_is_the_published_formula_and_norms_latents_only_when_asked(compressed: int | None, normed: bool) -> None:
+    layer, run = layer_of(q_lora_rank=compressed, qk_layernorm=normed, rope_type="rope")
+    assert [name for name, _ in layer.named_parameters() if "layernorm" in name] == (
+        ["q_layernorm.weight"] * (compressed is not None) + ["kv_layernorm.weight"]) * normed
     x = torch.randn(S, B, H, dtype=torch.float64)
     found, normed = layer(x, None, pass_of(run, x))
-    expected = by_hand(layer, x, scale=(STILL + TURNED) ** -0.5, interleaved=interleaved, window=None)
+    expected = by_hand(layer, x, scale=(STILL + TURNED) ** -0.5, window=None)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     assert torch.equal(normed, x)
 
@@ -101,7 +105,7 @@ def test_windows_layers_without_rotation_and_scales_are_kept_to(
         changes: dict[str, Any], window: tuple[int, int] | None, rope: bool, scale: float) -> None:
     layer, run = layer_of(window=window, rope=rope, **changes)
     x = torch.randn(S, B, H, dtype=torch.float64)
-    expected = by_hand(layer, x, scale=scale, interleaved=False, window=None if window is None else window[0], rope=rope)
+    expected = by_hand(layer, x, scale=scale, window=None if window is None else window[0], rope=rope)
     torch.testing.assert_close(layer(x, None, pass_of(run, x))[0], expected, rtol=1e-11, atol=1e-11)
 
 
@@ -119,7 +123,7 @@ def theirs(layer: MultiLatentAttention, changes: dict[str, Any]) -> tuple[torch.
     config = DeepseekV3Config(
         hidden_size=H, num_attention_heads=N, num_key_value_heads=N, q_lora_rank=changes.get("q_lora_rank"), kv_lora_rank=LATENT,
         qk_rope_head_dim=TURNED, qk_nope_head_dim=STILL, v_head_dim=VALUE, attention_bias=False, rope_parameters=rope,
-        max_position_embeddings=64, rope_interleave=changes.get("rotary_interleaved", False))
+        max_position_embeddings=64, rope_interleave=True)
     config._attn_implementation = "eager"
     attention = published.DeepseekV3Attention(config, layer_idx=0).float().eval()
     names = {"linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj",
@@ -132,10 +136,9 @@ def theirs(layer: MultiLatentAttention, changes: dict[str, Any]) -> tuple[torch.
     return attention, published.DeepseekV3RotaryEmbedding(config)
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 10}, {"q_lora_rank": 10, "rotary_interleaved": True},
-                                     {"rotary_interleaved": True, **YARN}, {"q_lora_rank": 10, **YARN}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 10}, YARN, {"q_lora_rank": 10, **YARN}], ids=str)
 def test_latent_attention_is_that_of_transformers_forward_and_backward(changes: dict[str, Any]) -> None:
-    layer, run = layer_of(fp64=False, **changes)
+    layer, run = layer_of(fp64=False, qk_layernorm=True, **changes)
     published, rotations = theirs(layer, changes)
     x = torch.randn(S, B, H)
     ours_in, theirs_in = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
@@ -172,7 +175,7 @@ class Remembered:
         return remembering
 
 
-@pytest.mark.parametrize("changes, window", [({}, None), ({"q_lora_rank": 10, "rotary_interleaved": True, **YARN}, None), ({}, (3, 0))])
+@pytest.mark.parametrize("changes, window", [({}, None), ({"q_lora_rank": 10, "qk_layernorm": True, **YARN}, None), ({}, (3, 0))])
 @pytest.mark.parametrize("steps", [(S,), (1,) * S, (4, 2, 1)])
 def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(changes: dict[str, Any], window: tuple[int, int] | None,
                                                                     steps: tuple[int, ...]) -> None:
@@ -204,7 +207,7 @@ def test_the_absorbed_form_takes_latents_and_shared_keys_of_any_origin() -> None
 def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(modules: tuple[str, ...]) -> None:
     x, found, made = torch.randn(S, B, H, dtype=torch.float64), [], []
     for choice in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
-        layer, run = layer_of(q_lora_rank=10, **choice)
+        layer, run = layer_of(q_lora_rank=10, qk_layernorm=True, **choice)
         norm = run.build.norm(H)
         name_all(norm)
         materialize(norm, run.mesh, seed=1)

@@ -39,8 +39,8 @@ def test_llama3_scaling_is_that_of_the_published_model() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_table_holds_cos_and_sin_of_position_times_frequency_twice(interleaved: bool) -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    config = RopeConfig(rotary_interleaved=interleaved, rotary_seq_len_interpolation_factor=2.0)
-    table = rotary_table(positions, config, 6, dtype=torch.float64)
+    config = RopeConfig(rotary_seq_len_interpolation_factor=2.0)
+    table = rotary_table(positions, config, 6, dtype=torch.float64, pairs=interleaved)
     for b in range(2):
         for s in range(4):
             for pair in range(3):
@@ -48,7 +48,7 @@ def test_the_table_holds_cos_and_sin_of_position_times_frequency_twice(interleav
                 for place in ((2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 3)):
                     assert table.cos[s, b, 0, place].item() == pytest.approx(math.cos(angle), abs=1e-14)
                     assert table.sin[s, b, 0, place].item() == pytest.approx(math.sin(angle), abs=1e-14)
-    assert rotary_table(positions[:1], config, 6, dtype=torch.float32).cos.shape == (4, 1, 1, 6)
+    assert rotary_table(positions[:1], config, 6, dtype=torch.float32, pairs=interleaved).cos.shape == (4, 1, 1, 6)
 
 
 YARNS = {  # published settings of rotations, and ours
@@ -83,7 +83,7 @@ def test_yarn_is_that_of_the_published_models(name: str) -> None:
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
     ours = RopeConfig(position_embedding_type="yarn", **changes)
     torch.testing.assert_close(frequencies(ours, size, CPU, torch.float64), expected.double(), rtol=1e-5, atol=0.0)
-    table = rotary_table(torch.tensor([[0, 5]]), ours, size, dtype=torch.float64)
+    table = rotary_table(torch.tensor([[0, 5]]), ours, size, dtype=torch.float64, pairs=False)
     assert table.cos[0].unique().item() == pytest.approx(factor, rel=1e-12), "at place 0 the cosine is what rotations grow by"
     angles = torch.cat((5 * expected, 5 * expected)).double()
     torch.testing.assert_close(table.sin[1, 0, 0], factor * angles.sin(), rtol=1e-4, atol=1e-6)
@@ -92,8 +92,9 @@ def test_yarn_is_that_of_the_published_models(name: str) -> None:
 def test_each_pair_turns_by_time_height_or_width() -> None:
     config = RopeConfig(position_embedding_type="mrope", mrope_section=(1, 2, 1), rotary_base=100.0)
     places = torch.tensor([[[3, 1]], [[5, 1]], [[7, 1]]])
-    table = rotary_table(places, config, 8, dtype=torch.float64)
+    table = rotary_table(places, config, 8, dtype=torch.float64, pairs=False)
     for pair, place in enumerate((3, 5, 5, 7)):
         assert table.sin[0, 0, 0, pair].item() == pytest.approx(math.sin(place * 100.0 ** (-pair / 4)), abs=1e-14)
-    plain = rotary_table(torch.tensor([[3, 1]]), RopeConfig(position_embedding_type="rope", rotary_base=100.0), 8, dtype=torch.float64)
+    plain = rotary_table(torch.tensor([[3, 1]]), RopeConfig(position_embedding_type="rope", rotary_base=100.0), 8, dtype=torch.float64,
+                         pairs=False)
     assert torch.equal(table.cos[1], plain.cos[1])
