@@ -40,7 +40,7 @@ NETWORKS: dict[str, Changes] = {
              "untie_embeddings_and_output_weights": True},
     "mrope": {"position_embedding_type": "mrope", "mrope_section": (1, 1, 0)},
     "latent": {**ROTARY, "multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8,
-               "q_lora_rank": 8},
+               "q_lora_rank": 8, "qk_layernorm": True},
     "experts": {**EXPERTS, "moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "2"},
     "groups": {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"},
     "ahead": {"mtp_num_layers": 2},
