@@ -48,6 +48,7 @@ class Case:
         return {**RUN, **ADAM[self.optimizer], **self.given}
 
 
+_EP = {"expert_model_parallel_size": 2}
 _TORCH = {"ckpt_format": "torch"}
 CASES = {case.name: case for case in (
     Case("dense"), Case("dense-torch", _TORCH),
@@ -61,4 +62,13 @@ CASES = {case.name: case for case in (
     Case("tp2-torch", {**GQA, "tensor_model_parallel_size": 2, **_TORCH}, ranks=2),
     Case("gqa-distributed", GQA, optimizer="distributed"), Case("gqa-reshardable", GQA, optimizer="reshardable"),
     Case("gqa-distributed-torch", {**GQA, **_TORCH}, optimizer="distributed"),
+    # Flat buffers of two data-parallel ranks, of two expert ranks, of two tensor ranks.
+    Case("deepseek-distributed", DEEPSEEK, ranks=2, optimizer="distributed"),
+    Case("deepseek-reshardable", DEEPSEEK, ranks=2, optimizer="reshardable"),
+    Case("ep2-distributed", {**DEEPSEEK, **_EP}, ranks=2, optimizer="distributed"),
+    Case("ep2-reshardable", {**DEEPSEEK, **_EP}, ranks=2, optimizer="reshardable"),
+    Case("grouped-distributed", {**EXPERTS, "moe_grouped_gemm": True}, optimizer="distributed"),
+    Case("grouped-reshardable", {**EXPERTS, "moe_grouped_gemm": True}, optimizer="reshardable"),
+    Case("tp2-distributed", {**GQA, "tensor_model_parallel_size": 2}, ranks=2, optimizer="distributed"),
+    Case("tp2-reshardable", {**GQA, "tensor_model_parallel_size": 2}, ranks=2, optimizer="reshardable"),
 )}

@@ -216,7 +216,8 @@ def run(name: str, folder: Path) -> None:
     case = CASES[name]
     args = arguments(case.arguments, 0)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+                                             expert_model_parallel_size=args.expert_model_parallel_size)
     without_gpu.keep_no_random_states()
     without_gpu.multiply_groups()
     without_gpu.do_without_transformer_engine()

@@ -6,6 +6,9 @@ legacy.py      mp_rank_XX/model_optim_rng.pt, one file a rank
 torch_dist.py  the distributed format of Megatron Core
 rank_state.py  state of the optimizer in that format, which names no parameter
 buffers.py     where its distributed optimizer keeps a parameter
+flat_state.py  the same in the distributed format, where its distributed optimizer keeps buckets
+definition_order.py  which parameters a rank held, in the order of their definition
+stored.py      tensors of the distributed format, box by box
 progress.py    counters
 settings.py    the arguments of a run of Megatron as our settings
 open.py        whichever of both a folder holds

@@ -6,8 +6,7 @@
     FOLDER/common.pt              arguments and counters (later versions: `common_state` among the boxes)
 
 Layers that are all alike are one tensor with a leading layer axis; others carry their number in the name. State of the
-optimizer is read where it is stored by parameter (`optimizer.state.exp_avg.<parameter>`); the default of Megatron, flat
-buckets of one data-parallel layout, says nothing about parameters and is left out.
+optimizer is stored by parameter (`optimizer.state.exp_avg.<parameter>`), or in flat buckets, which flat_state.py tells apart.
 """
 
 from __future__ import annotations
@@ -25,37 +24,19 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
+from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflattened
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
 from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
-from megatron.core.parallel.boxes import Box, intersect, whole
+from megatron.core.families.megatron.stored import Chunk, Stored, assembled, values_of_chunk
+from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)$")
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
 _STATES = re.compile(r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a stored tensor, and the bytes that hold it."""
-
-    box: Box
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as the index has it. layer: the slice along its first axis that is meant, if layers are stacked."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-    layer: int | None = None
 
 
 class TorchDistSource:
@@ -78,7 +59,7 @@ class TorchDistSource:
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, in the dtype it was saved in."""
         if self._last is None or self._last[0] != name:
-            ours = merged(name, [self._assembled(self._parts[name])], self._layout)
+            ours = merged(name, [assembled(self._parts[name], self._folder)], self._layout)
             self._last = (name, ours[:self._rows(name, ours)])
         return self._last[1][box.slices()]
 
@@ -86,38 +67,6 @@ class TorchDistSource:
         """Rows without the padding of the vocabulary."""
         size = self.settings.get("true_vocab_size")
         return size if size and is_over_vocabulary(parameter_of(name)) else ours.shape[0]
-
-    def _assembled(self, stored: Stored) -> Tensor:
-        """The whole tensor, or the layer that is meant, from the boxes that meet it."""
-        wanted = whole(stored.shape)
-        if stored.layer is not None:
-            wanted = Box((stored.layer, *wanted.offset[1:]), (1, *wanted.shape[1:]))
-        tensor, filled = torch.empty(wanted.shape, dtype=stored.dtype), 0
-        for chunk in stored.chunks:
-            common = intersect(chunk.box, wanted)
-            if common is not None:
-                values = self._values_of(chunk, stored)
-                back = common.shifted(tuple(-start for start in chunk.box.offset))
-                tensor[common.shifted(tuple(-start for start in wanted.offset)).slices()] = values[back.slices()]
-                filled += common.size
-        if filled != wanted.size:
-            raise CheckpointError(f"{self._folder} is incomplete: of {stored.key} it holds {filled} of {wanted.size} elements")
-        return tensor if stored.layer is None else tensor[0]
-
-    def _values_of(self, chunk: Chunk, stored: Stored) -> Tensor:
-        path = self._folder / chunk.file
-        try:
-            with path.open("rb") as file:
-                file.seek(chunk.start)
-                content = file.read(chunk.length)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-        if len(content) != chunk.length:
-            raise CheckpointError(f"{path} ends early: {stored.key} lies behind its end")
-        values = read_torch_bytes(content, f"{path} ({stored.key})")
-        if not isinstance(values, Tensor) or values.numel() != chunk.box.size or values.dtype != stored.dtype:
-            raise CheckpointError(f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises")
-        return values.reshape(chunk.box.shape)
 
 
 def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) -> TorchDistSource:
@@ -130,7 +79,8 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     index = _read_index(folder / ".metadata")
     tensors, texts = _entries(index, folder)
     common = _common(folder, texts)
-    parts, skipped = _by_our_names(tensors)
+    tensors, skipped = _with_state(tensors, texts, folder, attributes(common.get("args")))
+    parts = _by_our_names(tensors)
     words = parts.get("model.embedding.word_embeddings.weight")
     if words is None:
         raise CheckpointError(f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ...")
@@ -142,7 +92,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     if (settings.get("true_vocab_size") or 0) > words.shape[0]:
         raise CheckpointError(f"{folder} has {words.shape[0]} rows of word embeddings, fewer than the tokenizer's "
                               f"{settings['true_vocab_size']} ids; it is another tokenizer's")
-    values = values_of(common)
+    values = values_of({**common, "optimizer": [common.get("optimizer"), *_groups(texts, folder)]})
     if any(name.startswith("optimizer.") for name in parts) and "run.optimizer_steps" not in values:
         parts = {name: stored for name, stored in parts.items() if not name.startswith("optimizer.")}
         skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
@@ -216,6 +166,19 @@ def _entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chu
         raise CheckpointError(f"{folder / '.metadata'} is damaged: its entries lack {error}") from None
 
 
+def _groups(texts: Mapping[str, Chunk], folder: Path) -> Iterator[Any]:
+    """What distributed optimizers say of their groups, where every rank saved its own."""
+    for name, chunk in texts.items():
+        if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
+            yield _object(chunk, folder, name)
+
+
+def _object(chunk: Chunk, folder: Path, name: str) -> Any:
+    with (folder / chunk.file).open("rb") as file:
+        file.seek(chunk.start)
+        return read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
+
+
 def _dtype(properties: Any) -> torch.dtype:
     state = getattr(properties, "state", None)
     found = state[0] if isinstance(state, tuple) and state else getattr(properties, "dtype", None)
@@ -231,17 +194,29 @@ def _common(folder: Path, texts: Mapping[str, Chunk]) -> dict[str, Any]:
         return found if isinstance(found, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            with (folder / chunk.file).open("rb") as file:
-                file.seek(chunk.start)
-                found = read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
+            found = _object(chunk, folder, name)
             return found if isinstance(found, dict) else {}
     return {}
 
 
-def _by_our_names(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], str]:
+def _with_state(tensors: Mapping[str, Stored], texts: Mapping[str, Chunk], folder: Path,
+                arguments: Mapping[str, Any]) -> tuple[dict[str, Stored], str]:
+    """Entries in which all state of the optimizer is there by parameter; or without it, and why it is left out."""
+    tied = not arguments.get("untie_embeddings_and_output_weights", "output_layer.weight" in tensors)
+    try:
+        if gathered := next((name for name in texts if ".param_state" in name), ""):
+            raise Unreadable(f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}")
+        found = {**tensors, **unflattened(tensors)}
+        if is_flat(tensors):
+            found |= by_parameter(tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied)
+        return found, ""
+    except Unreadable as error:
+        return {key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)}, f"the optimizer's state is left out: {error}"
+
+
+def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Our name in a saved state -> where it lies; layers that are stacked are told apart."""
     found: dict[str, Stored] = {}
-    flat = False
     for prefix, key, stored in _parameters(tensors):
         match = _STACKED.match(key)
         if match and stored.shape:
@@ -250,11 +225,9 @@ def _by_our_names(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], str
                 found[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
         else:
             found[f"{prefix}{key}"] = stored
-    flat = any(name.startswith(("optimizer.distributed.", "chained_")) for name in tensors)
     renamed = our_names([parameter_of(name) for name in found])
-    parts = {f"{name[:len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored for name, stored in found.items()
-             if parameter_of(name) in renamed}
-    return parts, ("the optimizer's state is left out: it is stored in flat buckets of one data-parallel layout" if flat else "")
+    return {f"{name[:len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored for name, stored in found.items()
+            if parameter_of(name) in renamed}
 
 
 def _parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Stored]]:

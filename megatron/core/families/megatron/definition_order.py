@@ -1,0 +1,231 @@
+"""Which parameters a rank of Megatron holds, in the order in which its network defines them.
+
+A checkpoint of the distributed format names global tensors; the ranks that wrote it are found again from the boxes of these
+and from the arguments of the run. The order is that of the constructors of Megatron Core, which has been the same since its
+first release: a module's own parameters, then those of its children, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.families.megatron.buffers import Unreadable
+from megatron.core.parallel.boxes import Box
+
+# Names of siblings stand in the order in which their parent defines them.
+_ORDER = {word: place for place, word in enumerate((
+    "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder mtp layers enorm hnorm eh_proj transformer_layer "
+    "mtp_model_layer input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
+    "linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm "
+    "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm "
+    "lm_head dense layer_norm output_layer pooler binary_head softmax_offset layer_norm_weight layer_norm_bias weight bias").split())}
+_STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)")
+_LAYER = re.compile(r"^(encoder|decoder|mtp)\.layers\.(\d+)\.")
+_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12])\.(weight|bias)$")
+_NORMS = ((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."), (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."))
+_WORDS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A parameter as a checkpoint has it. boxes: what one rank each saved of it, of all that are different."""
+
+    key: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank's parameter holds of a global one. inside: where, of the parameter in its shape; transposed: with axes exchanged."""
+
+    key: str
+    box: Box
+    inside: Box
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A parameter of one rank. name: as the module tree of its stage has it. shared: its stage has a copy of another's word embedding."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    shared: bool = False
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether expert ranks hold different ones."""
+        return ".experts." in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Sizes of the layout that wrote a checkpoint, and how it builds a network."""
+
+    tensor: int
+    pipeline: int
+    chunks: int
+    expert: int
+    expert_tensor: int
+    fused_norms: bool
+    grouped: str  # experts: "" one after the other, "native" as one matrix, "fused" as Transformer Engine has them
+    layers: int
+    first: int | None
+    last: int | None
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any], layers: int) -> Ranks:
+        """From the arguments of a run. Raises `Unreadable` for one whose stages cannot be known."""
+        tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
+        odd = [name for name in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+                                 "num_layers_at_start_in_bf16") if arguments.get(name)]
+        if pipeline > 1 and odd:
+            raise Unreadable(f"its run divided the layers by --{odd[0].replace('_', '-')}")
+        fused = arguments.get("transformer_impl") == "transformer_engine"
+        native = not fused or bool(arguments.get("moe_use_legacy_grouped_gemm"))
+        grouped = ("native" if native else "fused") if arguments.get("moe_grouped_gemm") else ""
+        return Ranks(tensor, pipeline, int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
+                     int(arguments.get("expert_model_parallel_size") or 1), int(arguments.get("expert_tensor_parallel_size") or tensor),
+                     fused, grouped, layers, arguments.get("decoder_first_pipeline_num_layers"), arguments.get("decoder_last_pipeline_num_layers"))
+
+    def stage_of(self, layer: int) -> tuple[int, int]:
+        """(pipeline rank, chunk) of a layer of the decoder."""
+        first, last = self.first, self.last
+        if first is not None or last is not None:
+            if self.chunks > 1:
+                raise Unreadable("its run has an interleaved pipeline with other numbers of layers at its ends")
+            rest = self.pipeline - (first is not None) - (last is not None)
+            each = (self.layers - (first or 0) - (last or 0)) // max(rest, 1)
+            if first is not None and layer < first:
+                return 0, 0
+            if last is not None and layer >= self.layers - last:
+                return self.pipeline - 1, 0
+            return (first is not None) + (layer - (first or 0)) // each, 0
+        each = self.layers // (self.pipeline * self.chunks)
+        if each * self.pipeline * self.chunks != self.layers:
+            raise Unreadable(f"{self.layers} layers do not divide over {self.pipeline} stages of {self.chunks} chunks")
+        return layer // each % self.pipeline, layer // each // self.pipeline
+
+
+def locals_of(model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: int, expert: int, expert_tensor: int,
+              tied: bool) -> list[list[Local]]:
+    """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
+    found: list[list[Local]] = [[] for _ in range(ranks.chunks)]
+    for one in model:
+        for layer, part in _layers(one):
+            stage = _stage(part.key, layer, ranks)
+            if stage[0] != pipeline:
+                continue
+            is_expert = bool(_EXPERTS.search(part.key))
+            make = _experts if is_expert else _plain
+            sizes = (expert_tensor, ranks.expert_tensor, expert) if is_expert else (tensor, ranks.tensor, 0)
+            found[stage[1]] += make(part, one, ranks, *sizes)
+    if ranks.pipeline > 1 and tied and pipeline == ranks.pipeline - 1:
+        words = next(one for one in model if one.key == _WORDS)
+        found[-1] += [replace(one, name="output_layer.weight", shared=True)
+                      for one in _plain(words, words, ranks, tensor, ranks.tensor, 0)]
+    if ranks.pipeline > 1 and tied:
+        found[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in found[0]]
+    return [sorted(chunk, key=lambda one: _place(one.name)) for chunk in found]
+
+
+def _place(name: str) -> tuple[int, ...]:
+    """What a parameter is sorted by."""
+    places = []
+    for word in name.split("."):
+        counted = re.fullmatch(r"(weight|bias)?(\d+)", word)
+        if word not in _ORDER and not counted:
+            raise Unreadable(f"the place of {name} in the order of parameters is not known here")
+        places.append(_ORDER[word] if word in _ORDER else int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0))
+    return tuple(places)
+
+
+def _layers(one: Global) -> Iterator[tuple[int, Global]]:
+    """(layer, parameter of it) of a stack of layers; the parameter itself where it is no stack. Boxes lose no axis."""
+    if not _STACKED.match(one.key):
+        found = _LAYER.match(one.key)
+        yield int(found[2]) if found else 0, one
+        return
+    stack, _, rest = one.key.partition(".layers.")
+    for layer in range(one.shape[0]):
+        boxes = tuple(box for box in one.boxes if box.offset[0] == layer and box.shape[0] == 1)
+        yield layer, Global(f"{stack}.layers.{layer}.{rest}", one.shape, boxes)
+
+
+def _stage(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
+    if key.startswith("embedding."):
+        return 0, 0
+    if key.startswith(("decoder.layers.", "encoder.layers.")):
+        return ranks.stage_of(layer)
+    return ranks.pipeline - 1, ranks.chunks - 1
+
+
+def _shards(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) -> list[Box]:
+    """Which of the boxes of a parameter a rank of `size` holds: one, two of a gated matrix. lead: axes of layers and experts."""
+    places = sorted(boxes, key=lambda box: box.offset[lead:])
+    if len(places) == 1:
+        return places
+    if len(places) == size:
+        return [places[rank]]
+    if len(places) == 2 * size and "linear_fc1" in one.key:
+        return [places[rank], places[size + rank]]
+    raise Unreadable(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
+
+
+def _plain(part: Global, one: Global, ranks: Ranks, rank: int, size: int, _: int) -> list[Local]:
+    """A parameter of the module tree for each of the checkpoint's, as a rank holds it."""
+    lead = 1 if _STACKED.match(one.key) else 0
+    boxes = _shards(part.boxes, lead, rank, size, one)
+    name = part.key
+    for fused, alone in () if ranks.fused_norms else _NORMS:
+        name = name.replace(fused, alone)
+    return [_stacked(name, one.key, boxes, lead)]
+
+
+def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
+    """Boxes one below the other, as one parameter without the leading axes."""
+    shape = boxes[0].shape[lead:]
+    rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]
+    whole = shape if len(boxes) == 1 else (len(boxes) * shape[0], *shape[1:])
+    parts = tuple(Part(key, box, Box((row, *(0,) * (len(shape) - 1)) if shape else (), shape)) for row, box in zip(rows, boxes))
+    return Local(name, whole, parts)
+
+
+def _experts(part: Global, one: Global, ranks: Ranks, rank: int, size: int, expert: int) -> list[Local]:
+    """The experts of a rank, each a parameter of its own, or all of them one."""
+    lead = 1 if _STACKED.match(one.key) else 0
+    count = one.shape[lead] // ranks.expert
+    mine = range(expert * count, (expert + 1) * count)
+    layer, (linear, kind) = part.key[:part.key.index(".mlp.experts.")], _EXPERTS.search(part.key).groups()
+    if ranks.grouped == "native":
+        return [_native(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
+    found = []
+    for number, index in enumerate(mine):
+        boxes = [box for box in part.boxes if box.offset[lead] == index and box.shape[lead] == 1]
+        name = f"{linear}.{kind}{number}" if ranks.grouped else f"local_experts.{number}.{linear}.{kind}"
+        if not boxes:
+            raise Unreadable(f"{one.key} is not saved expert by expert")
+        found.append(_stacked(f"{layer}.mlp.experts.{name}", one.key, _shards(boxes, lead + 1, rank, size, one), lead + 1))
+    return found
+
+
+def _native(name: str, one: Global, part: Global, lead: int, mine: range, rank: int, size: int) -> Local:
+    """All experts of a rank as one matrix with axes exchanged: [experts, h, f], and gate beside up."""
+    boxes = [box for box in part.boxes if box.offset[lead] == mine.start and box.shape[lead] == len(mine)]
+    if not boxes:
+        raise Unreadable(f"{one.key} is not saved by expert ranks")
+    boxes = _shards(boxes, lead + 1, rank, size, one)
+    rows, columns = boxes[0].shape[lead + 1:]
+    parts = tuple(Part(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True) for number, box in enumerate(boxes))
+    return Local(name, (len(mine), columns, len(boxes) * rows), parts)

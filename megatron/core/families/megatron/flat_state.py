@@ -1,0 +1,163 @@
+"""State of the optimizer in Megatron's distributed format where it is stored flat, as if it were stored by parameter.
+
+    optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(...).bucket_idx_N.exp_avg     `dp_reshardable`, Megatron's default
+    optimizer.state.exp_avg.<parameter> of shape [fragments ..., elements]               `fully_sharded_model_space`, until 0.14
+
+In the first, G counts tensor and pipeline ranks (expert ranks too, for experts that these divide), and a bucket holds
+parameters end to end: see buffers.py and definition_order.py. In the second a fragment is what one tensor rank holds.
+Both become entries `optimizer.state.<slot>.<parameter>` with the boxes of the parameter's weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable, spans
+from megatron.core.families.megatron.definition_order import Global, Local, Ranks, locals_of
+from megatron.core.families.megatron.stored import Chunk, Flat, Stored
+
+_BUCKET = re.compile(r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+                     r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>param|exp_avg|exp_avg_sq)$")
+_FLAT = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.(.+)$")
+_OTHERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|inv_freq$")
+_LAYERS = re.compile(r"^(?:encoder|decoder)\.layers\.(\d+)\.")
+_COMPARED = 2 ** 16  # elements; larger parameters are not read twice to compare their weights
+Entries = dict[str, Stored]
+Read = Callable[[Stored, Chunk | Flat], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One buffer of a rank: its buckets' tensors by slot."""
+
+    buckets: Mapping[str, list[Stored]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each bucket."""
+        return [stored.shape[0] for stored in self.buckets["param"]]
+
+
+def is_flat(tensors: Mapping[str, Stored]) -> bool:
+    """Whether state is stored in buckets."""
+    return any(_FLAT.match(key) for key in tensors)
+
+
+def unflattened(tensors: Mapping[str, Stored]) -> Entries:
+    """Entries by parameter whose boxes were stored as rows of elements, with the boxes of the weights."""
+    found = {}
+    for key, stored in tensors.items():
+        match = _STATE.match(key)
+        weight = tensors.get(match[1]) if match else None
+        if weight is None or stored.shape == weight.shape:
+            continue
+        if len(stored.shape) != len(weight.shape) + 1:
+            raise Unreadable(f"{key} has the shape {stored.shape}, its weight {weight.shape}; {WAY_OUT}")
+        boxes = []
+        for chunk in weight.chunks:
+            place = tuple(start // size for start, size in zip(chunk.box.offset, chunk.box.shape))
+            boxes.append(Flat(chunk.box, stored, (*place, 0), chunk.box.shape, (0,) * len(chunk.box.shape)))
+        found[key] = Stored(key, weight.shape, stored.dtype, tuple(boxes))
+    return found
+
+
+def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], read: Read, *, tied: bool) -> Entries:
+    """Entries `optimizer.state.<slot>.<parameter>` for what is stored in buckets.
+
+    read: the values of a box. tied: words and output layer are one matrix. Raises `Unreadable` when it cannot be known what
+    belongs to which parameter.
+    """
+    model = [Global(key, stored.shape, tuple(chunk.box for chunk in stored.chunks)) for key, stored in tensors.items()
+             if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))]
+    ranks = Ranks.of(arguments, _num_layers(model))
+    buffers = _buffers(tensors)
+    chunks: dict[str, dict[tuple[int, ...], Flat]] = {}
+    for (chain, group, number), buffer in sorted(buffers.items()):
+        members = _members(model, ranks, chain, group, number, tensors, tied=tied)
+        layout = spans([(one.name, one.size) for one in members], buffer.sizes)
+        if layout is None:
+            raise Unreadable(f"buffer {number} of group {group} has {sum(buffer.sizes)} elements in {len(buffer.sizes)} buckets, and the "
+                             f"{len(members)} parameters of its rank do not fill them in an order that is known here; {WAY_OUT}")
+        for slot, buckets in buffer.buckets.items():
+            for one in members:
+                for part in one.parts:
+                    flat = Flat(part.box, buckets[layout[one.name].bucket], (layout[one.name].start,), one.shape, part.inside.offset,
+                                part.inside.shape, transposed=part.transposed)
+                    chunks.setdefault(f"optimizer.state.{slot}.{part.key}", {}).setdefault(part.box.offset, flat)
+    keys = {one.key for one in model}
+    found = {key: Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+             for key, boxes in chunks.items() for name in [_STATE.match(key)[1]] if name in keys}
+    _demand_same_weights(found, tensors, read)
+    return found
+
+
+def _num_layers(model: Sequence[Global]) -> int:
+    stacked = [one.shape[0] for one in model if re.match(r"^(encoder|decoder)\.layers\.(?!\d)", one.key)]
+    return max([*stacked, *(1 + int(found[1]) for one in model for found in [_LAYERS.match(one.key)] if found)])
+
+
+def _buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer]:
+    """(optimizer of a chain, group, number) -> buffer."""
+    found: dict[tuple[int, int, int], dict[str, dict[int, Stored]]] = {}
+    for key, stored in tensors.items():
+        if _FLAT.match(key):
+            match = _BUCKET.match(key)
+            if not match:
+                raise Unreadable(f"{key} is stored in flat buckets of another kind than dp_reshardable; {WAY_OUT}")
+            place = (int(match["chain"] or 0), int(match["group"]), int(match["buffer"]))
+            found.setdefault(place, {}).setdefault(match["slot"], {})[int(match["bucket"])] = stored
+    buffers = {}
+    for place, slots in found.items():
+        if slots.keys() != {"param", "exp_avg", "exp_avg_sq"} or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1:
+            raise Unreadable(f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}")
+        buffers[place] = Buffer({slot: [buckets[number] for number in sorted(buckets)] for slot, buckets in slots.items()})
+    return buffers
+
+
+def _members(model: Sequence[Global], ranks: Ranks, chain: int, group: int, number: int, tensors: Mapping[str, Stored], *,
+             tied: bool) -> list[Local]:
+    """The parameters of one buffer, in the order of definition."""
+    experts_apart = ranks.expert > 1
+    expert, expert_tensor = 0, 0
+    if experts_apart and chain > 0:
+        expert_tensor, expert, pipeline = (group % ranks.expert_tensor, group // ranks.expert_tensor % ranks.expert,
+                                           group // (ranks.expert_tensor * ranks.expert))
+        tensor = 0
+    else:
+        tensor, pipeline = group % ranks.tensor, group // ranks.tensor
+        expert_tensor = tensor
+    if pipeline >= ranks.pipeline:
+        raise Unreadable(f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}")
+    chunks = locals_of(model, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor, tied=tied)
+    found = []
+    for chunk in chunks:
+        here = [one for one in chunk if not experts_apart or one.is_expert == (chain > 0)]
+        for dtype in dict.fromkeys(tensors[one.parts[0].key].dtype for one in here):
+            found.append([one for one in here if tensors[one.parts[0].key].dtype == dtype])
+    if number >= len(found):
+        raise Unreadable(f"there is a buffer {number} of group {group}, and its rank has {len(found)}; {WAY_OUT}")
+    return found[number]
+
+
+def _demand_same_weights(found: Entries, tensors: Mapping[str, Stored], read: Read) -> None:
+    """Compare fp32 weights with the model's, of all parameters that are small."""
+    for key, stored in found.items():
+        weight = tensors[_STATE.match(key)[1]]
+        theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
+        missing = [chunk for chunk in weight.chunks if chunk.box.offset not in {one.box.offset for one in stored.chunks}]
+        if missing:
+            raise Unreadable(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
+        if not key.startswith("optimizer.state.param."):
+            continue
+        for chunk in stored.chunks:
+            if chunk.box.size <= _COMPARED:
+                mine, model = read(stored, chunk), read(weight, theirs[chunk.box.offset])
+                if not torch.equal(mine.to(model.dtype), model):
+                    raise Unreadable(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")

@@ -1,0 +1,91 @@
+"""Tensors of Megatron's distributed format: which file holds which of their boxes, and reading these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.pickles import read_torch_bytes
+from megatron.core.parallel.boxes import Box, intersect, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a stored tensor, and the bytes that hold it."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A box of a tensor, kept as elements in a row of another.
+
+    stored, offset: that one, and where in it the elements begin; shape: of what they are together, of which the box is the part
+    at `inside` of the shape `part`. transposed: the box has the part's last two axes the other way round.
+    """
+
+    box: Box
+    stored: Stored
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    inside: tuple[int, ...]
+    part: tuple[int, ...] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as the index has it. layer: the slice along its first axis that is meant, if layers are stacked."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk | Flat, ...]
+    layer: int | None = None
+
+
+def assembled(stored: Stored, folder: Path, wanted: Box | None = None) -> Tensor:
+    """A box of a tensor, or all of it, or the layer that is meant, from the boxes that meet it."""
+    wanted = wanted or whole(stored.shape)
+    if stored.layer is not None:
+        wanted = Box((stored.layer, *wanted.offset[1:]), (1, *wanted.shape[1:]))
+    tensor, filled = torch.empty(wanted.shape, dtype=stored.dtype), 0
+    for chunk in stored.chunks:
+        common = intersect(chunk.box, wanted)
+        if common is not None:
+            values = values_of_chunk(chunk, stored, folder)
+            back = common.shifted(tuple(-start for start in chunk.box.offset))
+            tensor[common.shifted(tuple(-start for start in wanted.offset)).slices()] = values[back.slices()]
+            filled += common.size
+    if filled != wanted.size:
+        raise CheckpointError(f"{folder} is incomplete: of {stored.key} it holds {filled} of {wanted.size} elements")
+    return tensor if stored.layer is None else tensor[0]
+
+
+def values_of_chunk(chunk: Chunk | Flat, stored: Stored, folder: Path) -> Tensor:
+    """The values of one box."""
+    if isinstance(chunk, Flat):
+        row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
+        values = assembled(chunk.stored, folder, row).reshape(chunk.shape)[Box(chunk.inside, chunk.part or chunk.shape).slices()]
+        return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)
+    path = folder / chunk.file
+    try:
+        with path.open("rb") as file:
+            file.seek(chunk.start)
+            content = file.read(chunk.length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) != chunk.length:
+        raise CheckpointError(f"{path} ends early: {stored.key} lies behind its end")
+    values = read_torch_bytes(content, f"{path} ({stored.key})")
+    if not isinstance(values, Tensor) or values.numel() != chunk.box.size or values.dtype != stored.dtype:
+        raise CheckpointError(f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises")
+    return values.reshape(chunk.box.shape)
