@@ -130,8 +130,9 @@ class TokenizerConfig:
     vocab_size: int | None = flag(None, "NullTokenizer: number of ids, the last of which ends documents; TikTokenizer: number "
                                         "of ids to keep, special tokens included", role="tokenizer")
     vocab_extra_ids: int = flag(0, "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary", role="tokenizer")
-    tiktoken_pattern: Literal["v1", "v2", "gpt2"] | None = flag(
-        None, "how TikTokenizer cuts text into words; left out: v2, or gpt2 for r50k_base.tiktoken", role="tokenizer")
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "llama3", "cl100k", "o200k"] | None = flag(
+        None, "how TikTokenizer cuts text into words; left out: v2 for JSON, and for the published r50k_base, cl100k_base and o200k_base "
+        "their own", role="tokenizer")
     tiktoken_num_special_tokens: int | None = flag(None, "ids that TikTokenizer keeps for special tokens, before those of a "
                                                          "JSON rank file (default: 1000)", role="tokenizer")
     tokenizer_special_tokens: tuple[str, ...] | None = flag(

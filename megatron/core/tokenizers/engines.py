@@ -37,8 +37,18 @@ PATTERNS: Mapping[str, str] = MappingProxyType({
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 })
+# Patterns of published vocabularies, which stand in `Ranks` as expressions: so does one that a tokenizer.json holds, and the
+# two are one tokenizer.
+PUBLISHED: Mapping[str, str] = MappingProxyType({
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+             r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+})
 # gigatoken has words cut by hand for some patterns, under names of its own.
-GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "gpt2", "v2": "nemotron"})
+GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "gpt2", "v2": "nemotron", PUBLISHED["cl100k"]: "cl100k",
+                                                       PUBLISHED["o200k"]: "o200k"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,10 @@ def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         with panics_as_errors():
-            layout = encoder.encode_batch([text.encode() for text in texts]).layout
+            found = encoder.encode_batch([text.encode() for text in texts])
+        if isinstance(found, list):
+            raise ImportError("it hands over lists", name="awkward")
+        layout = found.layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids if table is None else table[ids], np.diff(offsets)
@@ -163,8 +176,8 @@ def fastest(
         try:
             engine = build()
             problem = difference(engine, reference)
-        except ImportError:
-            problem = "is not installed"
+        except ImportError as error:
+            problem = "is not installed" if error.name in (None, name) else f"lacks the package {error.name}, which it needs: pip install {error.name}"
         except Exception as error:  # whatever an optional library raises, another does its work
             problem = f"cannot be used: {error}"
         if problem is None:

@@ -5,8 +5,9 @@ JSON (Megatron's): a list of {"rank": r, "token_bytes": base64, "token_str": tex
 
     ids   0 <unk>  1 <s>  2 </s>  3 <mask>  4 <pad>  5 <cls>  6 <sep>  7 <SPECIAL_7> ...   num_special + rank
 
-Plain (tiktoken's own): a line of base64 and rank for each token; the id is the rank, and the special tokens
-(`<|endoftext|>` unless named otherwise) take the first ids that are free.
+Plain (tiktoken's own): a line of base64 and rank for each token; the id is the rank, and the special tokens take the first
+ids that are free. Unless named otherwise they are `<|endoftext|>`, in the published cl100k_base and o200k_base at its own id,
+and of Llama 3 `<|begin_of_text|>` and `<|end_of_text|>`.
 """
 
 from __future__ import annotations
@@ -15,47 +16,55 @@ import base64
 import binascii
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import read_bytes, read_json
 from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromRanks
-from megatron.core.tokenizers.engines import Ranks
+from megatron.core.tokenizers.engines import PUBLISHED, Ranks
 
 FLAG = "--tokenizer-model"
 NEEDED = ("<unk>", "<s>", "</s>")
 NAMED = (*NEEDED, "<mask>", "<pad>", "<cls>", "<sep>")
 PLAIN_END = "<|endoftext|>"
+LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>")
+ENDS = ("</s>", PLAIN_END, LLAMA3[1])
+# Pattern -> tokens of the published file, and the id of its end, which is not the first that is free.
+PUBLISHED_ENDS = MappingProxyType({"cl100k": (100_256, 100_257), "o200k": (199_998, 199_999)})
+# Beginnings of the names of published files, and how they cut text.
+PATTERN_OF = MappingProxyType({"r50k_base": "gpt2", "gpt2": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"})
 DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
 class TikTokenizer:
-    """Byte-level BPE from a rank file; the first of the ends `</s>` and `<|endoftext|>` that it has ends a document."""
+    """Byte-level BPE from a rank file; the first of `ENDS` that it has ends a document."""
 
     additional_special_tokens_ids = ()
     chat_template = None
 
     def __init__(self, model: str | Path, pattern: str | None, *, vocab_size: int | None = None,
                  num_special: int | None = None, names: Sequence[str] | None = None) -> None:
-        layout = _json_layout if str(model).endswith(".json") else _plain_layout
-        tokens, ids, special = layout(model, vocab_size, num_special, names)
         pattern = pattern or _usual_pattern(model)
+        if str(model).endswith(".json"):
+            tokens, ids, special = _json_layout(model, vocab_size, num_special, names)
+        else:
+            tokens, ids, special = _plain_layout(model, pattern, vocab_size, num_special, names)
         vocab = dict(zip(ids, tokens))
         self.special = special
         self.vocab_size = max([*ids, *special.values()]) + 1
-        self.bos, self.eos, self.mask = special.get("<s>"), special.get("</s>"), special.get("<mask>")
+        self.bos, self.mask = special.get("<s>", special.get(LLAMA3[0])), special.get("<mask>")
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
-        self.eod: int = next((special[name] for name in ("</s>", PLAIN_END) if name in special), None)
+        self.eod: int = next((special[name] for name in ENDS if name in special), None)
         if self.eod is None:
-            raise ConfigError(f"--tokenizer-special-tokens {' '.join(special)} has neither </s> nor {PLAIN_END}, which end "
-                              "documents")
+            raise ConfigError(f"--tokenizer-special-tokens {' '.join(special)} has none of {', '.join(ENDS)}, which end documents")
         self.eos = self.eod
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
         # The single bytes come first, in the order of their value: their ranks among each other change nothing.
         ordered = sorted(range(len(tokens)), key=lambda rank: (0, tokens[rank][0]) if len(tokens[rank]) == 1 else (1, rank))
-        ranks = Ranks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), pattern)
+        ranks = Ranks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), PUBLISHED.get(pattern, pattern))
         self._bpe = ByteLevelBPE(FromRanks(ranks), vocab | {number: name.encode() for name, number in special.items()}, special)
 
     @property
@@ -100,8 +109,9 @@ def _usual_pattern(model: str | Path) -> str:
     name = Path(model).name
     if name.endswith(".json"):
         return "v2"
-    if name.startswith(("r50k_base", "gpt2")):
-        return "gpt2"
+    for beginning, pattern in PATTERN_OF.items():
+        if name.startswith(beginning):
+            return pattern
     raise ConfigError(f"{FLAG} {model} does not say how text is cut into words; add --tiktoken-pattern")
 
 
@@ -129,7 +139,7 @@ def _json_layout(model: str | Path, vocab_size: int | None, num_special: int | N
     return tokens, [num_special + rank for rank in range(len(tokens))], special
 
 
-def _plain_layout(model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
+def _plain_layout(model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
     """(bytes of each rank, its id, special tokens) of tiktoken's form."""
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
@@ -145,7 +155,10 @@ def _plain_layout(model: str | Path, vocab_size: int | None, num_special: int | 
         raise ConfigError(f"{FLAG} {model} gives one rank to several tokens, or a rank beyond 2^31")
     rows.sort(key=lambda row: row[1])
     tokens = _checked([(token, place) for place, (token, _) in enumerate(rows)], model)
-    names = (PLAIN_END,) if names is None else tuple(names)
+    count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
+    if names is None and len(rows) == count and end not in taken:
+        return tokens, [rank for _, rank in rows], {PLAIN_END: end}
+    names = tuple(names) if names is not None else LLAMA3 if pattern == "llama3" else (PLAIN_END,)
     free = (number for number in range(len(rows) + len(names) + len(taken)) if number not in taken)
     return tokens, [rank for _, rank in rows], dict(zip(names, free))
 

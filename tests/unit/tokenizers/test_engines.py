@@ -101,6 +101,14 @@ def test_without_gigatoken_tiktoken_is_chosen_and_says_so(monkeypatch):
     assert lists(tokenizer.encode_flat, list(DIFFICULT.values())) == [tokenizer.tokenize(text) for text in DIFFICULT.values()]
 
 
+def test_gigatoken_without_the_package_that_it_needs_says_which(monkeypatch):
+    pytest.importorskip("gigatoken")
+    monkeypatch.setitem(sys.modules, "awkward", None)
+    sentence = GPT2BPETokenizer(*DEMO).engine
+    assert sentence.startswith("text is encoded by tiktoken ")
+    assert sentence.endswith("gigatoken lacks the package awkward, which it needs: pip install awkward")
+
+
 def test_without_both_the_library_that_defines_the_ids_is_left(monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     monkeypatch.setitem(sys.modules, "tiktoken", None)

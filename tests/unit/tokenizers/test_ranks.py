@@ -1,14 +1,18 @@
 """TikTokenizer against tiktoken itself, in both forms of file."""
 
 import base64
+import inspect
 import json
 import random
 from pathlib import Path
 
 import pytest
 import tiktoken
+from tiktoken_ext import openai_public
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers import ranks
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.engines import PATTERNS
@@ -95,10 +99,44 @@ def test_a_plain_file_has_its_end_of_document_at_the_first_free_id(tmp_path):
 
 
 def test_a_plain_file_of_unknown_name_must_be_told_its_pattern(tmp_path):
-    path = tmp_path / "cl100k_base.tiktoken"
+    path = tmp_path / "tokenizer.model"
     path.write_text("\n".join(plain_lines()))
     with pytest.raises(ConfigError, match="does not say how text is cut into words; add --tiktoken-pattern"):
         TikTokenizer(path, None)
+
+
+@pytest.mark.parametrize("name", ["cl100k", "o200k"])
+def test_published_patterns_have_tiktokens_ids_and_their_name_says_which(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {token: rank for rank, token in enumerate(gpt2_tokens(3000))})
+    theirs = tiktoken.Encoding(**getattr(openai_public, f"{name}_base")())
+    path = tmp_path / f"{name}_base.tiktoken"
+    path.write_text("\n".join(plain_lines(3000)))
+    tokenizer = TikTokenizer(path, None)
+    texts = [*DIFFICULT.values(), "We'LL see 12345 it's\n\n  \nHTTPServer's"]
+    assert [tokenizer.tokenize(text) for text in texts] == [theirs.encode_ordinary(text) for text in texts]
+    monkeypatch.setattr(ranks, "PUBLISHED_ENDS", {name: (3000, 3005)})
+    published = TikTokenizer(path, name)
+    assert (published.eod, published.vocab_size, tokenizer.eod) == (3005, 3006, 3000)
+
+
+def test_the_published_ends_are_tiktokens(monkeypatch):
+    for name, (count, end) in ranks.PUBLISHED_ENDS.items():
+        monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+        special = getattr(openai_public, f"{name}_base")()["special_tokens"]
+        assert special["<|endoftext|>"] == end == count + 1
+
+
+def test_llama_3_has_its_pattern_and_special_tokens(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_text("\n".join(plain_lines(3000)))
+    tokenizer = TikTokenizer(path, "llama3")
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (3000, 3001, 3002)
+    assert tokenizer.special == {"<|begin_of_text|>": 3000, "<|end_of_text|>": 3001}
+    published = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    theirs = tiktoken.Encoding("llama3", pat_str=published, special_tokens={},
+                               mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens(3000))})
+    texts = [*DIFFICULT.values(), "We'LL see 12345 it's\n\n  \nHTTPServer's"]
+    assert [tokenizer.tokenize(text) for text in texts] == [theirs.encode_ordinary(text) for text in texts]
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -160,5 +198,5 @@ def test_settings_of_the_json_form_are_refused_for_a_plain_file(tmp_path):
     path.write_text("\n".join(plain_lines()))
     with pytest.raises(ConfigError, match="--vocab-size 300 is for JSON rank files"):
         TikTokenizer(path, None, vocab_size=300)
-    with pytest.raises(ConfigError, match="has neither </s> nor"):
+    with pytest.raises(ConfigError, match="has none of </s>, "):
         TikTokenizer(path, None, names=["<end>"])
