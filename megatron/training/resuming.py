@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from megatron.core.config.run import CheckpointConfig, RunConfig
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.load import open_sound
-from megatron.core.dist_checkpointing.saved import Saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Step
 from megatron.core.parallel import collectives
@@ -192,8 +191,9 @@ def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> t
                               "afresh")
     consumed = opened.source.values.get("run.progress", {}).get("consumed_train_samples", 0)
     if found.data and consumed and not asked.allow_other_data and not config.train.skip_train:
-        raise CheckpointError(f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next means "
-                              f"nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0", found.data)
+        raise CheckpointError(f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next "
+                              f"means nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0",
+                              found.data)
     notes = [("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
              ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named))]
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.flags import from_values
+from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.expressible import without_counterpart
 from megatron.core.families.megatron.names import Layout, cut, divided_over, is_over_vocabulary
 from megatron.core.parallel.boxes import whole
 
@@ -72,9 +75,7 @@ def _unwritable(source: Source, names: list[str]) -> list[str]:
     """Why Megatron's programmes could not build the network, a line each."""
     if len({name.partition(".")[0] for name in names} & {"encoder", "decoder"}) > 1:
         return ["a T5 is read from Megatron's files, and not written"]
-    return [f"--{name.replace('_', '-')}: Megatron builds no such network"
-            for name in ("norm_after_residual", "sandwich_norm", "embedding_layernorm", "scale_embeddings")
-            if source.settings.get(name)]
+    return without_counterpart(from_values(ModelConfig, source.settings).resolve())
 
 
 def _shards(source: Source, name: str, ranks: int, layout: Layout) -> list[Tensor]:

@@ -1,0 +1,47 @@
+"""Which networks Megatron can build: a table of the settings that it has a counterpart of.
+
+Every other setting that makes a network's function (`core/config/network.py`) must have its default, or the network cannot be
+written for Megatron; so a setting that is new here is refused until somebody has looked, and put it into the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megatron.core.config.flags import spelling, to_values
+from megatron.core.config.model import ModelConfig
+from megatron.core.config.network import network_fields, unused
+
+ANY: Collection[Any] | None = None
+# Setting -> the values beside its default of which Megatron has a counterpart.
+COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
+    **dict.fromkeys((
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
+        "max_position_embeddings", "true_vocab_size", "untie_embeddings_and_output_weights", "normalization", "norm_epsilon",
+        "apply_layernorm_1p", "add_bias_linear", "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu",
+        "activation_func_clamp_value", "glu_linear_offset", "qk_layernorm", "qk_l2_norm", "softmax_scale", "window_size",
+        "window_attn_skip_freq", "bert_binary_head", "rotary_base", "rotary_percent", "rotary_interleaved",
+        "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "mrope_section", "no_rope_freq"), ANY),
+    "architecture": ("bert",),  # a T5 is read, and not written
+    "position_embedding_type": ("rope", "mrope", "none"), "rope_type": ("rope",), "softmax_type": ("off-by-one",)}
+
+
+def without_counterpart(model: ModelConfig) -> list[str]:
+    """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
+    values, usual, idle = to_values(model), _defaults(ModelConfig), unused(model)
+    return [f"{spelling(name)}{_value(values[name])}: Megatron builds no such network" for name in network_fields()
+            if name not in idle and values[name] != usual[name]
+            and (name not in COUNTERPARTS or (allowed := COUNTERPARTS[name]) is not None and values[name] not in allowed)]
+
+
+def _defaults(config_class: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(config_class):
+        found |= _defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
+    return found
+
+
+def _value(value: Any) -> str:
+    return "" if value is True else f" {value}"

@@ -1,0 +1,55 @@
+"""What is written in Megatron's format is a network that Megatron builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.network import network_fields
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.expressible import COUNTERPARTS, without_counterpart
+from megatron.core.families.megatron.export import write_legacy
+from megatron.core.families.megatron.legacy import open_legacy
+from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
+from tests.unit.families.megatron_files import V2, Whole
+
+
+def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_by_itself() -> None:
+    """Whatever makes a function, and is not in the table: also what is new."""
+    lines, networks = set(), network_fields()
+    for network in NETWORKS.values():
+        config = resolved(network)
+        for name, kind in fields():
+            if name in networks and name not in COUNTERPARTS:
+                lines.update(without_counterpart(changed(config, name, kind)[1].model))
+    stopped = {name for name in networks for line in lines if line.startswith((f"{spelling(name)}:", f"{spelling(name)} "))}
+    assert networks.keys() - COUNTERPARTS.keys() <= stopped
+
+
+@pytest.mark.parametrize("changes, lines", [
+    ({}, []),
+    ({"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm", "window_size": "3,0", "softmax_type": "off-by-one"}, []),
+    ({"architecture": "bert"}, []),
+    ({"attention_logit_softcap": 5.0, "final_logit_softcap": 30.0},
+     ["--attention-logit-softcap 5.0: Megatron builds no such network", "--final-logit-softcap 30.0: Megatron builds no such network"]),
+    ({"softmax_type": "learnable"}, ["--softmax-type learnable: Megatron builds no such network"]),
+    ({"position_embedding_type": "rope", "rope_scaling_low_freq_factor": 2.0}, []),
+    ({"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_low_freq_factor": 2.0},
+     ["--rope-scaling-low-freq-factor 2.0: Megatron builds no such network"]),
+    ({"apply_residual_connection_post_layernorm": True}, ["--apply-residual-connection-post-layernorm: Megatron builds no such network"]),
+], ids=str)
+def test_networks_are_told_by_what_megatron_lacks(changes: dict[str, Any], lines: list[str]) -> None:
+    assert without_counterpart(resolved(changes).model) == lines
+
+
+def test_a_network_with_soft_caps_is_not_written(tmp_path: Path) -> None:
+    source = Whole(groups=2, gated=True)
+    source.write(tmp_path / "in", V2, version=3.0)
+    capped = open_legacy(tmp_path / "in", {"true_vocab_size": 10, "attention_logit_softcap": 5.0})
+    with pytest.raises(CheckpointError) as caught:
+        write_legacy(capped, tmp_path / "out")
+    assert caught.value.problems == ("--attention-logit-softcap 5.0: Megatron builds no such network",)
+    assert not (tmp_path / "out").exists()
