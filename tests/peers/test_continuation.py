@@ -43,7 +43,7 @@ def losses_of_megatron(folder: Path) -> dict[int, float]:
     return {step["iteration"]: step["loss"] for step in json.loads((folder / "losses.json").read_text())}
 
 
-NOT_YET = {name for name in CASES if name.startswith(("latent", "mtp", "deepseek"))}
+NOT_YET = {name for name in CASES if name.startswith(("latent", "mtp", "deepseek", "ep2"))}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xfail(name in NOT_YET, reason="not read whole yet")) for name in CASES])
