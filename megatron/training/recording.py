@@ -9,7 +9,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from megatron import __version__
 from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.run import LogConfig, RunConfig
 from megatron.core.datasets import sidecar
@@ -106,13 +106,9 @@ def code_version() -> dict[str, Any]:
     content = hashlib.sha256()
     for path in sorted([*ROOT.glob("*.py"), *(ROOT / "megatron").rglob("*.py")]):
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    try:
-        version = metadata.version("megatron")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        version = None
     commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     changed = None if commit is None else _git("status", "--porcelain", "--untracked-files=no")
-    return plain({"sources": content.hexdigest(), "version": version, "commit": commit,
+    return plain({"sources": content.hexdigest(), "version": __version__, "commit": commit,
                   "changed": None if changed is None else bool(changed)})
 
 

@@ -1,4 +1,4 @@
-"""Installing: examples/setup.sh in small repositories with packages made up for the test, tests/run.sh, and setup.py."""
+"""Installing: examples/setup.sh in small repositories with packages made up for the test, tests/run.sh, and the package that is built."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -156,16 +157,14 @@ def test_a_change_must_pass_the_suite(small: Path) -> None:
     assert run(small, ".ci/run").returncode == 7
 
 
-def setup_arguments() -> dict[str, object]:
-    """The plain arguments of the call in setup.py."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (call,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"]
-    return {word.arg: ast.literal_eval(word.value) for word in call.keywords
-            if word.arg in ("install_requires", "extras_require", "python_requires", "name", "version")}
+def project() -> dict[str, Any]:
+    """The project's metadata."""
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_what_is_tested_lies_within_what_is_allowed() -> None:
-    allowed = {one.name.lower(): one for one in map(Requirement, setup_arguments()["install_requires"])}
+    allowed = {one.name.lower(): one for one in map(Requirement, project()["dependencies"])}
     pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
     assert allowed.keys() <= {one.name.lower() for one in pinned}
     for one in pinned:
@@ -177,13 +176,13 @@ def test_what_is_tested_lies_within_what_is_allowed() -> None:
 
 def test_the_library_needs_only_what_it_declares() -> None:
     modules = {"PyYAML": "yaml", "Jinja2": "jinja2"}
-    declared = {modules.get(one.name, one.name) for one in map(Requirement, setup_arguments()["install_requires"])}
+    declared = {modules.get(one.name, one.name) for one in map(Requirement, project()["dependencies"])}
     tree = {path: source for path, source in repository().items() if path.startswith(("megatron/", "pretrain_"))}
     entries = {path.removesuffix(".py") for path in tree if path.startswith("pretrain_")}
     for path, source in tree.items():
         roots = {name.split(".")[0] for node in source.syntax.body for name in imported(node)}
         unknown = roots - declared - set(sys.stdlib_module_names) - {"megatron", *entries} - OPTIONAL.get(path, set())
-        assert not unknown, f"{path} imports {unknown}, which setup.py does not declare"
+        assert not unknown, f"{path} imports {unknown}, which pyproject.toml does not declare"
     assert not [f"{source.path}:{line}" for source, line, other in arrows(tree)
                 if other.path in OPTIONAL and not (source.path.startswith(SERVER) and other.path.startswith(SERVER))]
 
@@ -195,3 +194,18 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
     assert built == library | {path.name for path in ROOT.glob("pretrain_*.py")}
     assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == ["megatron_lm_eval.pth"]  # tests/unit/evaluation/test_plugin.py
+    assert (tmp_path / "lib/megatron/py.typed").exists()
+    # Installed into one folder with NVIDIA's package, which has the same import name, it says so instead of failing somewhere.
+    (tmp_path / "lib/megatron/core/package_info.py").touch()
+    mixed = subprocess.run([sys.executable, "-c", "import megatron.core.config"], cwd=tmp_path / "lib", capture_output=True, text=True)
+    assert mixed.returncode == 1 and "pip uninstall megatron-core megatron-train" in mixed.stderr
+
+
+def test_the_development_extra_has_what_the_suite_needs() -> None:
+    extras = {name: [Requirement(one) for one in found] for name, found in project()["optional-dependencies"].items()}
+    (own,) = [one for one in extras["dev"] if one.name == project()["name"]]
+    declared = {one.name.lower() for found in (extras["dev"], *(extras[name] for name in own.extras)) for one in found}
+    declared |= {one.name.lower() for one in map(Requirement, project()["dependencies"])}
+    files = (ROOT / name for name in ("requirements.txt", "requirements-server.txt", "requirements-dev.txt"))
+    pinned = [Requirement(line) for file in files for line in file.read_text().splitlines() if line and line[0] not in "#-"]
+    assert {one.name.lower() for one in pinned} - {"starlette"} <= declared, "starlette is fastapi's"
