@@ -24,7 +24,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import frame, named_tokens
-from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, Message, Piece, Template
+from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, Piece, Template
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 
 AT_ONCE = 256  # lines that are tokenized together
@@ -153,6 +153,8 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
             for number, line in rows:
                 try:
                     found.append([encoder.template.pieces(*conversation) for conversation in conversations_of(line)])
+                except EndlessTemplate as error:  # all lines would take as long
+                    raise DataError(f"{path}, line {number}: {error}") from error
                 except DataError as error:
                     bad.append((number, str(error)))
                     found.append([])

@@ -26,6 +26,10 @@ MOST_CHARACTERS = 2**26
 MOST_BITS = 2**16  # of a power
 
 
+class BoundMet(SecurityError):
+    """A template does not end within the bounds."""
+
+
 class _Budget:
     """What is left of a rendering's steps and time."""
 
@@ -36,9 +40,9 @@ class _Budget:
         """Count one step."""
         self.steps -= 1
         if self.steps < 0:
-            raise SecurityError(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
+            raise BoundMet(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
         if self.steps % 64 == 0 and time.monotonic() > self.end:
-            raise SecurityError(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
+            raise BoundMet(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
 
 
 _LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
@@ -46,7 +50,7 @@ _LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """What is rendered inside has the bounds to itself; `SecurityError` says which it meets."""
+    """What is rendered inside has the bounds to itself; `BoundMet` says which it meets."""
     token = _LEFT.set(_Budget())
     try:
         yield
@@ -56,7 +60,7 @@ def bounded() -> Iterator[None]:
 
 def _measured(size: int) -> None:
     if size > MOST_CHARACTERS:
-        raise SecurityError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
+        raise BoundMet(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -86,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Arithmetic whose result is bounded."""
         sizes = [len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0 for value in (left, right)]
         if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
-            raise SecurityError(f"{left} ** {right} is too large")
+            raise BoundMet(f"{left} ** {right} is too large")
         if hasattr(left, "__len__") or hasattr(right, "__len__"):
             _measured(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
         return super().call_binop(context, operator, left, right)

@@ -28,7 +28,7 @@ from jinja2.runtime import Macro
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.template_sandbox import Sandbox, bounded
+from megatron.core.datasets.template_sandbox import BoundMet, Sandbox, bounded
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
 OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -87,6 +87,10 @@ class Piece:
     mark: bool = False
 
 
+class EndlessTemplate(DataError):
+    """A template that meets a bound of the sandbox: it would do so with the next conversation too."""
+
+
 class Template:
     """Writes conversations. marks: names of tokens that the text of a message must not forge."""
 
@@ -136,6 +140,8 @@ class Template:
             with bounded():
                 return self._template.render(messages=guarded, tools=tools, documents=None,
                                              add_generation_prompt=add_generation_prompt, **self._names)
+        except BoundMet as error:
+            raise EndlessTemplate(f"the chat template does not take the conversation: {error}") from error
         except (TemplateError, SecurityError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
                 RecursionError, MemoryError) as error:
             raise DataError(f"the chat template does not take the conversation: {error}") from error

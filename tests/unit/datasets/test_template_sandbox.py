@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jinja2
 import pytest
 
 from megatron.core.datasets import template_sandbox
+from megatron.core.datasets.conversations import Encoder, open_conversations
+from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.templates import FORMATS, Message, Template
+from megatron.core.tokenizers.build import ByteTokenizer
 
 MESSAGES: list[Message] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -26,6 +32,15 @@ def test_a_loop_that_does_not_end_is_refused(text: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(template_sandbox, "MOST_STEPS", 500)
     with pytest.raises(DataError, match=r"does not take the conversation: (it takes more than 500 steps; does a loop|maximum recursion)"):
         rendered(text)
+
+
+def test_the_first_conversation_on_which_a_template_does_not_end_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MOST_STEPS", 500)
+    path, tokenizer = tmp_path / "chat.jsonl", ByteTokenizer()
+    path.write_text((json.dumps({"messages": MESSAGES}) + "\n") * 3)
+    tokenizer.chat_template = "{% for a in range(9999) %}{% endfor %}"
+    with pytest.raises(DataError, match=r"chat\.jsonl, line 1: the chat template does not take the conversation: it takes more than 500"):
+        open_conversations(str(path), Encoder(tokenizer, "tokenizer"), IndexCache(None))
 
 
 def test_a_rendering_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
