@@ -89,9 +89,11 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
         problems += _unquoted(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
-            messages += _take_from_checkpoint(args)
+            _take_from_checkpoint(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
             messages += _as_many_ids(args)
+        if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
+            _keep_the_mean(args)
     except CheckpointError as error:
         problems.append(str(error))
     args.messages, args.problems = messages, problems
@@ -278,15 +280,14 @@ def _words_of(name: str, value: Any) -> list[str]:
     return [word, *(str(v) for v in (value if isinstance(value, list) else [value]))]
 
 
-def _take_from_checkpoint(args: argparse.Namespace) -> list[str]:
-    """Put the model and the tokenizer of what a run starts from in the place of the command line's. Returns what to tell the user.
+def _take_from_checkpoint(args: argparse.Namespace) -> None:
+    """Put the model and the tokenizer of what a run starts from in the place of the command line's.
 
     What a checkpoint of another format says beside its network is taken where the command line says nothing.
     """
     found = _checkpoint_settings(args)
     if found is None:
-        return [] if args.load or args.pretrained_checkpoint else [
-            "--use-checkpoint-args has nothing to take settings from; give --load or --pretrained-checkpoint"]
+        return
     fields = {field.name for field, _ in flag_fields(RunConfig)}
     tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
@@ -298,7 +299,6 @@ def _take_from_checkpoint(args: argparse.Namespace) -> list[str]:
         if name in fields:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
-    return []
 
 
 def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -314,6 +314,20 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
             return found
     missing = args.pretrained_checkpoint or (args.load if args.load != args.save else None)
     return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
+
+
+def _keep_the_mean(args: argparse.Namespace) -> None:
+    """Let a run go on with the mean over tokens that its loss was when the checkpoint was saved, unless it is told another."""
+    try:
+        if newest(args.load) is not None:
+            saved = saved_values(args.load, args.ckpt_step)
+        else:
+            from megatron.core.families.megatron.open import megatron_arguments  # needs torch, as above
+            saved = megatron_arguments(args.load, args.ckpt_step)
+    except CheckpointError:
+        return  # whoever loads it says what is wrong
+    if isinstance(mean := saved.get("calculate_per_token_loss"), bool):
+        args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
 
 
 def _as_many_ids(args: argparse.Namespace) -> list[str]:

@@ -53,6 +53,7 @@ LATE_IMPORTS = ("megatron/core/kernels/", "megatron/core/tokenizers/", "megatron
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
 LATE_OWN = (("megatron/training/stages.py", "megatron.core.distributed.fsdp.FullySharded"),
             ("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),
+            ("megatron/training/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
             ("tools/check_config.py", "megatron.trust.built.check_build"),
             ("tools/check_parity.py", "megatron.trust.parity.checked_on_ranks"),
             ("tools/plan.py", "megatron.trust.dry_run.dry_run"), ("tools/plan.py", "megatron.trust.measure.measured"))

@@ -39,6 +39,12 @@ def install(folder: Path, version: str) -> Path:
     return target
 
 
+def newest_version() -> str:
+    """The newest release of Megatron Core on PyPI."""
+    answer = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "megatron-core"], check=True, capture_output=True, text=True)
+    return answer.stdout.split("(", 1)[1].split(")", 1)[0]
+
+
 def run_case(name: str, package: Path, folder: Path) -> None:
     """All ranks of a case, each a process for which `megatron` is NVIDIA's. Raises `RuntimeError` with the end of a failing log."""
     with socket.socket() as found:

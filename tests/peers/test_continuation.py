@@ -14,7 +14,7 @@ from megatron.training.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, LAST, RUN, SAVED
-from tests.peers.make_fixtures import unpack
+from tests.peers.make_fixtures import VERSION, install, newest_version, run_case, unpack
 
 TOLERANCE = 1e-5
 # What a user gives again: the settings of training. The network, its tokenizer and the sequence length are the checkpoint's.
@@ -53,3 +53,35 @@ def test_a_run_goes_on_from_megatrons_checkpoint_with_megatrons_losses(name: str
     ours, theirs = losses_of_continuation(folder, "--load", str(folder / "checkpoints")), losses_of_megatron(folder)
     compared = range(SAVED + 1, LAST + 1) if has_moments else [SAVED + 1]
     assert [ours[step] for step in compared] == pytest.approx([theirs[step] for step in compared], abs=TOLERANCE)
+
+
+def test_checkpoint_args_are_taken_from_a_pretrained_checkpoint_and_the_run_starts_at_its_first_iteration(tmp_path: Path) -> None:
+    folder = unpack("gqa", tmp_path)
+    ours = losses_of_continuation(folder, "--pretrained-checkpoint", str(folder / "checkpoints"))
+    assert sorted(ours) == list(range(1, LAST + 1))
+
+
+@pytest.mark.parametrize("flags, expected", [([], False), (["--calculate-per-token-loss"], True), (["--finetune"], True)])
+def test_the_loss_is_megatrons_mean_unless_the_command_line_says_otherwise(flags: list[str], expected: bool, tmp_path: Path) -> None:
+    folder = unpack("gqa-torch", tmp_path)
+    args = read_args([*TRAINING, "--use-checkpoint-args", "--load", str(folder / "checkpoints"), "--data-path", str(folder / "tokens"), *flags])
+    assert (args.calculate_per_token_loss, args.seq_length, args.tokenizer_type) == (expected, RUN["seq_length"], "NullTokenizer")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_the_package_on_pypi_still_writes_the_fixtures(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = install(tmp_path_factory.getbasetemp(), VERSION)
+    (tmp_path / "again").mkdir()
+    run_case(name, package, tmp_path / "again")
+    again, fixture = losses_of_megatron(tmp_path / "again"), losses_of_megatron(unpack(name, tmp_path))
+    assert [again[step] for step in again] == pytest.approx([fixture[step] for step in again], abs=TOLERANCE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_from_the_newest_megatron_core(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_case(name, install(tmp_path_factory.getbasetemp(), newest_version()), tmp_path)
+    ours, theirs = losses_of_continuation(tmp_path, "--load", str(tmp_path / "checkpoints")), losses_of_megatron(tmp_path)
+    assert [ours[step] for step in range(SAVED + 1, LAST + 1)] == pytest.approx(
+        [theirs[step] for step in range(SAVED + 1, LAST + 1)], abs=TOLERANCE)

@@ -429,8 +429,8 @@ def _checkpoints(s: Setting) -> str:
         problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
     if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
         problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
-    if checkpoint.use_checkpoint_args and checkpoint.load is None:
-        problems.append("--use-checkpoint-args has no checkpoint to read; give --load")
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        problems.append("--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint")
     return "\n  ".join(problems)
 
 

@@ -198,7 +198,7 @@ def test_an_empty_command_line_is_told_everything_it_lacks() -> None:
     ("--step-batch-size-schedule 0:2,bad", "entry 'bad' is not TOKENS:SIZE"),
     ("--recompute-method block", "--recompute-method block is for --recompute-granularity full only"),
     ("--hidden-dropout 1.5", "--hidden-dropout 1.5: a share from 0"),
-    ("--use-checkpoint-args", "--use-checkpoint-args has no checkpoint to read; give --load"),
+    ("--use-checkpoint-args", "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"),
 ])
 def test_a_mistake_is_named_with_its_value(words: str, message: str) -> None:
     found = problems([*NEEDED, *words.split()])

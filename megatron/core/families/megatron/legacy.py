@@ -138,6 +138,13 @@ def is_legacy(folder: str | Path) -> bool:
     return any(_FOLDER.fullmatch(path.name) for path in Path(folder).glob("mp_rank_*"))
 
 
+def legacy_arguments(folder: str | Path) -> dict[str, Any]:
+    """The arguments of the run that saved a folder, by one rank's file; empty when it has none."""
+    file = next((path / name for path in sorted(Path(folder).glob("mp_rank_*")) for name in _FILES if (path / name).is_file()), None)
+    content = {} if file is None else read_torch_file(file)
+    return attributes(content.get("args")) if isinstance(content, dict) else {}
+
+
 def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     """Every rank's file by (tensor rank, pipeline rank); all of them are there."""
     files: dict[tuple[int, int], RankFile] = {}

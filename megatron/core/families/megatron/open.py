@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.legacy import is_legacy, open_legacy
-from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist
+from megatron.core.families.megatron.legacy import is_legacy, legacy_arguments, open_legacy
+from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist, torch_dist_arguments
 from megatron.core.families.registry import model_of
 from megatron.core.families.shapes import EMBEDDING, VOCABULARY, parameter_shapes
 
@@ -50,6 +50,12 @@ def open_megatron(path: str | Path, given: Mapping[str, Any] | None = None) -> S
     source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
     _demand_its_network(source)
     return source
+
+
+def megatron_arguments(path: str | Path, iteration: int | None = None) -> dict[str, Any]:
+    """The arguments of the run that saved a checkpoint of Megatron's; empty when there is none, or it has none."""
+    folder = find_megatron(path, iteration)
+    return {} if folder is None else legacy_arguments(folder) if is_legacy(folder) else torch_dist_arguments(folder)
 
 
 def _demand_its_network(source: Source) -> None:

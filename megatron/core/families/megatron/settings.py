@@ -43,8 +43,8 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say beside the model that a run goes on with: tokenizer, sequence length, and how a loss is a mean."""
-    names = (_known(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length", "calculate_per_token_loss"}
+    """What the arguments say beside the model that a run goes on with: tokenizer and sequence length."""
+    names = (_known(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
     return {name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))}
 
 

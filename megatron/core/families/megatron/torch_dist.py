@@ -108,6 +108,13 @@ def is_torch_dist(folder: str | Path) -> bool:
     return isinstance(mark, dict) and mark.get("sharded_backend") == "torch_dist" and (Path(folder) / ".metadata").is_file()
 
 
+def torch_dist_arguments(folder: str | Path) -> dict[str, Any]:
+    """The arguments of the run that saved a folder; empty when it has none."""
+    folder = Path(folder)
+    texts = {} if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)[1]
+    return attributes(_common(folder, texts).get("args"))
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Makes records of the index's classes; knows shapes and dtypes, and nothing that could act."""
 

@@ -1,0 +1,55 @@
+"""Arguments of a run of Megatron as settings: its defaults of what a network does not have are not the user's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.config.model import ModelConfig
+from megatron.core.families.megatron.settings import run_settings_of, settings_of
+from megatron.core.families.registry import model_of
+from tests.peers.upstream_arguments import namespace
+
+GIVEN = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "seq_length": 64,
+         "global_batch_size": 4, "micro_batch_size": 1}
+
+
+def model(**given: Any) -> ModelConfig:
+    """The network that the namespace of such a run makes here."""
+    args = namespace({**GIVEN, **given}, rank=0, world_size=1, iteration=1)
+    return model_of(settings_of(vars(args), {"true_vocab_size": 64}))
+
+
+def test_a_plain_network_has_as_many_key_heads_as_heads_and_no_experts() -> None:
+    found = model()
+    assert (found.num_query_groups, found.moe.num_experts, found.mtp.mtp_num_layers, found.mla.multi_latent_attention) == (4, None, None, False)
+
+
+@pytest.mark.parametrize("freq, expected", [(1, "1"), (2, "2"), ([0, 1, 1, 1], "[0, 1, 1, 1]")])
+def test_which_layers_have_experts_may_be_a_number_or_a_list(freq: Any, expected: str) -> None:
+    assert model(num_experts=4, moe_layer_freq=freq).moe.moe_layer_freq == expected
+
+
+def test_balancing_may_be_one_or_many() -> None:
+    one = model(num_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1).moe
+    many = model(num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]).moe
+    assert (one.balances, many.balances) == ((("seq_aux_loss", 0.1),), (("aux_loss", 0.1), ("seq_aux_loss", 0.2)))
+
+
+def test_windows_and_layers_without_rotations_are_read_from_tuples_and_lists() -> None:
+    found = model(position_embedding_type="rope", window_size=(8, 0), window_attn_skip_freq=2, no_rope_freq=[0, 0, 0, 1])
+    assert (found.window, found.window_attn_skip_freq, found.rope.no_rope_freq) == ((8, 0), "2", "[0, 0, 0, 1]")
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "gelu_tanh"), ({"bias_gelu_fusion": False}, "gelu"), ({"add_bias_linear": False}, "gelu"), ({"swiglu": True}, "silu"),
+    ({"squared_relu": True}, "squared_relu")])
+def test_the_fused_gelu_is_the_tanh_formula(given: dict[str, Any], expected: str) -> None:
+    assert model(**given).activation == expected
+
+
+def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
+    args = namespace({**GIVEN, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}, rank=0, world_size=1, iteration=1)
+    found = run_settings_of(vars(args))
+    assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == ("HuggingFaceTokenizer", "folder", 64)
