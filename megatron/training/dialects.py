@@ -29,7 +29,8 @@ from megatron.core.tokenizers.build import READS
 class Dialect:
     """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
 
-    open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their defaults.
+    open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their
+    defaults, always.
     """
 
     name: str

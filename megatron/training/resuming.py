@@ -89,7 +89,8 @@ def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
                         size=sum(_bytes(source, name) for name in source.formats))
     if config.model.moe.moe_use_upcycling and is_dense(opened.source):
         opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
-    complete = not wanted.dialect or _dialect(wanted).complete
+    has_arguments = {"ffn_hidden_size", "kv_channels"} <= opened.source.settings.keys()  # and not only what tensors tell
+    complete = not wanted.dialect or _dialect(wanted).complete or has_arguments
     return replace(opened, notes=_checked_settings(opened, config, complete=complete))
 
 

@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError, roles_of, to_values
+from megatron.core.config.flags import ConfigError, from_values, roles_of, to_values
 from megatron.core.config.network import network_differences, network_fields
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import FREE, CheckpointError
+from megatron.core.families.megatron.open import open_megatron
+from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.resume_settings import Differences, compare
+from megatron.training.resuming import find_wanted, open_wanted
 from megatron.training.stages import Trainer
 from tests.helpers import tiny
 from tests.helpers.every_setting import DATA, NETWORKS, Changes, changed, fields, resolved
 from tests.helpers.training import train_on
+from tests.peers.make_fixtures import unpack
 
 
 def says(lines: tuple[str, ...], name: str) -> bool:
@@ -90,6 +94,22 @@ def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds()
         "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",)
     assert compare(saved, config, weights_only=False, complete=False) == Differences()
     assert compare(saved, resolved({}), weights_only=False) == Differences()
+
+
+def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -> None:
+    place = unpack("dense", tmp_path) / "checkpoints"
+    settings = open_megatron(place).settings
+    rows = open_megatron(place).formats["model.embedding.word_embeddings.weight"].shape[0]
+
+    def resumed(**changes: Any) -> None:
+        config = tiny.with_vocabulary(from_values(RunConfig, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows)
+        wanted = find_wanted(config)
+        assert wanted is not None
+        open_wanted(wanted, config, Axis("world"))
+
+    resumed()
+    with pytest.raises(CheckpointError, match="--attention-logit-softcap: not given in the checkpoint, 5.0 in this run"):
+        resumed(attention_logit_softcap=5.0)
 
 
 @pytest.mark.parametrize("saved, mine", [
