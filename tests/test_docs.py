@@ -99,7 +99,7 @@ def test_the_schedules_on_the_page_are_those_that_run() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for page in PAGES:
+    for page in [*PAGES, *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
