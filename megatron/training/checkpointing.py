@@ -32,12 +32,12 @@ from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import Segment
-from megatron.core.families import hf
 from megatron.core.optimizer.schedule import Schedule, choose
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
+from megatron.training.exporting import export
 from megatron.training.place import launcher_place
 from megatron.training.resuming import Opened, decided, demand_same_tokenizer, find_wanted, open_wanted, same_folder
 from megatron.training.run import Run
@@ -359,7 +359,7 @@ class Checkpoint:
             return
         target = Path(asked.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
-            family = hf.export(open_saved(outcome.folder), target, like=asked.export_hf_like)
+            family = export(open_saved(outcome.folder), target, like=asked.export_hf_like)
             self._say(f"exported checkpoint {target}: {family.name}")
         except (CheckpointError, OSError) as error:
             self._warn(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")

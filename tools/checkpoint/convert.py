@@ -42,6 +42,7 @@ from megatron.core.families.shapes import EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
 from megatron.training.dialects import FOREIGN, OURS, open_checkpoint
+from megatron.training.exporting import export
 from megatron.training.place import end_in_a_line_when_interrupted
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
@@ -100,7 +101,7 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
     remarks = [f"{flag} {size} has nothing to cut: what is written is whole, and loads under any layout"
                for flag, size in sizes.items() if size and size > 1]
     if args.saver == PUBLISHED:
-        hf.export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
+        export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
         return args.save, remarks
     settings = dict(source.settings)
     if dialect != OWN:  # what it leaves out has its default

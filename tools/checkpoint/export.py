@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.families.shapes import EMBEDDING
+from megatron.training import exporting
 from megatron.training.dialects import open_checkpoint
 from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.compare import compare_sources
@@ -68,7 +69,7 @@ def export(args: argparse.Namespace) -> str:
     opened = open_checkpoint(args.load, args.ckpt_step)
     source: Source = Cast(opened, DTYPES[args.dtype]) if args.dtype else opened
     like = args.tokenizer or tokenizer_folder(opened)
-    family = hf.export(source, args.save, family=args.family, like=like)
+    family = exporting.export(source, args.save, family=args.family, like=like)
     copied = [] if like else copied_files(source.settings, args.save)
     weights = [name for name in source.formats if name.startswith("model.")]
     again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{EMBEDDING}"].shape[0]})

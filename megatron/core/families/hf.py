@@ -4,7 +4,8 @@
     FOLDER/model.safetensors                          its weights; or, in many files,
     FOLDER/model-00001-of-00003.safetensors, ...      and
     FOLDER/model.safetensors.index.json               which of them holds what
-    FOLDER/tokenizer.json, generation_config.json     carried along, never read
+    FOLDER/tokenizer.json                             carried along
+    FOLDER/generation_config.json                     carried along, or written: which ids begin and end a text
 
 `open_folder` gives a `Source` of our names; `export` writes one from any `Source`. Nothing here knows of ranks, and
 memory never holds more than one whole tensor. Folders with pytorch_model.bin instead are read, not written.
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -142,12 +144,13 @@ def model_settings(path: str | Path) -> dict[str, Any]:
 
 
 def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
-           shard_bytes: int = SHARD_BYTES) -> Family:
+           shard_bytes: int = SHARD_BYTES, ids: Mapping[str, int | list[int] | None] = MappingProxyType({})) -> Family:
     """Write the model of a source as a folder. The folder gets its name when it is complete. Returns the family.
 
     family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
     network is. like: a folder whose tokenizer files, and whose ids of special tokens, are carried over.
-    shard_bytes: the largest file, if no tensor is larger. `rewrite.Cast` gives the weights another dtype on the way.
+    shard_bytes: the largest file, if no tensor is larger. ids: of special tokens, where no earlier config.json says them.
+    `rewrite.Cast` gives the weights another dtype on the way.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -159,7 +162,7 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
         family = family_of(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)
     variant, rows, formats = _planned(chosen, model, source)
-    config = {**_config(chosen, model, earlier if earlier.get("model_type") == chosen.model_type else {}, formats),
+    config = {**ids, **_config(chosen, model, earlier if earlier.get("model_type") == chosen.model_type else {}, formats),
               "architectures": [variant.architecture]}
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
@@ -173,6 +176,7 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
         if len(files) > 1:
             _write_text(made / f"{_WEIGHTS}.index.json", _index(files, formats))
         _write_text(made / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_generation(made, config)
         _carry(like, made)
         _sync(made)
         os.rename(made, folder)
@@ -382,6 +386,13 @@ def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> str
     index = {"metadata": {"total_parameters": sum(elements.values()), "total_size": size},
              "weight_map": {name: file for file, names in files.items() for name in names}}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
+    found = {name: config[name] for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id") if name in config}
+    if found.get("eos_token_id") is not None:
+        _write_text(folder / "generation_config.json", json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
 def _carry(like: str | Path | None, folder: Path) -> None:
