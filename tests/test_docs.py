@@ -88,7 +88,7 @@ def test_the_commands_of_a_page_run_as_they_stand(page: Path, checkout: Path) ->
 def test_commands_write_below_runs_only() -> None:
     for page in RUN:
         for block in commands(page):
-            written = re.findall(r"(?:--output-prefix|--output-dir|--output-file|--output|--picture|--save(?!r)|> |mkdir -p) *\"?([\w./$-]+)", block.text)
+            written = re.findall(r"(?:--output-prefix|--output-dir|--output-file|--output|--picture|--save(?!r|-interval)|> |mkdir -p) *\"?([\w./$-]+)", block.text)
             assert all(path.startswith("runs/docs") for path in written), f"{page.name} line {block.line} writes {written}"
 
 

@@ -60,7 +60,7 @@ def begin(changes: dict[str, Any], folder: Path) -> None:
 def carry(changes: dict[str, Any], source: Path, folder: Path) -> None:
     """On every rank: load one checkpoint, and save another. Every weight is another before, and every moment zero."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**MODEL, **changes, "seed": 8}, load=str(source), save=str(folder))))
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**MODEL, **changes, "seed": 8, "allow_other_data": True}, load=str(source), save=str(folder))))
     checkpoint = Checkpoint(trainer)
     assert checkpoint.resume()
     assert (trainer.progress.iteration, trainer.optimizer.num_steps) in ((STEPS, STEPS), (STEPS, 0))  # 0: this rank owns padding alone
