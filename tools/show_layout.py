@@ -18,7 +18,8 @@ if __package__ in (None, ""):
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.rules import NEEDS, RULES, Setting, stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.models.flops import active_parameters, count_parameters, rank_memory
+from megatron.core.models.describe import active_parameters, count_parameters
+from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play

@@ -17,7 +17,7 @@ from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.families import hf
 from megatron.core.families.rules import Family
-from megatron.core.families.shapes import EMBEDDING
+from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 
@@ -25,7 +25,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
            shard_bytes: int = hf.SHARD_BYTES) -> Family:
     """`hf.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
-    rows = source.formats[f"model.{EMBEDDING}"].shape[0] if f"model.{EMBEDDING}" in source.formats else 0
+    rows = source.formats[f"model.{WORD_EMBEDDING}"].shape[0] if f"model.{WORD_EMBEDDING}" in source.formats else 0
     return hf.export(source, folder, family=family, like=like, shard_bytes=shard_bytes, ids=token_ids(source.settings, like, rows=rows))
 
 

@@ -1,17 +1,15 @@
-"""What a layout builds, against what the arithmetic says: layers of all stages, and parameters of every rank and of the whole.
+"""What a layout builds, against the network on one rank: layers of all stages, and parameters of every rank and of the whole.
 
 Nothing runs and nothing takes memory: each rank's place is a mesh without process groups, and parameters lie on the meta device.
-Ranks that differ only in their data are alike, so one of them is built. Three counts are compared:
+Ranks that differ only in their data are alike, so one of them is built. Two things are compared:
 
-    a rank's tensors        with models/flops.py
     the boxes of all ranks  with the true shape of every named parameter: each element is somewhere
-    all named parameters    with those of one rank that has everything, and with models/flops.py
+    all named parameters    with those of one rank that has everything
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -19,20 +17,10 @@ import torch
 from megatron.core.config.plan import StageSpec, layer_rows
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.kernels.table import Need, select
-from megatron.core.models.bert import BERTModel
-from megatron.core.models.expert_counts import Split
-from megatron.core.models.flops import count_parameters, rank_parameters
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.describe import count_parameters, network_on, parameter_shapes
 from megatron.core.parallel.grid import RankLists, axis_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import pieces, spec_of
-from megatron.core.transformer.build import Build
-
-NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
-Network = GPTModel | BERTModel | T5Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +46,10 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
     shown = places if len(places) <= most else places[:most // 2] + places[-(most // 2):]
     held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, mesh in shown:
+    for mesh in shown:
         own = [stage for stage in stages if stage.rank == mesh.pp.rank]
-        networks = [network_on(config, mesh, stage) for stage in own]
+        networks = [network_on(config.model, mesh, stage) for stage in own]
         tensors = {id(param): param for network in networks for param in network.parameters()}.values()
-        found = sum(param.numel() for param in tensors)
-        counted = rank_parameters(config.model, own, config.parallel.tp, split=Split.of(config.parallel))
-        if found != counted:
-            problems.append(f"rank {rank} holds {found:,} parameters, and the formula says {counted:,}")
         for param in tensors:
             spec = spec_of(param)
             shapes[spec.name] = spec.shape
@@ -74,18 +58,8 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
     if len(shown) == len(places):
         problems += [f"{name} is {shape}, and the ranks hold {size:,} of its elements" for name, shape in sorted(shapes.items())
                      if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)]
-        problems += _whole(shapes, config, counted)
+        problems += _whole(shapes, config)
     return Built(len(shown), layers, counted, tuple(problems))
-
-
-def network_on(config: RunConfig, mesh: Mesh, stage: StageSpec) -> Network:
-    """One pipeline stage as a rank at this place builds it, on the meta device."""
-    # Nothing runs, so another device's kernel need not be here.
-    kernels = select(Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})
-    build = Build(model=config.model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 0),
-                  sequence_parallel=config.parallel.sequence_parallel, recompute=config.recompute,
-                  cp_comm_type=config.parallel.cp_comm_type)
-    return NETWORKS[config.model.architecture](stage, build)
 
 
 def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
@@ -99,28 +73,21 @@ def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
     return Mesh(device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes)
 
 
-def _places(config: RunConfig, world_size: int) -> list[tuple[int, Mesh]]:
+def _places(config: RunConfig, world_size: int) -> list[Mesh]:
     """The first rank at every place that differs in what it holds."""
-    found: dict[tuple[int, ...], tuple[int, Mesh]] = {}
-    for rank, mesh in _meshes(config, world_size):
-        found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), (rank, mesh))
+    lists, found = axis_ranks(config.parallel, world_size), {}
+    for mesh in (mesh_of(lists, rank) for rank in range(world_size)):
+        found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
     return list(found.values())
 
 
-def _meshes(config: RunConfig, world_size: int) -> Iterator[tuple[int, Mesh]]:
-    lists = axis_ranks(config.parallel, world_size)
-    yield from ((rank, mesh_of(lists, rank)) for rank in range(world_size))
-
-
-def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig, counted: int) -> list[str]:
+def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
     """What is wrong with the parameters of all ranks together."""
-    found, problems = sum(map(math.prod, shapes.values())), []
-    serial = replace(config, parallel=type(config.parallel)())
-    (stage,) = stages_of(serial)
-    alone = {spec_of(param).name: spec_of(param).shape for param in network_on(serial, Mesh.single(), stage).parameters()}
+    alone, problems = parameter_shapes(config.model), []
     if alone != shapes:
         odd = sorted(name for name in alone.keys() | shapes.keys() if alone.get(name) != shapes.get(name))
         problems.append(f"one rank alone has other parameters: {', '.join(odd[:5])}")
+    found, counted = sum(map(math.prod, shapes.values())), count_parameters(config.model).total
     if found != counted:
-        problems.append(f"the ranks hold {found:,} parameters in all, and the formula says {counted:,}")
+        problems.append(f"the ranks hold {found:,} parameters in all, and one rank alone {counted:,}")
     return problems

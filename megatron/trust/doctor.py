@@ -32,7 +32,8 @@ from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.dist_checkpointing.store import CheckpointError, newest
 from megatron.core.kernels.table import Kernels, Need, asked
-from megatron.core.models.flops import BYTES, count_parameters, state_bytes
+from megatron.core.models.describe import count_parameters
+from megatron.core.models.flops import BYTES, state_bytes
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import free_memory, name_of, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh

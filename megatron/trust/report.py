@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.core.models.flops import count_parameters
+from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.trust.cost import FUSED
 from megatron.trust.layouts import Found

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
-from megatron.core.families.shapes import parameter_shapes
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import Box
 
 LAYERS, VOCABULARY = 24, 32000

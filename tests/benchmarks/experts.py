@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.models.expert_counts import used_matrices
+from megatron.core.models.flops import used_matrices
 from megatron.core.parallel.device import keep_freed_memory, name_of, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all

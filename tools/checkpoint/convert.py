@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.registry import FAMILIES, model_of
-from megatron.core.families.shapes import EMBEDDING
+from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
 from megatron.training.dialects import FOREIGN, OURS, open_checkpoint
@@ -141,7 +141,7 @@ class Weights:
 
 def verify(source: Source, path: Path, saver: str) -> None:
     """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
-    target = DIALECTS[saver].open(path, {"true_vocab_size": source.formats[f"model.{EMBEDDING}"].shape[0]})
+    target = DIALECTS[saver].open(path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
     problems = target.verify() if isinstance(target, Saved) else []
     problems += differences(source if saver == OWN else Weights(source), target)
     if problems:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
-from megatron.core.families.shapes import EMBEDDING
+from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.training import exporting
 from megatron.training.dialects import open_checkpoint
 from megatron.training.place import end_in_a_line_when_interrupted
@@ -72,7 +72,7 @@ def export(args: argparse.Namespace) -> str:
     family = exporting.export(source, args.save, family=args.family, like=like)
     copied = [] if like else copied_files(source.settings, args.save)
     weights = [name for name in source.formats if name.startswith("model.")]
-    again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{EMBEDDING}"].shape[0]})
+    again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
     unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
     if unlike:
         raise CheckpointError(f"{args.save} does not hold what {source.where} holds; do not use it", unlike)

@@ -1,7 +1,6 @@
-"""Floor 4: published weights. Knows settings and names, no modules and no ranks.
+"""Published weights: settings and names, no ranks.
 
 rules.py        Op, Row, Family: rows that run both ways, and the check that they lose nothing
-shapes.py       every parameter of a network of ours, without building it
 settings.py     the keys of a config.json
 gpt2.py         GPT-2
 llama.py        Llama 2 and 3, SmolLM2, Mistral

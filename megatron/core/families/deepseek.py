@@ -20,7 +20,7 @@ from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.qwen import FUSED
 from megatron.core.families.rules import Family, Row, same
 from megatron.core.families.settings import BALANCE, Keys, kept, pattern
-from megatron.core.families.shapes import mtp_depths
+from megatron.core.models.describe import mtp_depths
 
 _SAYS_NOTHING = (*BALANCE, "ep_size", "moe_layer_freq", "topk_method", "scoring_func", "head_dim", "qk_head_dim",
                  "num_nextn_predict_layers", "mlp_bias", "rope_interleave")

@@ -36,7 +36,8 @@ from megatron.core.families.packed import Readable, plain, why_not
 from megatron.core.families.registry import family_of, fitting_family, model_of
 from megatron.core.families.rules import Family, Row, Variant, expanded, their_shapes
 from megatron.core.families.settings import classes_of
-from megatron.core.families.shapes import EMBEDDING, VOCABULARY, mtp_depths, parameter_shapes
+from megatron.core.models.describe import VOCABULARY, mtp_depths, parameter_shapes
+from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.families.tensor_file import Stored, create, read_header, write
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
@@ -156,7 +157,7 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
     earlier = _read_json(Path(like) / _CONFIG) if like and (Path(like) / _CONFIG).is_file() else source.values.get(PUBLISHED, {})
-    embedding = source.formats.get(f"model.{EMBEDDING}", Format((0,), torch.float32))
+    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", Format((0,), torch.float32))
     model = model_of({"true_vocab_size": embedding.shape[0], **source.settings})  # a dialect without a tokenizer has its rows
     if family is None and earlier:
         family = family_of(earlier, f"{like or source.where}").name
@@ -268,10 +269,9 @@ def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files
     rows = expanded(family.rows(model), layers=model.num_layers)
     lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
     rows = tuple(row for row in rows if not row.ours.startswith(lacking))
-    shapes = parameter_shapes(model)
-    for name in VOCABULARY & shapes.keys():
-        shapes[name] = (vocabulary, *shapes[name][1:])
     try:
+        shapes = parameter_shapes(model)
+        shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
         expected = their_shapes(rows, shapes)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]

@@ -6,6 +6,6 @@ gpt.py        decoder-only transformers
 mtp.py        multi-token prediction behind them
 bert.py       encoders of text with hidden words
 t5.py         encoder and decoder in one line of stages
-flops.py      parameters, FLOPs and memory from the config alone
-expert_counts.py  the share that experts have in them
+describe.py   names, shapes and counts of parameters, from the network on the meta device
+flops.py      FLOPs and memory from the config
 """

@@ -1,4 +1,4 @@
-"""Parameters, model FLOPs and memory of a network, from its config alone: nothing is built.
+"""Model FLOPs and memory of a network, from its config.
 
 Model FLOPs are what the mathematics needs for one training step, so they do not grow with recomputation: a matrix
 element costs 2 in the forward pass and 4 in the backward pass. Attention's scores are counted in two ways that both are
@@ -20,43 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.run import RunConfig
-from megatron.core.models.expert_counts import (
-    Split,
-    common_parameters,
-    expert_parameters,
-    idle_parameters,
-    kept_numbers,
-    used_matrices,
-)
+from megatron.core.models.describe import Split, rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NARROW = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}  # of optimizer state, with a scale for every 128 numbers
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """Parameters of the whole network, the vocabulary padded. A tied output layer counts once, in the embedding.
-
-    ahead: those of multi-token prediction.
-    """
-
-    embedding: int
-    block: int
-    final_norm: int
-    head: int
-    ahead: int = 0
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        return self.embedding + self.block + self.final_norm + self.head + self.ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,58 +49,6 @@ class RankMemory:
     def total(self) -> float:
         """All bytes at the peak of a step."""
         return self.weights_and_optimizer + max(self.activations, self.update)
-
-
-def count_parameters(model: ModelConfig) -> ParameterCount:
-    """The parameters of the whole network."""
-    return ParameterCount(
-        embedding=_embedding_parameters(model, 1),
-        block=sum(layer_parameters(model, cross=plan.cross, mlp=plan.mlp) for plan in layer_rows(model)),
-        final_norm=_final_norms(model, layer_rows(model), heads=True),
-        head=(0 if model.ties_embeddings else _vocabulary_parameters(model, 1)) + _head_parameters(model, 1),
-        ahead=_ahead_parameters(model, 1),
-    )
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Parameters that one token uses: all but those of experts that it does not choose."""
-    return count_parameters(model).total - sum(idle_parameters(model) for mlp in _mlps(model) if mlp == "moe")
-
-
-def layer_parameters(model: ModelConfig, tensor_size: int = 1, *, cross: bool = False, mlp: str = "dense",
-                     split: Split | None = None) -> int:
-    """One layer's parameters on each of `tensor_size` tensor ranks. cross: with cross attention. mlp: dense or moe, whose
-    experts are divided as `split` says.
-    """
-    h, f = model.hidden_size, model.ffn_hidden_size // tensor_size
-    fc1 = f * (2 if model.gated else 1)
-    thinks = h * fc1 + f * h + (fc1 + h if model.add_bias_linear else 0)
-    if mlp == "moe":
-        split = Split(tensor_size) if split is None else split
-        thinks = expert_parameters(model, split) + common_parameters(model, split)
-    attention = _attention_matrices(model, tensor_size) + _attention_vectors(model, tensor_size)
-    if cross:
-        attention += _attention_matrices(model, tensor_size) + _attention_biases(model, tensor_size) + _norm_parameters(model, h)
-    return attention + thinks + (4 if model.sandwich_norm else 2) * _norm_parameters(model, h)
-
-
-def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], tensor_size: int = 1, *, split: Split | None = None) -> int:
-    """Parameters on one rank that holds these pipeline stages.
-
-    A tied output layer that sits on another stage than the embedding is a second copy, and so is the embedding of a stage that looks
-    ahead.
-    """
-    layers = [plan for stage in stages for plan in stage.layers]
-    held = sum(layer_parameters(model, tensor_size, cross=plan.cross, mlp=plan.mlp, split=split) for plan in layers)
-    held += _final_norms(model, layers, heads=any(stage.ahead for stage in stages))
-    for stage in stages:
-        ahead = stage.ahead and bool(model.mtp.mtp_num_layers)
-        held += _embedding_parameters(model, tensor_size) if stage.embeds or ahead else 0
-        held += _ahead_parameters(model, tensor_size, split) if ahead else 0
-        if stage.heads:
-            held += _head_parameters(model, tensor_size)
-            held += 0 if model.ties_embeddings and (stage.embeds or ahead) else _vocabulary_parameters(model, tensor_size)
-    return held
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
@@ -204,16 +126,14 @@ def rank_memory(
     for position in range(parallel.pp):
         own = [stage for stage in stages if stage.rank == position]
         split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
-        parameters = rank_parameters(config.model, own, parallel.tp, split=split)
-        experts = sum(expert_parameters(config.model, split) for stage in own for plan in stage.layers if plan.mlp == "moe")
+        held = rank_parameters(config.model, own, split)
         alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
-        state, update, away = ((parameters - experts) * count(config, copies) + experts * count(config, alike)
+        state, update, away = ((held.total - held.experts) * count(config, copies) + held.experts * count(config, alike)
                                for count in (state_bytes, update_bytes, away_bytes))
         if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
-            rest = rank_parameters(config.model, [replace(stage, layers=()) for stage in own], parallel.tp, split=split)
             cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-            state += rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
-        found.append(RankMemory(parameters, state - away, _activation_bytes(config, own, position, num_microbatches), update))
+            state += held.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
+        found.append(RankMemory(held.total, state - away, _activation_bytes(config, own, position, num_microbatches), update))
     return tuple(found)
 
 
@@ -238,7 +158,7 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
     thinks = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
     if mlp == "moe":
-        thinks = size * kept_numbers(model, Split.of(config.parallel), frozenset(again))
+        thinks = size * _kept_numbers(model, Split.of(config.parallel), frozenset(again))
     return between / saved_cut + attention + thinks
 
 
@@ -332,8 +252,36 @@ def _keys_met(model: ModelConfig, length: int, count: AttentionCount) -> list[fl
 def _layer_matrices(model: ModelConfig, mlp: str = "dense") -> int:
     """Elements of the matrices that a token meets in one layer, cross attention left out."""
     if mlp == "moe":
-        return _attention_matrices(model, 1) + used_matrices(model)
-    return _attention_matrices(model, 1) + model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
+        return _attention_matrices(model) + used_matrices(model)
+    return _attention_matrices(model) + _mlp(model, model.ffn_hidden_size)
+
+
+def _mlp(model: ModelConfig, width: int) -> int:
+    """Elements of the matrices of an MLP."""
+    return model.hidden_size * width * (3 if model.gated else 2)
+
+
+def used_matrices(model: ModelConfig) -> int:
+    """Elements of the matrices that a token meets: its experts', the shared one's and the router's."""
+    moe, h = model.moe, model.hidden_size
+    shared = _mlp(model, moe.moe_shared_expert_intermediate_size or 0) + (h if moe.moe_shared_expert_gate else 0)
+    return moe.moe_router_topk * _mlp(model, moe.moe_ffn_hidden_size) + shared + h * moe.num_experts
+
+
+def _kept_numbers(model: ModelConfig, split: Split, again: frozenset[str]) -> float:
+    """Numbers per token that the backward pass of router and experts keeps on a rank when loads are even.
+
+    again: what is recomputed. A row of an expert keeps its input, what the first matrix makes of it (2f if gated), and
+    what stands between that and the input of the second, that included.
+    """
+    moe = model.moe
+    if "moe" in again:
+        return 0.0
+    made, between = (2, 3) if model.gated else (1, 2)
+    width = moe.moe_ffn_hidden_size / split.widths
+    row = model.hidden_size + width * (made + (0 if "moe_act" in again else between))
+    shared = (moe.moe_shared_expert_intermediate_size or 0) / split.tensor * (made + between - 1)
+    return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in again else shared)
 
 
 def _head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -344,77 +292,16 @@ def _head_widths(model: ModelConfig) -> tuple[int, int]:
     return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
 
 
-def _attention_matrices(model: ModelConfig, tensor_size: int) -> int:
-    """Elements of the matrices around one attention, on each tensor rank; those that make latents are whole on every rank."""
-    h, mla = model.hidden_size, model.mla
-    q, v = (width // tensor_size for width in _head_widths(model))
+def _attention_matrices(model: ModelConfig) -> int:
+    """Elements of the matrices around one attention."""
+    h, mla, (q, v) = model.hidden_size, model.mla, _head_widths(model)
     if not mla.multi_latent_attention:
-        return h * (q * (2 if model.attention_output_gate else 1) + 2 * _key_size(model, tensor_size)) + v * h
-    rank, pairs = mla.kv_lora_rank, model.num_attention_heads // tensor_size * (mla.qk_head_dim + mla.v_head_dim)
+        return h * (q * (2 if model.attention_output_gate else 1) + 2 * model.key_size) + v * h
+    rank, pairs = mla.kv_lora_rank, model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
     queries = h * q if mla.q_lora_rank is None else h * mla.q_lora_rank + mla.q_lora_rank * q
     return queries + h * (rank + mla.qk_pos_emb_head_dim) + rank * pairs + v * h
-
-
-def _attention_biases(model: ModelConfig, tensor_size: int) -> int:
-    """Biases of one attention on each tensor rank; latents have none."""
-    out = model.hidden_size if model.add_bias_linear else 0
-    if model.mla.multi_latent_attention or not (model.add_bias_linear or model.add_qkv_bias):
-        return out
-    return out + model.query_size // tensor_size * (2 if model.attention_output_gate else 1) + 2 * _key_size(model, tensor_size)
-
-
-def _attention_vectors(model: ModelConfig, tensor_size: int) -> int:
-    """Biases and inner norms of one self attention on each tensor rank."""
-    mla, inner = model.mla, 0
-    if model.qk_layernorm:
-        sizes = (mla.q_lora_rank or 0, mla.kv_lora_rank) if mla.multi_latent_attention else (model.kv_channels,) * 2
-        inner = sum(_norm_parameters(model, size) for size in sizes)
-    sinks = model.num_attention_heads // tensor_size if model.softmax_type == "learnable" else 0
-    return _attention_biases(model, tensor_size) + inner + sinks
-
-
-def _ahead_parameters(model: ModelConfig, tensor_size: int, split: Split | None = None) -> int:
-    """Parameters of multi-token prediction on each tensor rank of its stage; one layer may serve all depths."""
-    stored = min(1, model.mtp.mtp_num_layers or 0) if model.mtp.mtp_use_repeated_layer else model.mtp.mtp_num_layers or 0
-    h = model.hidden_size
-    layer = layer_parameters(model, tensor_size, mlp=_mlps(model)[-1], split=split)
-    return stored * (layer + 2 * h * h // tensor_size + 3 * _norm_parameters(model, h))
-
-
-def _final_norms(model: ModelConfig, layers: Sequence[LayerPlan], *, heads: bool) -> int:
-    """Parameters of the norms that end a network, and T5's encoder."""
-    ends_encoder = any(not plan.cross and plan.index == model.encoder_num_layers - 1 for plan in layers) \
-        if model.architecture == "t5" else False
-    return (ends_encoder + (heads and not model.norm_after_residual)) * _norm_parameters(model, model.hidden_size)
-
-
-def _head_parameters(model: ModelConfig, tensor_size: int) -> int:
-    """What the heads have beside the matrix of the output layer."""
-    h, words = model.hidden_size, model.padded_vocab_size // tensor_size
-    if model.architecture == "bert":
-        pairs = h * h + h + 2 * h + 2 if model.bert_binary_head else 0
-        return h * h + h + _norm_parameters(model, h) + words + pairs
-    return words if model.architecture == "t5" and model.add_bias_linear else 0
 
 
 def _key_size(model: ModelConfig, tensor_size: int) -> int:
     """Key width on one tensor rank; ranks that outnumber the key heads share them, each holding one."""
     return max(model.key_size // tensor_size, model.kv_channels)
-
-
-def _norm_parameters(model: ModelConfig, width: int) -> int:
-    return width * (2 if model.normalization == "LayerNorm" else 1)
-
-
-def _vocabulary_parameters(model: ModelConfig, tensor_size: int) -> int:
-    return model.padded_vocab_size // tensor_size * model.hidden_size
-
-
-def _embedding_parameters(model: ModelConfig, tensor_size: int) -> int:
-    learned = model.rope.position_embedding_type == "learned_absolute"
-    positions = model.max_position_embeddings * model.hidden_size if learned else 0
-    if model.rope.position_embedding_type == "relative":
-        positions = 2 * model.rope.relative_attention_num_buckets * model.num_attention_heads // tensor_size
-    types = 2 * model.hidden_size if model.architecture == "bert" else 0
-    norm = _norm_parameters(model, model.hidden_size) if model.embedding_layernorm else 0
-    return _vocabulary_parameters(model, tensor_size) + positions + types + norm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.families.registry import model_of
-from megatron.core.families.shapes import parameter_shapes
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import Box, whole
 
 LLAMA = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2,

@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
-from megatron.core.families.shapes import EMBEDDING, OUTPUT
+from megatron.core.models.describe import OUTPUT
+from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
@@ -72,7 +73,7 @@ def test_only_one_whole_tensor_is_in_memory_while_a_folder_is_written(tmp_path: 
 
 def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_and_one_with_more_is_refused(llama: Path) -> None:
     source, full = hf.open_folder(llama, {"true_vocab_size": 17}), hf.open_folder(llama)
-    for name in (f"model.{EMBEDDING}", f"model.{OUTPUT}"):
+    for name in (f"model.{WORD_EMBEDDING}", f"model.{OUTPUT}"):
         assert source.formats[name].shape == (17, 16) and source.settings["true_vocab_size"] == 17
         assert torch.equal(source.read(name, whole((17, 16))), full.read(name, Box((0, 0), (17, 16))))
     with pytest.raises(CheckpointError, match="the tokenizer has 21 ids, and the embedding 20 rows"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.rules import Op, Row, concat, expanded, faults, interleaved, per_expert, same, their_shapes, transpose
-from megatron.core.families.shapes import parameter_shapes
+from megatron.core.models.describe import parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
 LATENT = {**KIN, "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4,

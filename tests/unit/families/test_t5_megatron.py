@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.names import our_names
 from megatron.core.families.registry import model_of
-from megatron.core.families.shapes import parameter_shapes
+from megatron.core.models.describe import parameter_shapes
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.megatron_encoders import LAST, share, write
 from tests.unit.families.test_bert_megatron import tensors_of

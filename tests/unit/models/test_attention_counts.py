@@ -8,6 +8,7 @@ import pytest
 
 from megatron.core.config.rules import stages_of
 from megatron.core.models import flops
+from megatron.core.models.describe import Split, count_parameters, layer_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny
@@ -21,10 +22,10 @@ def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
     config = tiny.config(**changes)
     model = GPTModel(stages_of(config)[0], tiny.run_of(config).build)
     held = sum(param.numel() for param in model.parameters())
-    assert flops.count_parameters(config.model).total == held
+    assert count_parameters(config.model).total == held
     cut = sum(param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).cuts)
-    whole = flops.layer_parameters(config.model)
-    assert whole - flops.layer_parameters(config.model, 2) == cut // 2
+    whole = layer_parameters(config.model)
+    assert whole - layer_parameters(config.model, Split(2, 1, 2)) == cut // 2
 
 
 @pytest.mark.parametrize("window, pattern", [("3,0", None), ("3,0", "[1,0,1,1]"), ("0,0", "2"), ("100,0", None), ("-1,-1", None), ("12,0", None)])

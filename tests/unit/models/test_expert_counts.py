@@ -17,7 +17,7 @@ from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
-from megatron.core.models.expert_counts import Split, expert_parameters
+from megatron.core.models.describe import Split, active_parameters, count_parameters, rank_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
@@ -40,10 +40,10 @@ def test_parameters_are_those_of_a_built_network(name: str) -> None:
     settings = tiny.config(**MODELS[name])
     (stage,) = stages_of(settings)
     network = GPTModel(stage, tiny.run_of(settings).build)
-    assert flops.count_parameters(settings.model).total == elements(network)
+    assert count_parameters(settings.model).total == elements(network)
     topk, experts = settings.model.moe.moe_router_topk, settings.model.moe.num_experts
     idle = sum(param.numel() * (experts - topk) // experts for path, param in network.named_parameters() if ".experts." in path)
-    assert flops.active_parameters(settings.model) == elements(network) - idle
+    assert active_parameters(settings.model) == elements(network) - idle
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -55,7 +55,7 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     (stage,) = stages_of(settings)
     network = GPTModel(stage, dataclasses.replace(build, mesh=mesh))
-    assert flops.rank_parameters(settings.model, [stage], tp, split=Split.of(settings.parallel)) == elements(network)
+    assert rank_parameters(settings.model, [stage], Split.of(settings.parallel)).total == elements(network)
 
 
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared", "moe-no-aux"])
@@ -79,18 +79,18 @@ def published(**values: Any) -> ModelConfig:
 def test_published_sizes_are_met() -> None:
     mixtral = published(num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, num_experts=8,
                         padded_vocab_size=32000)
-    assert flops.count_parameters(mixtral).total == 46_702_792_704
-    assert flops.active_parameters(mixtral) == 12_879_925_248
+    assert count_parameters(mixtral).total == 46_702_792_704
+    assert active_parameters(mixtral) == 12_879_925_248
     qwen = published(num_layers=48, hidden_size=2048, num_attention_heads=32, num_query_groups=4, kv_channels=128, ffn_hidden_size=6144,
                      num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, qk_layernorm=True, padded_vocab_size=151936)
-    assert flops.count_parameters(qwen).total / 1e9 == pytest.approx(30.5, abs=0.05)
-    assert flops.active_parameters(qwen) / 1e9 == pytest.approx(3.3, abs=0.06)
+    assert count_parameters(qwen).total / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert active_parameters(qwen) / 1e9 == pytest.approx(3.3, abs=0.06)
 
 
 def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies() -> None:
     settings = tiny.config(8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True})
     (memory,) = flops.rank_memory(settings, stages_of(settings), data_parallel_size=8, num_microbatches=1)
-    experts = sum(expert_parameters(settings.model, Split(1, 4, 1)) for plan in layer_rows(settings.model) if plan.mlp == "moe")
+    experts = rank_parameters(settings.model, stages_of(settings), Split(1, 4, 1)).experts
     # Of a parameter in bf16 are kept 2 bytes, 4 of its gradient, and 12 of state over the ranks that have it: 8, of experts 2.
     assert memory.weights_and_optimizer == pytest.approx(memory.parameters * (6 + 12 / 8) + experts * (12 / 2 - 12 / 8))
 

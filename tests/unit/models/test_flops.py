@@ -16,6 +16,7 @@ from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import layer_plans, partition
 from megatron.core.config.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
+from megatron.core.models.describe import Split, count_parameters, layer_parameters, rank_parameters
 
 S, B = 32, 2
 PLAIN = dict(num_layers=3, hidden_size=24, num_attention_heads=4, max_position_embeddings=S, padded_vocab_size=80)
@@ -125,7 +126,7 @@ def elements(module: nn.Module) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_are_those_of_a_built_network(name):
     config = shape(name)
-    network, count = GPT(config), flops.count_parameters(config)
+    network, count = GPT(config), count_parameters(config)
     assert count.total == elements(network)
     assert count.block == elements(network.blocks)
     assert count.embedding == elements(network.words) + (elements(network.places) if network.places else 0)
@@ -157,8 +158,8 @@ def test_published_sizes_are_met():
                         num_query_groups=8, ffn_hidden_size=14336, swiglu=True, normalization="RMSNorm",
                         add_bias_linear=False, untie_embeddings_and_output_weights=True, padded_vocab_size=128256,
                         max_position_embeddings=8192, rope=RopeConfig(position_embedding_type="rope")).resolve()
-    assert flops.count_parameters(gpt2).total == 124_439_808
-    assert flops.count_parameters(llama).total == 8_030_261_248
+    assert count_parameters(gpt2).total == 124_439_808
+    assert count_parameters(llama).total == 8_030_261_248
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -166,9 +167,9 @@ def test_published_sizes_are_met():
 def test_stages_hold_the_network_once_and_a_tied_head_twice(name, pp, vpp):
     config = shape(name, num_layers=12)
     stages = partition(layer_plans(12), pp=pp, vpp=vpp)
-    held = sum(flops.rank_parameters(config, [s for s in stages if s.rank == rank]) for rank in range(pp))
+    held = sum(rank_parameters(config, [s for s in stages if s.rank == rank]).total for rank in range(pp))
     copy = 80 * 24 if config.ties_embeddings and pp > 1 else 0
-    assert held == flops.count_parameters(config).total + copy
+    assert held == count_parameters(config).total + copy
 
 
 def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
@@ -176,10 +177,10 @@ def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
     h, q, k, f = 24, 20, 10, 48
     norms = 2 * 2 * h + 2 * 2 * 10
     expected = h * (q + 2 * k) + (q + 2 * k) + q * h + h + h * f + f + f * h + h + norms
-    assert flops.layer_parameters(config, 2) == expected
+    assert layer_parameters(config, Split(2, 1, 2)) == expected
     gated = shape("llama")
-    whole = flops.layer_parameters(gated) - 2 * h
-    assert flops.layer_parameters(gated, 2) == whole // 2 + 2 * h
+    whole = layer_parameters(gated) - 2 * h
+    assert layer_parameters(gated, Split(2, 1, 2)) == whole // 2 + 2 * h
 
 
 def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=None, optimizer=None) -> RunConfig:
@@ -237,7 +238,7 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
     layer = S * B * 24 * (18 + 4 * 96 / 24) / 2
     for position, alive in ((1, 3), (2, 2)):
         assert memory[position].activations == pytest.approx(2 * alive * layer)
-        assert memory[position].weights_and_optimizer == 18 * 2 * flops.layer_parameters(model, 2)
+        assert memory[position].weights_and_optimizer == 18 * 2 * layer_parameters(model, Split(2, 1, 2))
     assert memory[0].activations == pytest.approx(4 * (2 * layer + S * B * (8 + 24 / 2)))
     assert memory[3].activations == pytest.approx(2 * layer + 4 * S * B * (24 + 80) / 2)
 
@@ -257,8 +258,8 @@ def test_there_and_back_every_rank_holds_as_many_chunks_and_the_first_one_both_e
     memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
     layer = S * B * flops.layer_activation_bytes(config)
     assert [held.activations / layer for held in memory[1:]] == pytest.approx([8, 8, 8])
-    layers = flops.rank_parameters(config.model, [stage for stage in stages if stage.rank == 1])
-    network = flops.count_parameters(config.model)
+    layers = rank_parameters(config.model, [stage for stage in stages if stage.rank == 1]).total
+    network = count_parameters(config.model)
     assert memory[0].parameters == layers + network.embedding + network.final_norm + config.model.padded_vocab_size * config.model.hidden_size
 
 

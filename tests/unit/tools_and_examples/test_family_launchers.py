@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.families.registry import FAMILIES, differences
-from megatron.core.families.shapes import parameter_shapes
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole
 from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import from_namespace
 from megatron.core.config.run import RunConfig
-from megatron.core.models.flops import count_parameters
+from megatron.core.models.describe import count_parameters
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.arguments import config_of, read_args, read_flags
 from tasks.flags import TaskConfig, defaults_of

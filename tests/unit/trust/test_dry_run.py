@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules import broken, stages_of
-from megatron.core.models.flops import BYTES, layer_parameters, rank_memory
+from megatron.core.models.describe import layer_parameters
+from megatron.core.models.flops import BYTES, rank_memory
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.cost import cost
 from megatron.trust.dry_run import dry_run, real_trace

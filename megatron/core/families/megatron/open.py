@@ -12,7 +12,8 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import is_legacy, legacy_arguments, open_legacy
 from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist, torch_dist_arguments
 from megatron.core.families.registry import model_of
-from megatron.core.families.shapes import EMBEDDING, VOCABULARY, parameter_shapes
+from megatron.core.models.describe import VOCABULARY, parameter_shapes
+from megatron.core.models.embedding import WORD_EMBEDDING
 
 _MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -64,7 +65,7 @@ def _demand_its_network(source: Source) -> None:
     Of a BERT heads may be missing. Published files without arguments do not say all sizes.
     """
     try:
-        model = model_of({"true_vocab_size": source.formats[f"model.{EMBEDDING}"].shape[0], **source.settings})
+        model = model_of({"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0], **source.settings})
         expected = {f"model.{name}": shape for name, shape in parameter_shapes(model).items()}
     except ConfigError as error:
         raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
