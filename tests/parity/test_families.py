@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attn_implementation": "eager"}),
     "gemma2 uncapped": ("Gemma2", {**SIZES, "head_dim": 12, "attn_logit_softcapping": None, "final_logit_softcapping": None,
                                    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),
     "bert words tanh": ("BertForMaskedLM", {**BERT_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
     "megatron bert": ("MegatronBertForPreTraining", {**BERT_SIZES, "layer_norm_eps": 1e-5}),
@@ -262,7 +263,7 @@ def test_logits_of_experts_are_those_of_transformers_under_a_layout(case: str, l
         check_logits(logits, folder(case))
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, "mistral window", "llama yarn", "qwen2 window", "gemma", "gemma2"])
+@pytest.mark.parametrize("case", [*EXPERTS, "mistral window", "llama yarn", "qwen2 window", "gemma", "gemma2", "olmo2"])
 def test_gradients_are_those_of_transformers(case: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Theirs are saved in the place of the weights, so that they come under our names by the same rows."""
     model = published(case)

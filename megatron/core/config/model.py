@@ -129,6 +129,8 @@ class ModelConfig:
         None, "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)", role="network")
     glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network")
     qk_layernorm: bool = flag(False, "norm of every query and key head; of latent attention: of the latents", role="network")
+    qk_layernorm_across_heads: bool = flag(
+        False, "--qk-layernorm: one norm over the queries of all heads and one over the keys of all, instead of one a head (OLMo 2)", role="network")
     qk_l2_norm: bool = flag(False, "queries and keys are divided by their root mean square after rotation, without weights", role="network")
     qk_clip: bool = flag(
         False, "after each step, weights of queries and keys shrink where a head's largest score was too large", role="training")
@@ -151,6 +153,8 @@ class ModelConfig:
     norm_after_residual: bool = flag(
         False, "norms stand after each residual sum and none ends the network (published BERT)", role="network")
     sandwich_norm: bool = flag(False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)", role="network")
+    norm_after_sublayer: bool = flag(
+        False, "norms stand behind each sublayer instead of before it, before its residual sum (OLMo 2)", role="network")
     embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)", role="network")
     scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)", role="network")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32", role="training")
@@ -210,7 +214,7 @@ class ModelConfig:
     @property
     def sums_before_norms(self) -> bool:
         """Whether a layer norms, for its MLP, the sum of its input and what attention adds, as it is."""
-        elsewhere = self.apply_residual_connection_post_layernorm or self.norm_after_residual or self.sandwich_norm
+        elsewhere = self.apply_residual_connection_post_layernorm or self.norm_after_residual or self.sandwich_norm or self.norm_after_sublayer
         return not elsewhere and not self.fp32_residual_connection and self.architecture != "t5"
 
     @property

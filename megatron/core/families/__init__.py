@@ -9,6 +9,7 @@ qwen.py         Qwen 2, 2.5 and 3, with experts and without
 deepseek.py     DeepSeek-V2 and V3
 gpt_oss.py      gpt-oss
 gemma.py        Gemma 1 and 2
+olmo.py         OLMo 2
 bert.py         BERT, and BERT as Megatron builds it
 t5.py           T5 v1.0, v1.1 and Flan
 registry.py     the families that are known, and which of them can say what a network is

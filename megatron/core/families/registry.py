@@ -18,14 +18,15 @@ from megatron.core.families.gpt2 import GPT2
 from megatron.core.families.gpt_oss import GPT_OSS
 from megatron.core.families.llama import LLAMA, MISTRAL
 from megatron.core.families.mixtral import MIXTRAL
+from megatron.core.families.olmo import OLMO2
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.rules import Family
 from megatron.core.families.settings import classes_of
 from megatron.core.families.t5 import T5
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, GEMMA, GEMMA2, BERT,
-    MEGATRON_BERT, T5)}
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, GEMMA, GEMMA2, OLMO2,
+    BERT, MEGATRON_BERT, T5)}
 
 # What is told by rows of layers, by the words of a tokenizer and by the tensors' names instead.
 _ELSEWHERE = frozenset(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "true_vocab_size", "bert_binary_head"))

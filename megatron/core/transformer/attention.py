@@ -19,8 +19,9 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.context_parallel.attention import all_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import wide
+from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, normal, parameter
+from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import Pass
@@ -48,9 +49,12 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowLinear(
             model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
             region=build.region, mesh=build.mesh, dtype=build.dtype)
-        # Each rank sees its own heads only, so their gradients are shares of a sum.
-        self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
-        self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm") if model.qk_layernorm else None
+        self.q_layernorm = self.k_layernorm = None
+        if model.qk_layernorm_across_heads:
+            self.q_layernorm, self.k_layernorm = NormAcrossHeads(build, Part(model.query_size)), NormAcrossHeads(build, key)
+        elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
+            self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
+            self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
         self.softmax_offset = sinks(build) if model.softmax_type == "learnable" else None
         self.peaks = Peaks() if model.qk_clip else None
 
@@ -103,6 +107,30 @@ class SelfAttention(nn.Module):
 
     def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
+
+
+class NormAcrossHeads(nn.Module):
+    """RMSNorm over the channels of all heads of a position, which the tensor ranks share (OLMo 2).
+
+    part: those channels; a rank that holds copies of other ranks' heads sees their squares in the sum as often.
+    """
+
+    def __init__(self, build: Build, part: Part) -> None:
+        super().__init__()
+        self.build, self.part, self.one_plus = build, part, build.model.apply_layernorm_1p
+        spec = ParamSpec((part.size,), constant(0.0 if self.one_plus else 1.0), "qk_norm", (Cut(0, "tp", (part,)),))
+        self.weight = parameter(spec, build.mesh, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s, b, heads of this rank, d]. Returns the same shape."""
+        flat, tp, epsilon = x.flatten(2), self.build.mesh.tp, self.build.model.norm_epsilon
+        scale = (self.weight + 1.0 if self.one_plus else self.weight).to(x.dtype)
+        if tp.size == 1:
+            return self.build.kernels.rms_norm(flat, scale, epsilon).view_as(x)
+        own = flat.to(wide(x.dtype))
+        total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
+        mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.copies)
+        return ((own * torch.rsqrt(mean + epsilon)).to(x.dtype) * scale).view_as(x)
 
 
 def sinks(build: Build) -> nn.Parameter:

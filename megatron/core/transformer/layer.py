@@ -24,7 +24,8 @@ class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum.
 
     A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
-    norm(x + attention(x)), then norm(x + mlp(x)); with sandwich_norm x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    norm(x + attention(x)), then norm(x + mlp(x)); with sandwich_norm x + norm(attention(norm(x))), then x + norm(mlp(norm(x)));
+    with norm_after_sublayer x + norm(attention(x)), then x + norm(mlp(x)).
     """
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
@@ -32,13 +33,14 @@ class Layer(nn.Module):
         build, model = build.of_layer(plan), build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
-        self.norms_updates, behind = model.sandwich_norm, after_sum or model.sandwich_norm
-        self.input_layernorm = None if after_sum else build.norm(model.hidden_size)
+        self.norms_updates = model.sandwich_norm or model.norm_after_sublayer
+        before, behind = not (after_sum or model.norm_after_sublayer), after_sum or self.norms_updates
+        self.input_layernorm = build.norm(model.hidden_size) if before else None
         self.self_attention = MIXERS[plan.mixer](build.over_context(plan.index), plan)
         self.post_attention_layernorm = build.norm(model.hidden_size) if behind else None
         self.pre_cross_attn_layernorm = build.norm(model.hidden_size) if plan.cross else None
         self.cross_attention = CrossAttention(build) if plan.cross else None
-        self.pre_mlp_layernorm = None if after_sum else build.norm(model.hidden_size)
+        self.pre_mlp_layernorm = build.norm(model.hidden_size) if before else None
         self.mlp = MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
         self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
                     "moe_layer_freq": "2", "mtp_num_layers": 2},
     "gemma": {**KIN, "swiglu": False, "geglu": True},
     "gemma2": {**KIN, "swiglu": False, "geglu": True, "sandwich_norm": True},
+    "olmo2": {**KIN, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "gpt_oss": {"normalization": "RMSNorm", "quick_geglu": True, "position_embedding_type": "yarn", "softmax_type": "learnable",
                 "num_experts": 3, "moe_ffn_hidden_size": 2},
     "bert": {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True},

@@ -211,6 +211,7 @@ ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu
 
 @pytest.mark.parametrize("changes, family", [
     ({"openai_gelu": True}, "gpt2"), ({}, "gpt2"), (ROTARY, "llama"), ({**ROTARY, "add_bias_linear": True}, "llama"),
+    ({**ROTARY, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}, "olmo2"),
     ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3"), (GEMMA, "gemma"),
     ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2")])
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
