@@ -173,10 +173,10 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
             works = collectives.start_shift(arriving, tensor, axis)
             return works if link is None else [link.late(works)]
 
-        with (patch.object(rings, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
-              patch.object(rings, "_multiply", lambda *_: time.sleep(STEP))):
-            whole = rings.all_gather_matmul(x, matrix, None, axis)[0]
-            rings.matmul_reduce_scatter(whole, matrix, axis)
+        with (patch.object(overlapped_matmul, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
+              patch.object(overlapped_matmul, "_multiply", lambda *_: time.sleep(STEP))):
+            whole = overlapped_matmul.all_gather_matmul(x, matrix, None, axis)[0]
+            overlapped_matmul.matmul_reduce_scatter(whole, matrix, axis)
 
     found = timed(lambda: run(None), lambda: run(Link(delay, at_once=True)), lambda: run(Link(delay)))
     return found, found[0] + 2 * (size - 1) * max(0.0, delay - STEP)
