@@ -52,12 +52,16 @@ class Batch:
         return Batch(tokens=tokens, labels=on.pop("labels"), loss_mask=on.pop("loss_mask"), positions=places if positions else None,
                      documents=on.pop("document_ids", None), extras=on)
 
-    def looking_ahead(self, depths: int) -> Batch:
+    def looking_ahead(self, depths: int, *, per_token: bool = True) -> Batch:
         """The batch with what multi-token prediction reads, of whole sequences: before anything of them is cut.
 
         Depth k of a token reads the id k places further, and predicts the one after that: its label is the main label k
         places further, and counts if that one does and if the predicted token is of the token's own document. What lies behind
         the end of the sequence is 0, and does not count.
+
+        A depth has fewer tokens than the main loss, and its mean is to weigh as much: its tokens have weights. Those are the ratio
+        of both numbers in the microbatch, as in Megatron, or with per_token (one number for the whole step divides all losses) the
+        ratio for a sequence of which every token counts, so that no layout changes what a token weighs.
         """
         if self.tokens is None:
             return self
@@ -68,8 +72,10 @@ class Batch:
                 # The last label is of a token behind the sequence; its document is taken for that of the last token.
                 known = torch.cat((self.documents, self.documents[:, -1:]), dim=1)[:, depth + 1:]
                 counts[:, :-depth] *= known == self.documents[:, :-depth]
+            length, number = self.tokens.shape[1], counts.sum(dtype=torch.float64).clamp(min=1)
+            ratio = length / max(length - depth, 1) if per_token else self.loss_mask.sum(dtype=torch.float64) / number
             extras |= {f"mtp_{depth}_tokens": _further(self.tokens, depth), f"mtp_{depth}_labels": _further(self.labels, depth),
-                       f"mtp_{depth}_loss_mask": counts}
+                       f"mtp_{depth}_loss_mask": counts, f"mtp_{depth}_weights": counts.to(torch.float64) * ratio}
         return replace(self, extras=extras)
 
     def over_context(self, axis: Axis) -> Batch:
@@ -111,15 +117,15 @@ def masked_loss(losses: Tensor, mask: Tensor) -> Loss:
 def language_loss(output: Tensor | Losses, batch: Batch, config: MTPConfig) -> Loss:
     """The loss of the next tokens, and a share of those further ahead: --mtp-loss-scaling-factor times the mean of the depths.
 
-    All depths are divided by the number of next tokens that count, so that no layout changes what a token weighs (DeepSeek-V3,
-    2024, equation 24, divides by the length of the sequence alike). Reported are means over each depth's own tokens.
+    Tokens ahead have the weights that `looking_ahead` gave them. Reported are means over each depth's own tokens.
     """
     if not isinstance(output, Losses):
         return masked_loss(output, batch.loss_mask)
     total, count, report = masked_loss(output.next, batch.loss_mask)
     for depth, losses in enumerate(output.ahead, start=1):
         further, own, _ = masked_loss(losses, batch.extras[f"mtp_{depth}_loss_mask"])
-        total = total + further * (config.mtp_loss_scaling_factor / len(output.ahead))
+        weighed = (losses * batch.extras[f"mtp_{depth}_weights"].to(losses.dtype)).sum()
+        total = total + weighed * (config.mtp_loss_scaling_factor / len(output.ahead))
         report[f"mtp_{depth} loss"] = torch.stack((further.detach(), own))
     return total, count, report
 

@@ -179,7 +179,8 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
                 log.add(numbers, arrays)
             batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
             batch = batch if numbers is None else replace(batch, samples=tuple(numbers))
-            yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
+            yield batch.looking_ahead(
+                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
 
 
 def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Iterator[tuple[list[int], Arrays]]:

@@ -80,7 +80,7 @@ class Regrouped:
         length = lcm(2, self.mesh.tp.size)
         ids = torch.zeros((1, length), dtype=torch.int64, device=self.mesh.device)
         names = [f"mtp_{depth}_{name}" for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
-                 for name in ("tokens", "labels", "loss_mask")]
+                 for name in ("tokens", "labels", "loss_mask", "weights")]
         return _made({**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)})
 
 

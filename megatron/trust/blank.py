@@ -70,7 +70,8 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
         if run.config.parallel.hybrid_context_parallel:
             document = torch.arange(train.seq_length, device=run.mesh.device) // _document(run.config, number)
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
-        yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
+        yield batch.looking_ahead(
+                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
 
 
 def _own(tensor: Tensor | None) -> Tensor | None:

@@ -150,7 +150,8 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
                       positions=own["positions"] if data.restarts_positions else None,
                       documents=own["documents"] if data.separates_documents else None,
                       extras={name: row for name, row in own.items() if name not in Batch.__slots__})
-        yield batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0).over_context(run.mesh.cp)
+        yield batch.looking_ahead(
+                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
 
 
 # Steps.

@@ -76,12 +76,12 @@ def _look_at_the_own_piece(self: Batch, axis: Axis) -> Batch:
     return _look(_cut(whole, axis), depths)
 
 
-def _look_across_documents(self: Batch, depths: int) -> Batch:
-    return dataclasses.replace(_look(dataclasses.replace(self, documents=None), depths), documents=self.documents)
+def _look_across_documents(self: Batch, depths: int, **mode: bool) -> Batch:
+    return dataclasses.replace(_look(dataclasses.replace(self, documents=None), depths, **mode), documents=self.documents)
 
 
-def _shift_once(self: Batch, depths: int) -> Batch:
-    found = _look(self, depths)
+def _shift_once(self: Batch, depths: int, **mode: bool) -> Batch:
+    found = _look(self, depths, **mode)
     return dataclasses.replace(found, extras={name: found.extras[name.replace("mtp_2", "mtp_1")] if name.startswith("mtp_2") else rows
                                               for name, rows in found.extras.items()})
 

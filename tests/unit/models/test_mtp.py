@@ -36,7 +36,7 @@ def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
     documents = torch.tensor(DOCUMENTS) if packed else None
     positions = torch.tensor([[*range(6), *range(10)], [*range(3), 0, *range(12)]]) if packed else None
     batch = Batch(tokens=window[:, :-1], labels=window[:, 1:], loss_mask=mask, documents=documents, positions=positions)
-    return batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0)
+    return batch.looking_ahead(run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss)
 
 
 def told(stage: GPTModel, batch: Batch) -> Losses:
@@ -98,7 +98,8 @@ def by_hand(stage: GPTModel, run: tiny.Run, batch: Batch, depths: int) -> tuple[
 
 
 @pytest.mark.parametrize("changes", [
-    {"mtp_num_layers": 1}, {"mtp_num_layers": 3}, {"mtp_num_layers": 2, **PACKED}, {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    {"mtp_num_layers": 1}, {"mtp_num_layers": 1, "calculate_per_token_loss": False},
+    {"mtp_num_layers": 2, "calculate_per_token_loss": False, **PACKED}, {"mtp_num_layers": 3}, {"mtp_num_layers": 2, **PACKED}, {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     {"mtp_num_layers": 2, "mtp_detach_heads": True}], ids=str)
 def test_losses_and_gradients_are_those_of_the_plain_sums(changes: dict[str, Any]) -> None:
     stage, run = model_of(mtp_loss_scaling_factor=0.3, **changes)
@@ -110,7 +111,9 @@ def test_losses_and_gradients_are_those_of_the_plain_sums(changes: dict[str, Any
     for depth, (summed, number) in enumerate(further, start=1):
         expected = torch.tensor([summed.item(), number], dtype=torch.float64)
         torch.testing.assert_close(report[f"mtp_{depth} loss"], expected, rtol=1e-12, atol=0.0)
-    expected = main + sum(summed for summed, _ in further) * 0.3 / depths
+    ratios = [S / (S - depth) if run.config.train.calculate_per_token_loss else int(count) / number  # Megatron: a depth's mean weighs as much
+              for depth, (_, number) in enumerate(further, start=1)]
+    expected = main + sum(summed * ratio for (summed, _), ratio in zip(further, ratios, strict=True)) * 0.3 / depths
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0.0)
     params = dict(stage.named_parameters())
     ours, theirs = (torch.autograd.grad(value, list(params.values())) for value in (total, expected))

@@ -71,8 +71,7 @@ def _demand_its_network(source: Source) -> None:
         raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
     found = {name: one.shape for name, one in source.formats.items() if name.startswith("model.")}
     problems = [f"{name.removeprefix('model.')}: no parameter of this network" for name in found if name not in expected]
-    problems += [f"{name.removeprefix('model.')} is missing" for name in expected
-                 if name not in found and model.architecture == "gpt" and not (model.mla.multi_latent_attention and "_layernorm" in name)]
+    problems += [f"{name.removeprefix('model.')} is missing" for name in expected if name not in found and model.architecture == "gpt"]
     compared = found.keys() & expected.keys() if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys() else ()
     problems += [f"{name.removeprefix('model.')}: {tuple(found[name])} in the checkpoint, {tuple(expected[name])} by its arguments"
                  for name in compared if name.removeprefix("model.") not in VOCABULARY and tuple(found[name]) != tuple(expected[name])]
