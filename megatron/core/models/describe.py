@@ -94,7 +94,7 @@ class Held:
 def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """One pipeline stage as a rank at this place of a mesh builds it, on the meta device."""
     kernels = select(Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})  # nothing runs, so another's need not be here
-    build = Build(model=model, mesh=replace(mesh, device=torch.device("meta")), kernels=kernels, streams=RandomStreams.build(mesh, 0))
+    build = Build(model=model, mesh=replace(mesh, device=torch.device("meta")), kernels=kernels, streams=RandomStreams(mesh.device, {}))
     return NETWORKS[model.architecture](stage, build)
 
 

@@ -63,12 +63,13 @@ class RandomStreams:
     """The dropout streams of one rank. The default stream is the device's own generator; others are swapped in."""
 
     def __init__(self, device: torch.device, seeds: dict[str, int]) -> None:
-        """seeds: name -> seed; must hold `default`."""
+        """seeds: name -> seed, `default` among them; none for a network that is only described, which leaves the generator as it is."""
         self.device = device
         self._states: dict[str, torch.Tensor] = {}
         for name, seed in sorted(seeds.items(), reverse=True):  # `default` last but for `cut`: it stays in the device
             self._states[name] = _fresh_state(device, seed)
-        set_random_state(device, self._states.pop("default"))
+        if self._states:
+            set_random_state(device, self._states.pop("default"))
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:

@@ -162,6 +162,12 @@ def test_published_sizes_are_met():
     assert count_parameters(llama).total == 8_030_261_248
 
 
+def test_describing_a_network_leaves_the_random_generator_as_it_is():
+    before = torch.get_rng_state()
+    count_parameters(shape("llama", num_layers=5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("pp, vpp", [(1, 1), (3, 1), (2, 2)])
 def test_stages_hold_the_network_once_and_a_tied_head_twice(name, pp, vpp):
