@@ -128,7 +128,7 @@ class Explanation:
         return self._opened[split]
 
     def numbers(self, split: str, step: int) -> list[list[list[int]]]:
-        """The sample numbers of a step's microbatches: [data-parallel rank][microbatch][sample]."""
+        """The sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
         dataset = self.dataset(split)
         ranks = range(self.num_ranks)
         if self._is_whole(split):
