@@ -46,26 +46,31 @@ def newest_version() -> str:
 
 
 def run_case(name: str, package: Path, folder: Path) -> None:
-    """All ranks of a case, each a process for which `megatron` is NVIDIA's. Raises `RuntimeError` with the end of a failing log."""
+    """All ranks of a case. Raises `RuntimeError` with the end of a failing log."""
+    started_together([str(HERE / "run_peer.py"), name, str(folder)], CASES[name].ranks, package, folder)
+
+
+def started_together(command: Sequence[str], ranks: int, package: Path, folder: Path, seconds: float = SECONDS) -> None:
+    """A script's ranks, each a process for which `megatron` is NVIDIA's. Raises `RuntimeError` with the end of a failing log."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ranks = []
-    for rank in range(CASES[name].ranks):
-        place = {"PYTHONPATH": str(package), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(CASES[name].ranks),
+    processes = []
+    for rank in range(ranks):
+        place = {"PYTHONPATH": str(package), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with (folder / f"rank{rank}.log").open("wb") as log:
-            ranks.append(subprocess.Popen([sys.executable, str(HERE / "run_peer.py"), name, str(folder)], cwd=folder, stdout=log,
-                                          stderr=subprocess.STDOUT, env={**given, **place}))
+            processes.append(subprocess.Popen([sys.executable, *command], cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                                              env={**given, **place}))
     try:
-        codes = [process.wait(SECONDS) for process in ranks]
+        codes = [process.wait(seconds) for process in processes]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
     if any(codes):
         log = (folder / f"rank{next(rank for rank, code in enumerate(codes) if code)}.log").read_text(errors="replace")
-        raise RuntimeError(f"{name} failed in Megatron Core:\n{log[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed in Megatron Core:\n{log[-3000:]}")
 
 
 def pack(folder: Path, file: Path) -> None:

@@ -84,7 +84,8 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
                      max_sequence_length=args.max_position_embeddings, parallel_output=True,
                      share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
                      position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
-                     rotary_base=args.rotary_base, mtp_block_spec=mtp)
+                     rotary_base=args.rotary_base, mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling,
+                     rope_scaling_factor=args.rope_scaling_factor, seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
     wrapped = DistributedDataParallel(config, ddp, model)
     config.finalize_model_grads_func = finalize_model_grads

@@ -35,6 +35,9 @@ def answer_for_cuda() -> None:
     torch.cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)  # a seed and an offset, as a GPU's
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "_lazy_init", "manual_seed", "set_rng_state"):
         setattr(torch.cuda, name, lambda *_, **__: None)
+    nothing = lambda *_, **__: None  # noqa: E731
+    stream = types.SimpleNamespace(wait_stream=nothing, wait_event=nothing, record_event=nothing, synchronize=nothing)
+    torch.cuda.current_stream = lambda *_: stream
     torch.Tensor.cuda = lambda self, *_, **__: self
     kind = torch.Tensor.type
 
@@ -43,6 +46,17 @@ def answer_for_cuda() -> None:
         return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and "cuda" not in found else found
 
     torch.Tensor.type = type_of
+
+
+def forget_statistics() -> None:
+    """Megatron Core keeps losses of experts' balance in globals, of the depth of the first network."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker as forget
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        forget = get_moe_layer_wise_logging_tracker().clear
+    forget()
 
 
 def keep_no_random_states() -> None:
@@ -54,8 +68,12 @@ def keep_no_random_states() -> None:
 
 
 def multiply_groups() -> None:
-    """The grouped product of the package `grouped_gemm`, which needs a GPU, for experts with --moe-grouped-gemm."""
-    from megatron.core.transformer.moe import experts, grouped_gemm_util
+    """The grouped product of the package `grouped_gemm`, which needs a GPU, for experts with --moe-grouped-gemm (until 0.16)."""
+    from megatron.core.transformer.moe import experts
+
+    if not hasattr(experts, "GroupedMLP"):
+        return
+    from megatron.core.transformer.moe import grouped_gemm_util
 
     def gmm(rows: torch.Tensor, matrices: torch.Tensor, sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         matrices = matrices.transpose(1, 2) if trans_b else matrices

@@ -6,7 +6,7 @@
 
 Runs on one processor, without torch.distributed, and holds one or two tensors in memory, however large the model is.
 Of a Hugging Face folder the weights are all there is; where the source has more (optimizer, counters), this project's
-own format keeps it. This project's checkpoints and Hugging Face folders are whole: they load under any layout.
+own format keeps it. For Megatron weights alone are written. All but Megatron's files of ranks are whole: they load under any layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.saved import Saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
-from megatron.core.families.megatron.export import write_legacy
+from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
@@ -46,6 +46,7 @@ from megatron.training.exporting import export
 from megatron.training.place import end_in_a_line_when_interrupted
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
+TORCH_DIST, TORCH = "torch_dist", "torch"
 DIALECTS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -94,10 +95,7 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
              "--target-pipeline-parallel-size": args.target_pipeline_parallel_size}
     iteration = args.iteration if args.iteration is not None else source.values.get("run.progress", {}).get("iteration", 0)
     if args.saver == MEGATRON:
-        path = write_legacy(source, args.save, iteration=iteration, tensor_size=args.target_tensor_parallel_size or 1,
-                            pipeline_size=args.target_pipeline_parallel_size or 1,
-                            fused_norms=args.saver_transformer_impl != "local")
-        return path, []
+        return write_for_megatron(source, args, iteration)
     remarks = [f"{flag} {size} has nothing to cut: what is written is whole, and loads under any layout"
                for flag, size in sizes.items() if size and size > 1]
     if args.saver == PUBLISHED:
@@ -110,6 +108,20 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, Saved) else 1
     return rewrite(source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks), remarks
+
+
+def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
+    """Write in one of Megatron's formats. Returns the folder, and what to tell Megatron."""
+    sizes = [args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1]
+    for_ranks = max(sizes) > 1 or source.settings.get("architecture") == "bert"
+    fused = args.saver_transformer_impl != "local"
+    if (args.ckpt_format or (TORCH if for_ranks else TORCH_DIST)) == TORCH:
+        path = write_legacy(source, args.save, iteration=iteration, tensor_size=sizes[0], pipeline_size=sizes[1], fused_norms=fused)
+    else:
+        path = write_torch_dist(source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused)
+    flags = flags_for_megatron(source)
+    return path, [f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
+                  f"{'' if fused else ' --transformer-impl local'}"]
 
 
 def num_bytes(source: Source, beginning: str = "") -> int:
@@ -196,6 +208,8 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--iteration", type=int, metavar="N", help="own, megatron: number of the checkpoint (default: the source's, or 0)")
     group.add_argument("--family", choices=FAMILIES, help="hf: architecture (default: the source's, or the first that fits)")
     group.add_argument("--like", type=Path, metavar="DIR", help="hf: folder whose tokenizer files and token ids are carried over")
+    group.add_argument("--ckpt-format", choices=(TORCH_DIST, TORCH), help="megatron: whole tensors, which any layout reads, or files "
+                       "of ranks (default: torch for more ranks than one and for a BERT, else torch_dist)")
     group.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="megatron: ranks that share matrices; others are whole")
     group.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="megatron: ranks that share layers; others are whole")
     group.add_argument("--saver-transformer-impl", choices=("transformer_engine", "local"), default="transformer_engine",

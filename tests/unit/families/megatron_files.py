@@ -64,7 +64,7 @@ class Whole:
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the run, as far as they describe the model."""
-        return {"num_layers": self.layers, "hidden_size": self.heads * self.size, "num_attention_heads": self.heads,
+        return {"num_layers": self.layers, "hidden_size": self.heads * self.size, "num_attention_heads": self.heads, "ffn_hidden_size": 8,
                 "group_query_attention": self.groups != self.heads, "num_query_groups": self.groups, "swiglu": self.gated,
                 "untie_embeddings_and_output_weights": False}
 

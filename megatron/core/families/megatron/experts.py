@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _ONE = re.compile(r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$")
+_STACK = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)$")
 _FLAT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])$")
 
 
@@ -64,3 +65,16 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
         else:
             found[name] = tensor
     return found | {name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()}
+
+
+def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
+    """What each rank holds of parameters, in which stacked experts are named one after the other."""
+    found: dict[str, Sequence[Tensor]] = {}
+    for name, shards in held.items():
+        match = _STACK.match(name)
+        if not match:
+            found[name] = shards
+            continue
+        for expert in range(len(shards[0])):
+            found[f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"] = [shard[expert].clone() for shard in shards]
+    return found

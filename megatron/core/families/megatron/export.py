@@ -1,16 +1,18 @@
-"""Write Megatron's old format, for its own programmes: `mp_rank_XX[_YYY]/model_optim_rng.pt`, weights only.
+"""Write weights for Megatron's own programmes, in either of its formats.
 
-Names and row orders are Megatron Core's of checkpoint_version 3: what `--ckpt-format torch` saves today.
+    write_torch_dist    `torch_dist`: whole tensors, which any layout reads; Megatron's default
+    write_legacy        `torch`: `mp_rank_XX[_YYY]/model_optim_rng.pt`, of checkpoint_version 3, for one layout
+
+Names of norms depend on the layers that read them: `fused_norms` for Transformer Engine's (Megatron's default), which keep a norm
+with the product behind it, and not for `--transformer-impl local`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,97 +23,175 @@ from megatron.core.config.flags import from_values
 from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.experts import with_experts_apart
+from megatron.core.families.megatron.export_arguments import arguments_of, flags_beside, padded
+from megatron.core.families.megatron.export_index import write_tensors
 from megatron.core.families.megatron.expressible import without_counterpart
 from megatron.core.families.megatron.names import Layout, cut, divided_over, is_over_vocabulary
 from megatron.core.parallel.boxes import whole
 
 _WORDS = "embedding.word_embeddings.weight"
-_FUSED = ((".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"), (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"))
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# Norms that Transformer Engine keeps with the product behind them, where a layer has that.
+_FUSED = ((".input_layernorm.", ".self_attention.linear_qkv."), (".pre_mlp_layernorm.", ".mlp.linear_fc1."),
+          (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj."),
+          (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj."))
+_LAYER = re.compile(r"^((?:encoder|decoder)\.layers)\.(\d+)\.")
+_STATEFUL = re.compile(r"\.(linear_\w+|eh_proj)\.weight$|^output_layer\.weight$")  # modules that expect `_extra_state` beside
+_EXPERTS = re.compile(r"\.mlp\.experts\.(linear_fc\d\.)")
 _TRACKER = "latest_checkpointed_iteration.txt"
+# How a distributed checkpoint is read: layers carry their number in the name.
+_CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
+
+
+class _Export:
+    """What both formats ask of a source. Raises `CheckpointError` when Megatron has no such network, or cannot read it so."""
+
+    def __init__(self, source: Source, folder: str | Path, iteration: int, tensor_size: int, fused_norms: bool,
+                 problems: Callable[[_Export], list[str]]) -> None:
+        self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
+        self.layout = Layout.of(source.settings, 3.0)
+        self.model = from_values(ModelConfig, source.settings).resolve()
+        self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
+        self.layers = 1 + max(int(found[2]) for name in self.names for found in [_LAYER.search(name)] if found)
+        self.target = Path(folder) / f"iter_{iteration:07d}"
+        found = _unwritable(self.model, self.names) + problems(self)
+        if self.target.exists():
+            found.append(f"{self.target} is there already; move it away, or choose another folder")
+        if found:
+            raise CheckpointError(f"{source.where} cannot be written for Megatron", found)
+        self.made = self.target.with_suffix(".tmp")
+        shutil.rmtree(self.made, ignore_errors=True)
+        self.made.mkdir(parents=True)
+
+    def shards(self, name: str, ranks: int) -> list[Tensor]:
+        """What each tensor rank holds of a parameter, in memory of its own."""
+        tensor = self.source.read(f"model.{name}", whole(self.source.formats[f"model.{name}"].shape))
+        if is_over_vocabulary(name):  # as Megatron's converters do, rows of padding are the last one again
+            rows = padded(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
+            tensor = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
+        return [shard.clone() for shard in cut(name, tensor, ranks, self.layout, whole_latents=self.fused)]
+
+    def common(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
+        """Entries beside the tensors."""
+        rows = self.source.formats[f"model.{_WORDS}"].shape[0]
+        args = arguments_of(self.model, self.source.settings, {
+            "padded_vocab_size": padded(rows, self.source.settings, self.tensor_size), "iteration": self.iteration,
+            "tensor_model_parallel_size": self.tensor_size, "pipeline_model_parallel_size": pipeline_size, "ckpt_format": ckpt_format,
+            "transformer_impl": "transformer_engine" if self.fused else "local",
+            **({} if ckpt_format == "torch_dist" else {"moe_grouped_gemm": False})})
+        return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
+
+    def finish(self) -> Path:
+        """Put the folder into its place, as the newest."""
+        os.rename(self.made, self.target)
+        tracker = self.target.parent / _TRACKER
+        tracker.with_suffix(".tmp").write_text(str(self.iteration), encoding="ascii")
+        tracker.with_suffix(".tmp").replace(tracker)
+        return self.target
+
+
+def write_torch_dist(source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, fused_norms: bool = True) -> Path:
+    """Write the weights of a GPT so that Megatron Core reads them under any layout. Returns the iteration's folder.
+
+    tensor_size: ranks that shall divide the padded vocabulary. Memory holds one tensor. Raises `CheckpointError` when Megatron has
+    no such network, or the folder has that iteration already.
+    """
+    export = _Export(source, folder, iteration, tensor_size, fused_norms, lambda export: [] if export.model.architecture == "gpt" else
+                     ["a BERT is written in the format torch, and not in torch_dist"])
+    names = {_distributed_name(name, export): name for name in export.names}
+    states = [key for theirs, name in names.items() if _STATEFUL.search(name) and name != "output_layer.weight"
+              for key in _states(theirs, export)]
+    write_tensors(export.made, {theirs: lambda name=name: export.shards(name, 1)[0] for theirs, name in names.items()},
+                  {theirs: _format(name, export) for theirs, name in names.items()}, states,
+                  {**export.common(1, "torch_dist"), "content_metadata": _CONTENT})
+    return export.finish()
+
+
+def _format(name: str, export: _Export) -> Tensor:
+    """A parameter's shape and dtype as it is written, without its values."""
+    one = export.source.formats[f"model.{name}"]
+    rows = padded(one.shape[0], export.source.settings, export.tensor_size) if is_over_vocabulary(name) else one.shape[0]
+    return torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta")
+
+
+def _distributed_name(name: str, export: _Export) -> str:
+    """A parameter's name among the tensors of a distributed checkpoint."""
+    if export.fused:
+        name = _with_fused_norm(name, export.names)
+    elif not export.model.mla.multi_latent_attention:  # local layers are stored under Transformer Engine's names, even before experts
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
+            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+def _states(theirs: str, export: _Export) -> list[str]:
+    """Keys of the (empty) states of a module's kernels."""
+    module, experts = theirs.rpartition(".")[0], export.model.moe.num_experts or 0
+    shards = [f"{rank}_{experts}" for rank in range(experts)] if ".experts.experts." in theirs else ["0_1"]
+    return [f"{module}._extra_state/shard_{shard}" for shard in shards]
 
 
 def write_legacy(source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, pipeline_size: int = 1,
                  fused_norms: bool = True) -> Path:
     """Write the weights of a GPT or a BERT for so many tensor and pipeline ranks. Returns the iteration's folder.
 
-    fused_norms: name norms as Transformer Engine's layers do (Megatron's default), not as `--transformer-impl local` does.
-    Raises `CheckpointError` when Megatron has no such network, the ranks cannot share it, or the folder has that iteration
-    already.
+    Experts stand one after the other, as without `--moe-grouped-gemm`. Raises `CheckpointError` when Megatron has no such network,
+    the ranks cannot share it, or the folder has that iteration already.
     """
-    layout = Layout.of(source.settings, 3.0)
-    names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
-    layers = 1 + max(int(found[1]) for name in names for found in [_LAYER.search(name)] if found)
-    problems = _unwritable(source, names)
-    problems += [f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks" for name in names
-                if (reason := divided_over(name, tensor_size, layout))]
-    if layers % pipeline_size:
-        problems.append(f"{layers} layers cannot be divided over {pipeline_size} pipeline ranks")
-    target = Path(folder) / f"iter_{iteration:07d}"
-    if target.exists():
-        problems.append(f"{target} is there already; move it away, or choose another folder")
-    if problems:
-        raise CheckpointError(f"{source.where} cannot be written for Megatron", problems)
-    made = target.with_suffix(".tmp")
-    shutil.rmtree(made, ignore_errors=True)
+    def problems(export: _Export) -> list[str]:
+        found = [f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks" for name in export.names
+                 if (reason := divided_over(name, tensor_size, export.layout))]
+        if export.model.mtp.mtp_num_layers:
+            found.append("layers of multi-token prediction have other names in each release's files of ranks; write torch_dist")
+        if export.layers % pipeline_size:
+            found.append(f"{export.layers} layers cannot be divided over {pipeline_size} pipeline ranks")
+        return found
+
+    export = _Export(source, folder, iteration, tensor_size, fused_norms, problems)
     for p in range(pipeline_size):
-        held = {name: _shards(source, name, tensor_size, layout) for name in names if _stage(name, layers, pipeline_size) == p}
-        if pipeline_size > 1 and p == pipeline_size - 1 and not source.settings.get("untie_embeddings_and_output_weights"):
-            held["output_layer.weight"] = _shards(source, _WORDS, tensor_size, layout)
+        held = {name: export.shards(name, tensor_size) for name in export.names if _stage(name, export.layers, pipeline_size) == p}
+        if p and p == pipeline_size - 1 and export.model.ties_embeddings:
+            held["output_layer.weight"] = export.shards(_WORDS, tensor_size)
         for t in range(tensor_size):
-            place = made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
-            place.mkdir(parents=True)
-            model = {_their_name(name, layers // pipeline_size, fused_norms): shards[t] for name, shards in held.items()}
-            torch.save({"args": _arguments(source, tensor_size, pipeline_size, iteration), "checkpoint_version": 3.0,
-                        "iteration": iteration, "model": model}, place / "model_optim_rng.pt")
-    os.rename(made, target)
-    tracker = Path(folder) / _TRACKER
-    tracker.with_suffix(".tmp").write_text(str(iteration), encoding="ascii")
-    tracker.with_suffix(".tmp").replace(tracker)
-    return target
+            place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
+            place.mkdir()
+            model: dict[str, Tensor | None] = {
+                _of_stage(_with_fused_norm(name, export.names) if fused_norms else name, export.layers // pipeline_size): shards[t]
+                for name, shards in with_experts_apart(held).items()}
+            model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
+            if p == pipeline_size - 1 and export.model.architecture == "gpt":
+                model["output_layer._extra_state"] = None  # of a tied one too
+            torch.save({**export.common(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
+    return export.finish()
 
 
-def _unwritable(source: Source, names: list[str]) -> list[str]:
+def flags_for_megatron(source: Source) -> str:
+    """Flags that Megatron needs with `--use-checkpoint-args`, or nothing."""
+    return flags_beside(from_values(ModelConfig, source.settings).resolve())
+
+
+def _unwritable(model: ModelConfig, names: list[str]) -> list[str]:
     """Why Megatron's programmes could not build the network, a line each."""
     if len({name.partition(".")[0] for name in names} & {"encoder", "decoder"}) > 1:
         return ["a T5 is read from Megatron's files, and not written"]
-    return without_counterpart(from_values(ModelConfig, source.settings).resolve())
-
-
-def _shards(source: Source, name: str, ranks: int, layout: Layout) -> list[Tensor]:
-    """What each tensor rank holds of a parameter, in memory of its own."""
-    tensor = source.read(f"model.{name}", whole(source.formats[f"model.{name}"].shape))
-    if is_over_vocabulary(name):
-        padding = _padded(tensor.shape[0], source.settings, ranks) - tensor.shape[0]
-        tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
-    return [shard.clone() for shard in cut(name, tensor, ranks, layout)]
-
-
-def _padded(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
-    multiple = int(settings.get("make_vocab_size_divisible_by") or 128) * ranks
-    return math.ceil(rows / multiple) * multiple
+    return without_counterpart(model)
 
 
 def _stage(name: str, layers: int, pipeline_size: int) -> int:
     found = _LAYER.search(name)
     if found:
-        return int(found[1]) * pipeline_size // layers
+        return int(found[2]) * pipeline_size // layers
     return 0 if name.startswith("embedding.") else pipeline_size - 1
 
 
-def _their_name(name: str, layers_of_a_stage: int, fused: bool) -> str:
-    """Core's name, with layers counted from the first of the stage."""
-    name = _LAYER.sub(lambda found: f".layers.{int(found[1]) % layers_of_a_stage}.", name)
-    for ours, theirs in _FUSED if fused else ():
-        name = name.replace(ours, theirs)
+def _with_fused_norm(name: str, names: Collection[str]) -> str:
+    """Transformer Engine's name of a parameter."""
+    for norm, product in _FUSED:
+        if norm in name and name.replace(norm, product).rpartition(".")[0] + ".weight" in names:
+            return name.replace(norm, f"{product}layer_norm_")
     return name
 
 
-def _arguments(source: Source, tensor_size: int, pipeline_size: int, iteration: int) -> types.SimpleNamespace:
-    plain = {name: value for name, value in source.settings.items()
-             if value is None or isinstance(value, (bool, int, float, str))}
-    rows = source.formats[f"model.{_WORDS}"].shape[0]
-    return types.SimpleNamespace(**{
-        "untie_embeddings_and_output_weights": False, **plain, "padded_vocab_size": _padded(rows, source.settings, tensor_size), "iteration": iteration,
-        "tensor_model_parallel_size": tensor_size, "pipeline_model_parallel_size": pipeline_size,
-        "consumed_train_samples": 0, "consumed_valid_samples": 0, "use_mcore_models": True})
+def _of_stage(name: str, layers_of_a_stage: int) -> str:
+    """The name with layers counted from the first of the stage."""
+    return _LAYER.sub(lambda found: f"{found[1]}.{int(found[2]) % layers_of_a_stage}.", name)

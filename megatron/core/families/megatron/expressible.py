@@ -23,17 +23,33 @@ COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
         "apply_layernorm_1p", "add_bias_linear", "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu",
         "activation_func_clamp_value", "glu_linear_offset", "qk_layernorm", "qk_l2_norm", "softmax_scale", "window_size",
         "window_attn_skip_freq", "bert_binary_head", "rotary_base", "rotary_percent", "rotary_interleaved",
-        "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "mrope_section", "no_rope_freq"), ANY),
+        "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "mrope_section", "no_rope_freq",
+        "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
+        "mtp_use_repeated_layer", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size"), ANY),
     "architecture": ("bert",),  # a T5 is read, and not written
     "position_embedding_type": ("rope", "mrope", "none"), "rope_type": ("rope",), "softmax_type": ("off-by-one",)}
+
+# The same with latent attention, which alone has YaRN there.
+LATENT: Mapping[str, Collection[Any] | None] = {"rope_type": ("rope", "yarn"), "rotary_scaling_factor": ANY, "mscale": ANY, "mscale_all_dim": ANY}
 
 
 def without_counterpart(model: ModelConfig) -> list[str]:
     """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
     values, usual, idle = to_values(model), _defaults(ModelConfig), unused(model)
-    return [f"{spelling(name)}{_value(values[name])}: Megatron builds no such network" for name in network_fields()
-            if name not in idle and values[name] != usual[name]
-            and (name not in COUNTERPARTS or (allowed := COUNTERPARTS[name]) is not None and values[name] not in allowed)]
+    table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
+    lines = [f"{spelling(name)}{_value(values[name])}: Megatron builds no such network" for name in network_fields()
+             if name not in idle and values[name] != usual[name]
+             and (name not in table or (allowed := table[name]) is not None and values[name] not in allowed)]
+    if model.activation == "gelu_tanh" and not fuses_gelu(model):
+        lines.append("--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates")
+    return lines
+
+
+def fuses_gelu(model: ModelConfig) -> bool:
+    """Whether the MLP's GELU is the one that Megatron fuses with a bias, by the tanh formula."""
+    return model.activation == "gelu_tanh" and model.add_bias_linear and not model.gated and not model.moe.num_experts
 
 
 def _defaults(config_class: type) -> dict[str, Any]:

@@ -141,14 +141,19 @@ def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
 
 
-def cut(name: str, whole: Tensor, ranks: int, layout: Layout) -> list[Tensor]:
-    """What each of `ranks` tensor ranks holds of a whole parameter of ours, in Megatron's order (version 3)."""
+def cut(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_latents: bool = False) -> list[Tensor]:
+    """What each of `ranks` tensor ranks holds of a whole parameter of ours, in Megatron's order (version 3).
+
+    whole_latents: every rank holds all of what makes latent vectors, as with Transformer Engine.
+    """
     if _HEADS.search(name):
         return list(_heads_out(whole, layout).chunk(ranks))
     if layout.gated and _GATED.search(name):
         gate, up = (part.chunk(ranks) for part in whole.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up)]
-    if _ROWS.search(name):
+    if experts := _EXPERTS.search(name):
+        return _experts_out(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+    if _ROWS.search(name) or (_LATENT.search(name) and not whole_latents):
         return list(whole.chunk(ranks))
     return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
 
@@ -183,6 +188,15 @@ def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: 
     if layout.gated:
         return torch.cat([torch.cat(list(half), dim=1) for half in zip(*(shard.chunk(2, dim=1) for shard in shards))], dim=1)
     return torch.cat(list(shards), dim=1)
+
+
+def _experts_out(whole: Tensor, ranks: int, layout: Layout, *, first: bool, bias: bool) -> list[Tensor]:
+    """The part of every expert's matrix or bias that each rank holds."""
+    if not first:
+        return [whole] * ranks if bias else list(whole.chunk(ranks, dim=2))
+    if layout.gated:
+        return [torch.cat(pair, dim=1) for pair in zip(*(half.chunk(ranks, dim=1) for half in whole.chunk(2, dim=1)))]
+    return list(whole.chunk(ranks, dim=1))
 
 
 def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:

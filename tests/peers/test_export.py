@@ -1,0 +1,164 @@
+"""What is written for Megatron: the real Megatron Core builds the same network of it, loads it strictly, and has the same loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
+from megatron.core.families.megatron.open import open_megatron
+from megatron.core.families.megatron.pickles import read_torch_file
+from megatron.core.families.megatron.torch_dist import _entries, _read_index
+from megatron.training.arguments import read_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.loop import pretrain
+from tests.peers.cases import CASES, RUN
+from tests.peers.make_fixtures import HERE, VERSION, install, newest_version, started_together, unpack
+from tools.checkpoint import convert
+
+WRITTEN_ALIKE = ["dense-torch", "gqa-torch", "latent-torch", "experts-torch", "tp2-torch"]
+# A layer's names under Transformer Engine, where they are not those of local layers: of a dense MLP and one of experts.
+ENGINE = {"gqa": {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"},
+          "experts": {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"},
+          "deepseek": {"input_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight", "pre_mlp_layernorm.weight",
+                       "self_attention.linear_kv_up_proj.layer_norm_weight"}}
+
+
+@pytest.mark.parametrize("name", WRITTEN_ALIKE)
+def test_files_of_ranks_are_those_that_megatron_wrote(name: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    theirs = open_megatron(folder / "checkpoints")
+    written = write_legacy(theirs, tmp_path / "out", iteration=3, tensor_size=CASES[name].ranks, fused_norms=False)
+    for file in written.glob("*/*.pt"):
+        ours, given = (read_torch_file(place)["model"] for place in (file, folder / "checkpoints" / file.relative_to(tmp_path / "out")))
+        assert ours.keys() == given.keys()
+        assert not [key for key in ours if ours[key] is not given[key] and not torch.equal(ours[key], given[key])]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "experts", "gqa"])
+def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for(name: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    written = write_torch_dist(open_megatron(folder / "checkpoints"), tmp_path / "out", fused_norms=False)
+    (ours, _), (theirs, _) = (_entries(_read_index(place / ".metadata"), place) for place in (written, folder / "checkpoints/iter_0000003"))
+    shapes = {key: stored.shape for key, stored in theirs.items() if not key.startswith("optimizer.")}
+    stacked = [key for key in shapes if key.startswith("decoder.layers.") and not key[len("decoder.layers.")].isdigit()]
+    for key in stacked:
+        layers, *shape = shapes.pop(key)
+        shapes |= {key.replace("layers.", f"layers.{layer}.", 1): tuple(shape) for layer in range(layers)}
+    assert {key: stored.shape for key, stored in ours.items()} == shapes
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_norms_have_the_names_of_transformer_engines_layers(name: str, tmp_path: Path) -> None:
+    written = write_torch_dist(open_megatron(unpack(name, tmp_path) / "checkpoints"), tmp_path / "out")
+    keys = {key.removeprefix("decoder.layers.1.") for key in _entries(_read_index(written / ".metadata"), written)[0]}
+    assert {key for key in keys if "norm" in key and not key.startswith(("decoder.", "mtp."))} == ENGINE[name]
+
+
+def test_flags_are_named_that_megatron_does_not_take_from_a_checkpoint(tmp_path: Path) -> None:
+    assert flags_for_megatron(open_megatron(unpack("gqa", tmp_path) / "checkpoints")) == ""
+    assert flags_for_megatron(open_megatron(unpack("deepseek", tmp_path / "d") / "checkpoints")).split(" --")[:3] == [
+        "--qk-layernorm", "rope-type rope", "multi-latent-attention"]
+
+
+def test_layers_that_predict_ahead_are_not_written_into_files_of_ranks(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        write_legacy(open_megatron(unpack("mtp", tmp_path) / "checkpoints"), tmp_path / "out")
+    assert "write torch_dist" in caught.value.problems[0]
+
+
+# The real Megatron Core, by night: a run of ours of two iterations is saved after the first and written for Megatron, which then
+# must have our second iteration's loss and gradient norm.
+
+COMMON = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 32 --max-position-embeddings 16 --seq-length 16 "
+          "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --split 100,0,0 "
+          "--init-method-std 0.2 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 32 "
+          "--make-vocab-size-divisible-by 16 --eval-iters 0 --log-interval 1 --num-workers 0 --save-interval 1").split()
+LLAMA = "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope " \
+        "--untie-embeddings-and-output-weights"
+LATENT = "--multi-latent-attention --kv-lora-rank 4 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --position-embedding-type rope " \
+         "--normalization RMSNorm --disable-bias-linear --swiglu --untie-embeddings-and-output-weights"
+EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
+SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 " \
+          "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 --moe-layer-freq [0]*1+[1]*1"
+NETWORKS = {
+    "gpt": "--openai-gelu", "erf": "", "llama": LLAMA, "biases": f"{LLAMA} --add-qkv-bias --kv-channels 6 --qk-layernorm --norm-epsilon 1e-3",
+    "experts": EXPERTS, "grouped": f"{EXPERTS} --moe-grouped-gemm", "sigmoid": f"{EXPERTS} {SIGMOID}",
+    "latent": LATENT, "latent-normed": f"{LATENT} --qk-layernorm --q-lora-rank 6 --rope-type rope",
+    "mtp": f"{LLAMA} --mtp-num-layers 2", "deepseek": f"{LATENT} --q-lora-rank 6 --qk-layernorm --num-experts 4 --moe-ffn-hidden-size 8 "
+    f"{SIGMOID} --mtp-num-layers 1", "repeated": f"{EXPERTS} --mtp-num-layers 2 --mtp-use-repeated-layer"}
+NEWER = {"repeated"}  # not in Megatron Core 0.16
+
+
+def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
+    """A run of ours, saved after each iteration. Returns its second step's line of the log, or raises what refused it."""
+    log = folder / "ours.jsonl"
+    logging.getLogger("megatron").handlers.clear()
+    run = initialize_megatron(read_args([*COMMON, *flags.split(), "--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]))
+    try:
+        pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step, pretrain_gpt.samples)
+    finally:
+        logging.getLogger("megatron").handlers.clear()
+    return [line for line in map(json.loads, log.read_text().splitlines()) if line["kind"] == "step"][-1]
+
+
+def request(flags: str, folder: Path, tokens: Path, ckpt_format: str, capsys: pytest.CaptureFixture, tensor_size: int = 1) -> dict[str, Any]:
+    """Write the first iteration's checkpoint for Megatron, and what to ask of it, with the flags that the tool names."""
+    target = folder / ckpt_format
+    convert.main(["--load", str(folder / "ours"), "--ckpt-step", "1", "--saver", "megatron", "--save", str(target), "--ckpt-format", ckpt_format,
+                  "--saver-transformer-impl", "local", "--verify", "--target-tensor-parallel-size", str(tensor_size)])
+    named = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in Megatron: "))
+    given = {name: value for name, value in RUN.items() if name not in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
+                                                                          "max_position_embeddings", "save")}
+    return {"folder": str(target), "flags": named.split(" --finetune", 1)[1].removesuffix("--transformer-impl local").strip(),
+            "given": {**given, "data_path": [str(tokens)], "tensor_model_parallel_size": tensor_size,
+                      "sequence_parallel": tensor_size > 1 and "--num-experts" in flags}}  # Megatron's condition
+
+
+def answers(requests: Sequence[Mapping[str, Any]], package: Path, folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
+    """What the real Megatron Core says to requests of one tensor size."""
+    (folder / "requests.json").write_text(json.dumps(requests))
+    started_together([str(HERE / "load_export.py"), str(folder / "requests.json")], ranks, package, folder, seconds=120 + 30 * len(requests))
+    return [json.loads((Path(one["folder"]) / "answer.json").read_text()) for one in requests]
+
+
+@pytest.fixture(scope="module", params=[VERSION, "newest"])
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A version of Megatron Core, and where it is installed."""
+    version = newest_version() if request.param == "newest" else request.param
+    return version, install(tmp_path_factory.getbasetemp(), version)
+
+
+def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """What Megatron has otherwise, or nothing."""
+    if "error" in theirs:
+        return theirs["error"]
+    pairs = {"loss": (ours["losses"]["lm loss"], theirs["loss"]), "grad norm": (ours["grad_norm"], theirs["grad_norm"])}
+    return ", ".join(f"{name}: {a} here, {b} there" for name, (a, b) in pairs.items() if abs(a - b) > (1e-6 if name == "loss" else 1e-5) * abs(a))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_megatron_core_loads_what_is_written_for_it_and_has_the_same_loss(tensor_size: int, package: tuple[str, Path], tmp_path: Path,
+                                                                          capsys: pytest.CaptureFixture) -> None:
+    version, place = package
+    tokens = unpack("dense", tmp_path) / "tokens"
+    ours, requests = [], []
+    for name, flags in NETWORKS.items():
+        if name in NEWER and version == VERSION:
+            continue
+        (tmp_path / name).mkdir()
+        line = trained(flags, tmp_path / name, tokens)
+        for ckpt_format in ("torch_dist",) if "mtp" in flags else ("torch_dist", "torch"):
+            ours.append((f"{name} as {ckpt_format}", line))
+            requests.append(request(flags, tmp_path / name, tokens, ckpt_format, capsys, tensor_size))
+    found = zip(ours, answers(requests, place, tmp_path, tensor_size), strict=True)
+    assert not [f"{name}: {wrong}" for (name, line), theirs in found if (wrong := unlike(line, theirs))]
