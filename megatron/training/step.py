@@ -224,7 +224,7 @@ def _loads(trainer: Trainer) -> Loads | None:
     table = torch.zeros((model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1), dtype=torch.int64,
                         device=trainer.run.mesh.device)
     for router in routers_of(trainer.stages):
-        table[router.layer] = router.tally
+        table[router.layer:router.layer + len(router.tally)] = router.tally
     return Loads(table, model.moe.moe_per_layer_logging)
 
 

@@ -77,7 +77,7 @@ class MultiTokenPrediction(nn.Module):
         """The states of one depth, counted from 1, like x, the states of the depth before. ids: [b, s], `depth` places ahead."""
         vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
         layer = self.layers[min(depth, len(self.layers)) - 1]
-        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, one)
+        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, replace(one, depth=depth))
 
 
 class AheadLayer(nn.Module):

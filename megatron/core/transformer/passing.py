@@ -74,7 +74,8 @@ class Pass:
 
     mask: which keys each query sees; a layer with a window adds it. table: rotations, for layers that have them.
     memory_mask: what cross attention looks through. side: where layers note losses; None when nobody listens.
-    cache: what is known of the texts' beginnings, when they are decoded.
+    cache: what is known of the texts' beginnings, when they are decoded. depth: of multi-token prediction, from 1 on, 0 before
+    it: one layer may serve several depths.
     """
 
     mask: MaskSpec
@@ -82,6 +83,7 @@ class Pass:
     memory_mask: MaskSpec | None = None
     side: Side | None = None
     cache: Cache | None = None
+    depth: int = 0
 
     def attention(self, build: Build, layer: int) -> Callable[..., Tensor]:
         """The kernel of build, which also sees what the cache holds, if there is one."""

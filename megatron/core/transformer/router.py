@@ -35,7 +35,7 @@ _TINY = 1e-20
 _FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together
 _NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
           "global_aux_loss": "global_load_balancing_loss"}
-Choices = Mapping[str, Mapping[int, Tensor]]  # router -> first sample of a microbatch in its step -> experts [t, k]
+Choices = Mapping[str, Mapping[tuple[int, int], Tensor]]  # router -> first sample of a microbatch in its step, and depth -> experts [t, k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,14 @@ class Router(nn.Module):
         self.expert_bias: nn.Parameter | None = None
         if self.moe.moe_router_enable_expert_bias:
             self.expert_bias = parameter(each, build.mesh, torch.float32).requires_grad_(False)
-        # Of the step that is under way: choices of this rank's tokens [e] and how many were dropped [1]; choices of all ranks.
-        self.tally = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=build.mesh.device)
-        self.chosen_so_far = self.tally[:-1].clone()
-        self.recorded: dict[int, Tensor] = {}
-        self.replayed: Mapping[int, Tensor] | None = None
+        repeated = model.mtp.mtp_use_repeated_layer and plan.index >= model.num_layers
+        depths = (model.mtp.mtp_num_layers or 1) if repeated else 1
+        # Of the step that is under way: choices of this rank's tokens [e] and how many were dropped [1], by the depths that
+        # the layer serves; choices of all ranks.
+        self.tally = torch.zeros((depths, self.num_experts + 1), dtype=torch.int64, device=build.mesh.device)
+        self.chosen_so_far = self.tally[0, :-1].clone()
+        self.recorded: dict[tuple[int, int], Tensor] = {}
+        self.replayed: Mapping[tuple[int, int], Tensor] | None = None
 
     def forward(self, x: Tensor, one: Pass) -> Routing:
         """x: [positions, b, h], this rank's tokens. Returns the routing of its t = positions * b tokens."""
@@ -81,17 +84,21 @@ class Router(nn.Module):
         if self.moe.moe_router_force_load_balancing:
             scores = self._at_random(scores, one)
         scores = scores.flatten(0, 1)
-        experts = self._experts(scores, side)
+        experts = self._experts(scores, side, one.depth)
         weights = weigh(scores, experts, self.moe)
         if side is not None:
-            weights = self._balanced(weights, scores, side, x.shape[1])
+            weights = self._balanced(weights, scores, one, x.shape[1])
         routing = Routing(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
             limit = capacity(experts.shape[0], self.moe)
             routing = drop(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
         if side is not None:
-            side.once((self, "tally"), lambda: self._count(routing))
+            side.once((self, one.depth, "tally"), lambda: self._count(routing, one))
         return routing
+
+    def served(self, one: Pass) -> int:
+        """Which of the depths that share this layer a pass is of, from 0."""
+        return one.depth - 1 if len(self.tally) > 1 else 0
 
     def scores(self, x: Tensor) -> Tensor:
         """x: [..., h]. Returns [..., e] in the router's format."""
@@ -108,7 +115,7 @@ class Router(nn.Module):
         biased = [router for router in routers if router.expert_bias is not None]
         if biased and stepped:
             mesh = biased[0].build.mesh
-            loads = torch.stack([router.tally[:-1] for router in biased])
+            loads = torch.stack([router.tally[:, :-1].sum(0) for router in biased])
             for axis in (mesh.tp_cp, mesh.dp):
                 collectives.all_reduce(loads, axis)
             for router, load in zip(biased, loads, strict=True):
@@ -117,56 +124,61 @@ class Router(nn.Module):
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
 
-    def _experts(self, scores: Tensor, side: Side | None) -> Tensor:
+    def _experts(self, scores: Tensor, side: Side | None, depth: int) -> Tensor:
         """The choice, or in training that of an earlier step that is replayed."""
         if side is not None and self.replayed is not None:
-            assert side.sample in self.replayed, f"no choice was recorded for the microbatch from sample {side.sample} on"
-            assert len(self.replayed[side.sample]) == len(scores), "a choice is replayed for as many tokens as it was made for"
-            return self.replayed[side.sample]
+            found = self.replayed.get((side.sample, depth))
+            assert found is not None, f"no choice was recorded for the microbatch from sample {side.sample} on"
+            assert len(found) == len(scores), "a choice is replayed for as many tokens as it was made for"
+            return found
         with torch.no_grad():
             if "sinkhorn" in self.moe.moe_router_load_balancing_type and self.training:
                 found = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
             else:
                 found = choose(scores, self.moe, self.expert_bias)
         if side is not None and self.moe.moe_enable_routing_replay:
-            self.recorded[side.sample] = found
+            self.recorded[side.sample, depth] = found
         return found
 
-    def _balanced(self, weights: Tensor, scores: Tensor, side: Side, num_sequences: int) -> Tensor:
+    def _balanced(self, weights: Tensor, scores: Tensor, one: Pass, num_sequences: int) -> Tensor:
         """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
-        moe, axis = self.moe, self.build.mesh.tp_cp
+        moe, axis, side = self.moe, self.build.mesh.tp_cp, one.side
+        assert side is not None, "somebody listens"
         num_tokens = scores.shape[0] * axis.size
         wanted = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
         if wanted:
             shares = affinities(scores, moe.moe_router_score_function)
-            by_sequence = side.once((self, "chosen"), lambda: collectives.all_reduce(
+            by_sequence = side.once((self, one.depth, "chosen"), lambda: collectives.all_reduce(
                 count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences), axis))
             for kind, coefficient in wanted:
                 chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
-                    chosen = side.once((self, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
+                    chosen = side.once((self, one.depth, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
                 loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
-                weights = self._joined(weights, loss, coefficient, _NAMES[kind], side)
+                weights = self._joined(weights, loss, coefficient, _NAMES[kind], one)
         if moe.moe_z_loss_coeff:
             loss = size_share(scores, num_tokens=num_tokens)
-            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", side)
+            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", one)
         return weights
 
-    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, side: Side) -> Tensor:
+    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, one: Pass) -> Tensor:
+        side = one.side
+        assert side is not None, "somebody listens"
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
         side.note(name, loss, count)
         if self.moe.moe_per_layer_logging:
-            side.note(f"moe/{name}_layer_{self.layer}", loss, count)
+            side.note(f"moe/{name}_layer_{self.layer + self.served(one)}", loss, count)
         return side.join(weights, coefficient * loss)
 
     def _so_far(self, chosen: Tensor) -> Tensor:
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
-    def _count(self, routing: Routing) -> None:
-        self.tally[:-1] += count_choices(routing.experts, self.num_experts)[0]
+    def _count(self, routing: Routing, one: Pass) -> None:
+        own = self.tally[self.served(one)]
+        own[:-1] += count_choices(routing.experts, self.num_experts)[0]
         if routing.kept is not None:
-            self.tally[-1] += (~routing.kept).sum()
+            own[-1] += (~routing.kept).sum()
 
     def _at_random(self, scores: Tensor, one: Pass) -> Tensor:
         """Scores from 0 to 1 that only layer, sample and position decide, under any layout; gradients pass as if they were real."""
@@ -176,7 +188,7 @@ class Router(nn.Module):
         sample = (0 if one.side is None else one.side.sample) + torch.arange(num_sequences, device=scores.device)
         token = (sample << 32) + collectives.cut(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer)
+        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer + self.served(one))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())

@@ -265,8 +265,8 @@ def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
     found = router(tokens(), Pass(MaskSpec(), side=side))
     assert found.capacity == math.ceil(S * B * 2 / E * 0.5) and not found.kept.all()
     hits = found.experts.flatten().bincount(minlength=E)
-    assert router.tally.tolist() == [*hits.tolist(), int((~found.kept).sum())]
-    assert (hits - found.capacity).clamp(min=0).sum() == router.tally[-1]
+    assert router.tally.tolist() == [[*hits.tolist(), int((~found.kept).sum())]]
+    assert (hits - found.capacity).clamp(min=0).sum() == router.tally[0, -1]
 
 
 # Replay.
@@ -276,7 +276,7 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
     passes = [Pass(MaskSpec(), side=Side(1.0, training=True, sample=number)) for number in (0, 4)]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
     choices = recorded([router])
-    assert set(choices) == {"weight"} and set(choices["weight"]) == {0, 4}
+    assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
     router.weight.data.neg_()
     replay([router], choices)
     for number in (1, 0):  # in any order: choices belong to microbatches
