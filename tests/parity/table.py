@@ -381,7 +381,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("dp2", "mtp"),
     ("dp4 zero overlap-reduce overlap-gather bucket700", "mtp2"),
     ("tp2 sp pp2 mb2", "mtp3-repeated"),
-    ("tp2 sp pp2 recompute-uniform mb2", "moe-mtp3-repeated"),
+    ("tp2 sp pp2 recompute-uniform", "moe-mtp3-repeated"),
     ("tp2 pp2 mb2", "mtp2-apart"),
     ("recompute-uniform pp2 mb2", "mtp2-apart"),
     ("recompute-uniform tp2 sp pp2", "mtp2-tied-packed"),
