@@ -62,6 +62,7 @@ CASES = {case.name: case for case in (
     Case("tp2-torch", {**GQA, "tensor_model_parallel_size": 2, **_TORCH}, ranks=2),
     Case("gqa-distributed", GQA, optimizer="distributed"), Case("gqa-reshardable", GQA, optimizer="reshardable"),
     Case("gqa-distributed-torch", {**GQA, **_TORCH}, optimizer="distributed"),
+    Case("dense-distributed-torch", _TORCH, optimizer="distributed"),
     # Flat buffers of two data-parallel ranks, of two expert ranks, of two tensor ranks.
     Case("deepseek-distributed", DEEPSEEK, ranks=2, optimizer="distributed"),
     Case("deepseek-reshardable", DEEPSEEK, ranks=2, optimizer="reshardable"),
@@ -72,3 +73,10 @@ CASES = {case.name: case for case in (
     Case("tp2-distributed", {**GQA, "tensor_model_parallel_size": 2}, ranks=2, optimizer="distributed"),
     Case("tp2-reshardable", {**GQA, "tensor_model_parallel_size": 2}, ranks=2, optimizer="reshardable"),
 )}
+# Of other releases the cases that each wrote otherwise; all others are of the release that the fixtures are of.
+RELEASES = {
+    "0.8.0": ("dense-torch", "dense-distributed-torch"),
+    "0.12.3": ("gqa-distributed", "latent", "ep2-distributed"),
+    "0.14.0": ("gqa", "tp2-distributed", "deepseek-distributed"),
+    "0.19.2": ("gqa", "deepseek-torch", "deepseek-distributed", "tp2-distributed"),
+}

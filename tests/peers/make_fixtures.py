@@ -22,11 +22,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from cases import CASES  # noqa: E402
+from cases import CASES, RELEASES  # noqa: E402
 
 FIXTURES = HERE / "fixtures"
 VERSION = "0.16.1"
 SECONDS = 300  # of a case
+NEWER_PYTHON = ("--python-version", "3.12", "--only-binary=:all:")  # releases since 0.17 are for none older
 
 
 def install(folder: Path, version: str) -> Path:
@@ -34,14 +35,18 @@ def install(folder: Path, version: str) -> Path:
     target = folder / f"megatron-core-{version}"
     if not (target / "megatron" / "core").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
-        subprocess.run([*pip, "--no-deps", f"megatron-core=={version}"], check=True)
+        # What a release has compiled is for some versions of Python; `releases.py` does without it.
+        found = subprocess.run([*pip, "--no-deps", f"megatron-core=={version}"], capture_output=True)
+        if found.returncode:
+            subprocess.run([*pip, "--no-deps", *NEWER_PYTHON, f"megatron-core=={version}"], check=True)
         subprocess.run([*pip, "psutil"], check=True)
     return target
 
 
 def newest_version() -> str:
     """The newest release of Megatron Core on PyPI."""
-    answer = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "megatron-core"], check=True, capture_output=True, text=True)
+    answer = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "megatron-core", *NEWER_PYTHON[:2]], check=True,
+                            capture_output=True, text=True)
     return answer.stdout.split("(", 1)[1].split(")", 1)[0]
 
 
@@ -93,6 +98,11 @@ def unpack(name: str, folder: Path, *, version: str = VERSION, fixtures: Path = 
     return folder
 
 
+def cases_of(version: str) -> Sequence[str]:
+    """The cases of which there are fixtures of a release."""
+    return RELEASES.get(version, tuple(CASES))
+
+
 def make(names: Sequence[str], package: Path, to: Path, version: str) -> None:
     """Run cases and write their fixtures."""
     target = install(package, version)
@@ -107,7 +117,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="folder to install Megatron Core into")
     parser.add_argument("--version", default=VERSION, help="its version on PyPI")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"{', '.join(CASES)} (default: those of the version)")
     parser.add_argument("--to", type=Path, default=FIXTURES, help="folder of the fixtures")
     asked = parser.parse_args()
-    make(asked.cases, asked.package.resolve(), asked.to.resolve(), asked.version)
+    make(asked.cases or cases_of(asked.version), asked.package.resolve(), asked.to.resolve(), asked.version)

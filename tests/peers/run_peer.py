@@ -10,6 +10,7 @@ PYTHONPATH make `megatron` NVIDIA's package and not ours.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import random
@@ -26,7 +27,9 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import without_gpu  # noqa: E402
+from releases import Schedule, fill_in, index_samples, known, let_optimizers_be_distributed, module  # noqa: E402
 
+fill_in()
 without_gpu.answer_for_cuda()
 
 import upstream_arguments  # noqa: E402
@@ -37,16 +40,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs as specs  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
-from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 def arguments(given: dict[str, Any], iteration: int) -> argparse.Namespace:
     """The namespace of a run of Megatron-LM, with values of Megatron Core's and torch's classes."""
     args = upstream_arguments.namespace(given, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), iteration=iteration)
-    args.attention_backend = AttnBackend.auto
+    args.attention_backend = getattr(module("transformer.enums"), "AttnBackend", types.SimpleNamespace(auto=None)).auto
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float
     args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
     size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -56,7 +57,7 @@ def arguments(given: dict[str, Any], iteration: int) -> argparse.Namespace:
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """The config of Megatron Core that Megatron-LM makes of its arguments."""
-    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    kind = module("transformer").MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = {name: getattr(args, name) for name in kind.__dataclass_fields__ if hasattr(args, name)}
     values |= {"layernorm_zero_centered_gamma": args.apply_layernorm_1p, "layernorm_epsilon": args.norm_epsilon,
                "pipeline_dtype": args.params_dtype, "num_moe_experts": args.num_experts,
@@ -68,7 +69,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         values["activation_func"] = torch.nn.functional.silu
     if args.rope_type is None:
         values.pop("rope_type", None)
-    return kind(**values)
+    return known(kind, **values)
 
 
 def build(args: argparse.Namespace) -> DistributedDataParallel:
@@ -77,27 +78,28 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
     if args.num_experts:
         spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     else:
-        spec = specs.get_gpt_layer_local_spec(None, False, args.qk_layernorm, args.multi_latent_attention,
-                                              normalization=args.normalization)
+        spec = known(specs.get_gpt_layer_local_spec, qk_layernorm=args.qk_layernorm,
+                     multi_latent_attention=args.multi_latent_attention, normalization=args.normalization)
     mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
-    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,
-                     max_sequence_length=args.max_position_embeddings, parallel_output=True,
-                     share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-                     position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
-                     rotary_base=args.rotary_base, mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling,
-                     rope_scaling_factor=args.rope_scaling_factor, seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
+    model = known(
+        GPTModel, config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings, parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+        mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
     wrapped = DistributedDataParallel(config, ddp, model)
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
 
-def optimizer_and_schedule(args: argparse.Namespace, model: DistributedDataParallel) -> tuple[Any, OptimizerParamScheduler]:
+def optimizer_and_schedule(args: argparse.Namespace, model: DistributedDataParallel) -> tuple[Any, Any]:
     """Adam and its learning rates, in samples as Megatron-LM counts them."""
     values = {name: getattr(args, name) for name in OptimizerConfig.__dataclass_fields__ if hasattr(args, name)}
     optimizer = get_megatron_optimizer(OptimizerConfig(**values), [model])
     size = args.global_batch_size
-    schedule = OptimizerParamScheduler(
+    schedule = getattr(module("optimizer_param_scheduler"), "OptimizerParamScheduler", Schedule)(
         optimizer, init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters * size,
         lr_decay_steps=args.lr_decay_iters * size, lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay, wd_incr_steps=args.train_iters * size, wd_incr_style=args.weight_decay_incr_style,
@@ -126,7 +128,7 @@ def samples(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
 
     names = {"kind": "null", "vocab_size": args.vocab_size}
     tokenizer = types.SimpleNamespace(eod=args.vocab_size, pad=-1, vocab_size=args.vocab_size + 1, unique_identifiers=names)
-    config = GPTDatasetConfig(random_seed=args.seed, sequence_length=args.seq_length, blend=(args.data_path, None), split=args.split,
+    config = known(GPTDatasetConfig, random_seed=args.seed, sequence_length=args.seq_length, blend=(args.data_path, None), split=args.split,
                               tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
                               create_attention_mask=True, mid_level_dataset_surplus=0.005, path_to_cache="cache")
     train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [args.train_iters * args.global_batch_size, 0, 0], lambda: True, config).build()
@@ -147,7 +149,8 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mod
         total, tokens = (losses.view(-1).float() * mask.view(-1)).sum(), mask.sum().int()
         return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
-    out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], loss_mask=batch["loss_mask"])
+    mask = {"loss_mask": batch["loss_mask"]} if "loss_mask" in inspect.signature(GPTModel.forward).parameters else {}
+    out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **mask)
     return out, partial(loss_func, batch["loss_mask"])
 
 
@@ -178,6 +181,22 @@ def random_states(args: argparse.Namespace) -> Any:
                          replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
+def kind_of_state(whole: bool) -> str:
+    """How Megatron-LM of the release shards a distributed optimizer's state. whole: with --dist-ckpt-optim-fully-reshardable."""
+    if not hasattr(module("optimizer.distrib_optimizer").DistributedOptimizer, "sharded_param_state_dp_reshardable"):
+        return "fully_sharded_model_space"
+    return "fully_reshardable" if whole else "dp_reshardable"
+
+
+def sharded_optimizer(optimizer: Any, state: dict[str, Any], meta: dict[str, Any]) -> Any:
+    """The entry `optimizer` of the distributed format; releases until 0.13 were told less."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].sharded_state_dict
+    told = {"metadata": meta, "sharding_type": meta.get("distrib_optim_sharding_type")}
+    takes = inspect.signature(inner).parameters
+    name = next((name for name in told if name in takes), None)
+    return optimizer.sharded_state_dict(state["model"] if name != "metadata" else state, **({name: told[name]} if name else {}))
+
+
 def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, schedule: Any, iteration: int) -> None:
     """Write a checkpoint where and as Megatron-LM does."""
     place = folder / "checkpoints" / f"iter_{iteration:07d}"
@@ -185,13 +204,13 @@ def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, sch
     meta: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
         whole = args.dist_ckpt_optim_fully_reshardable
-        meta["distrib_optim_sharding_type"] = "fully_reshardable" if whole else "dp_reshardable"
+        meta["distrib_optim_sharding_type"] = kind_of_state(whole)
         meta |= {"distrib_optim_fully_reshardable_mem_efficient": False} if whole else {}
     meta["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     network = model.module
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration,
-             "model": network.sharded_state_dict(metadata=meta) if sharded else network.state_dict_for_save_checkpoint()}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=meta) if sharded else optimizer.state_dict()
+             "model": known(network.sharded_state_dict, metadata=meta) if sharded else network.state_dict_for_save_checkpoint()}
+    state["optimizer"] = sharded_optimizer(optimizer, state, meta) if sharded else optimizer.state_dict()
     state |= {"opt_param_scheduler": schedule.state_dict(), "rng_state": random_states(args),
               "num_floating_point_operations_so_far": 12345}
     if sharded:
@@ -199,7 +218,7 @@ def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, sch
         torch.distributed.barrier()
         strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy("torch_dist")
         del meta["dp_cp_group"]
-        dist_checkpointing.save(state, str(place), strategy, content_metadata=meta)
+        known(dist_checkpointing.save, state, str(place), strategy, content_metadata=meta)
     else:
         file = place / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" / "model_optim_rng.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +241,8 @@ def run(name: str, folder: Path) -> None:
     without_gpu.keep_no_random_states()
     without_gpu.multiply_groups()
     without_gpu.do_without_transformer_engine()
+    index_samples()
+    let_optimizers_be_distributed()
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from releases import module
 from torch.overrides import TorchFunctionMode
 
 
@@ -37,7 +38,7 @@ def answer_for_cuda() -> None:
         setattr(torch.cuda, name, lambda *_, **__: None)
     nothing = lambda *_, **__: None  # noqa: E731
     stream = types.SimpleNamespace(wait_stream=nothing, wait_event=nothing, record_event=nothing, synchronize=nothing)
-    torch.cuda.current_stream = lambda *_: stream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream
     torch.Tensor.cuda = lambda self, *_, **__: self
     kind = torch.Tensor.type
 
@@ -69,11 +70,10 @@ def keep_no_random_states() -> None:
 
 def multiply_groups() -> None:
     """The grouped product of the package `grouped_gemm`, which needs a GPU, for experts with --moe-grouped-gemm (until 0.16)."""
-    from megatron.core.transformer.moe import experts
-
-    if not hasattr(experts, "GroupedMLP"):
+    try:
+        from megatron.core.transformer.moe import experts, grouped_gemm_util
+    except ImportError:  # before 0.7 there is none, since 0.19 Transformer Engine's alone
         return
-    from megatron.core.transformer.moe import grouped_gemm_util
 
     def gmm(rows: torch.Tensor, matrices: torch.Tensor, sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         matrices = matrices.transpose(1, 2) if trans_b else matrices
@@ -94,10 +94,11 @@ def multiply_groups() -> None:
 
 def do_without_transformer_engine() -> None:
     """What Megatron Core leaves to Transformer Engine's kernels alone: heads of latent attention, whose values have a size of their own."""
-    from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import dot_product_attention, multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer import dot_product_attention
+
+    backends, multi_latent_attention, moe_utils = (module(name) for name in (
+        "models.backends", "transformer.multi_latent_attention", "transformer.moe.moe_utils"))
 
     class Attention(dot_product_attention.DotProductAttention):
         """The same product of queries, keys and values; only the shape of its result follows the values."""
@@ -107,10 +108,10 @@ def do_without_transformer_engine() -> None:
             if v_channels is not None:
                 self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
-    for module in (dot_product_attention, backends, gpt_layer_specs):
-        if hasattr(module, "DotProductAttention"):
-            module.DotProductAttention = Attention
-    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):  # a stand-in that no isinstance() takes
+    for place in (dot_product_attention, backends, gpt_layer_specs):
+        if hasattr(place, "DotProductAttention"):
+            place.DotProductAttention = Attention
+    if multi_latent_attention and not isinstance(getattr(multi_latent_attention, "TELinear", None), type):  # a stand-in that no isinstance() takes
         multi_latent_attention.TELinear = type("TELinear", (), {})
-    if not hasattr(moe_utils, "te_general_gemm"):
+    if moe_utils and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -202,6 +202,7 @@ def _common(folder: Path, texts: Mapping[str, Chunk]) -> dict[str, Any]:
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
             found = _object(chunk, folder, name)
+            found = found[0] if isinstance(found, list) and len(found) == 1 else found  # the state of one of one rank
             return found if isinstance(found, dict) else {}
     return {}
 
