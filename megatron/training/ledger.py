@@ -12,6 +12,7 @@ torch, so that tools which read it answer at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -34,12 +35,30 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class LogFile:
+    """A file to which whole lines are appended. That it cannot be written is told once, and is no error: the next line tries again."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """name: what it is to the user."""
+        self.path, self._name, self._told = path, name, False
+
+    def add(self, line: str, *, durable: bool = False) -> None:
+        """Append a line, which ends with its end. durable: return when it has reached the disk."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, line.encode(), durable=durable)
+        except OSError as error:  # a full disk ends no run
+            if not self._told:
+                self._told = True
+                logging.getLogger("megatron").warning(f"WARNING: {self._name} {self.path} cannot be written: {error.strerror or error}; the run goes on")
+
+
 @dataclass(slots=True)
 class Ledger:
     """Appends to a file; None: to nowhere, as all ranks but the first do."""
 
     path: Path | None = None
-    _told: bool = field(default=False, init=False)
+    _file: LogFile | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
 
     @property
@@ -52,21 +71,18 @@ class Ledger:
         if self.path is None or (event == "end" and self._ended):
             return
         self._ended = self._ended or event == "end"
+        self._file = self._file or LogFile(self.path, "the ledger")
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **plain(fields)}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.path, (json.dumps(line, allow_nan=False) + "\n").encode(), durable=event != "steps")
-        except OSError as error:  # a full disk ends no run
-            if not self._told:
-                self._told = True
-                logging.getLogger("megatron").warning(f"the ledger {self.path} cannot be written: {error.strerror}")
+        self._file.add(json.dumps(line, allow_nan=False) + "\n", durable=event != "steps")
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """All events of a ledger, or of the one in this folder. Lines that are torn are passed over. Raises `OSError`."""
-    place = Path(path)
+    place = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if place.is_fifo():
+        raise OSError(errno.EINVAL, "it is a pipe", str(place))
     found = []
-    for line in (place / FILE if place.is_dir() else place).read_bytes().splitlines():
+    for line in place.read_bytes().splitlines():
         try:
             event = json.loads(line)
         except ValueError:  # torn by the end of a process
@@ -77,12 +93,13 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, line: bytes, *, durable: bool) -> None:
-    """Write at the end of the file, on a line of its own. durable: return when it has reached the disk."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    """Write at the end of the file, on a line of its own. A pipe that nobody empties is not waited for."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         size = os.fstat(file).st_size
-        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        os.write(file, b"\n" * torn + line)
+        content = (b"\n" if size > 0 and os.pread(file, 1, size - 1) != b"\n" else b"") + line
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if durable:
             os.fsync(file)
     finally:

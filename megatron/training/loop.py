@@ -28,6 +28,7 @@ from megatron.training.graphs import Recordings
 from megatron.training.guard import BadStep, Guard, RollBack
 from megatron.training.interrupts import Interrupts
 from megatron.training.leak_probe import demand_no_leak
+from megatron.training.ledger import LogFile
 from megatron.training.metrics import (
     Meter,
     Work,
@@ -107,6 +108,8 @@ class Session:
         self.steps_since = 0
         self.reported_memory = False
         self.failed_saves = 0
+        folder = self.config.checkpoint.save if self.config.log.log_progress and self.mesh.world.is_first else None
+        self.progress_file = LogFile(Path(folder) / "progress.txt", "--log-progress") if folder else None
         self.notes: dict[int, str] = {}  # iteration that is being saved -> its line in progress.txt
 
     def run(self) -> None:
@@ -288,13 +291,8 @@ class Session:
 
     def _note_progress(self, text: str) -> None:
         """Append to SAVE/progress.txt (`--log-progress`)."""
-        folder = self.config.checkpoint.save
-        if self.config.log.log_progress and folder and self.mesh.world.is_first:
-            try:
-                with open(Path(folder) / "progress.txt", "a", encoding="utf-8") as file:
-                    file.write(text)
-            except OSError as error:  # a full disk ends no run
-                self.log.warning(f"{folder}/progress.txt cannot be written: {error.strerror}")
+        if self.progress_file is not None:
+            self.progress_file.add(text)
 
     def _finish(self, reason: str, watch: Watch) -> None:
         """Save, and evaluate if the run came to its end."""

@@ -17,6 +17,7 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import FILL, collate, cyclic, digest, single, whole
+from megatron.training.ledger import LogFile
 from megatron.training.microbatches import BatchSchedule
 
 
@@ -111,6 +112,7 @@ class SampleLog:
 
     def __init__(self, folder: str, *, rank: int, data_rank: int, split: str, clock: Callable[[], int]) -> None:
         self.path = Path(folder) / f"rank{rank:05d}.jsonl"
+        self._file = LogFile(self.path, "--log-samples")
         self._fixed = {"split": split, "data_rank": data_rank}
         self._clock = clock
         self._iteration, self._count = -1, 0
@@ -128,5 +130,4 @@ class SampleLog:
         self._iteration = now
         line = {**self._fixed, "iteration": now, "microbatch": self._count,
                 "samples": None if numbers is None else list(numbers), "hash": digest(arrays)}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._file.add(json.dumps(line) + "\n")

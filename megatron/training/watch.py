@@ -17,6 +17,7 @@ the same step: such questions go through `agree`, which says whether any rank sa
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import signal
 import threading
@@ -184,8 +185,11 @@ class Profile:
         if self._runs:
             self._runs = False
             self._profiler.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(self._path))
+            except (OSError, RuntimeError) as error:  # a full disk ends no run
+                logging.getLogger("megatron").warning(f"WARNING: the profile {self._path} cannot be written: {error}")
 
 
 def _not_finite(step: Step) -> str:

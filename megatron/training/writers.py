@@ -1,7 +1,8 @@
 """Where a run's numbers go: console lines, a JSONL file, TensorBoard, Weights & Biases, a progress bar.
 
 `Writers` is given resolved steps, reports, validation results, memory and timers, and knows the words each place uses.
-Only one rank speaks (Megatron's last rank, since the loss is there); on the others every call does nothing.
+Only one rank speaks (Megatron's last rank, since the loss is there); on the others every call does nothing. A place that cannot be
+written is told of once and never ends the run: a file is tried again with the next line, a board is given up.
 
     JSONL        every step and every report, one object a line, whatever the other switches say: the full record
     TensorBoard  Megatron's scalar names, many of them once more as `X vs samples`, by the --log-...-to-tensorboard flags
@@ -19,12 +20,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.run import LogConfig
-from megatron.training.ledger import plain
+from megatron.training.ledger import LogFile, plain
 from megatron.training.metrics import Report, Step, perplexity, report_line, time_left_line, validation_text
 
 MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
@@ -68,10 +70,12 @@ class Writers:
         """speaks: whether this rank writes. settings: the run's config, for W&B. console: shows a line (default: stdout)."""
         refuse(missing_packages(log))
         self._log, self._speaks, self._world_size = log, speaks, world_size
-        self._boards = list(_boards(log, settings or {})) if speaks else []
+        self._boards: dict[str, Board] = {}
         self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
         self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print)
+        for name, opened in _boards(log, settings or {}) if speaks else ():
+            self._attempt(name, partial(self._open, name, opened))
         self._record("start", iteration=start_iteration, world_size=world_size)
 
     def text(self, text: str | None) -> None:
@@ -141,8 +145,8 @@ class Writers:
         for number, (prompt, text) in enumerate(samples, start=1):
             self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
         self._record("samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples])
-        for board in self._boards:
-            board.write_texts({f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}, iteration=iteration)
+        texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
+        self._on_boards(lambda board: board.write_texts(texts, iteration=iteration))
 
     def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
         """Record bytes, as `device.memory_report` gives them."""
@@ -166,10 +170,7 @@ class Writers:
 
     def close(self) -> None:
         """Write out what is left, and close everything."""
-        for board in self._boards:
-            board.close()
-        if self._journal:
-            self._journal.close()
+        self._on_boards(lambda board: board.close())
         if self._bar:
             self._bar.close()
 
@@ -186,8 +187,23 @@ class Writers:
         return {name: value for name, value in values.items() if value is not None}
 
     def _write(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
-        for board in self._boards if values else ():
-            board.write(values, iteration=iteration, samples=samples)
+        if values:
+            self._on_boards(lambda board: board.write(values, iteration=iteration, samples=samples))
+
+    def _open(self, name: str, board: Callable[[], Board]) -> None:
+        self._boards[name] = board()
+
+    def _on_boards(self, action: Callable[[Board], None]) -> None:
+        for name, board in list(self._boards.items()):
+            self._attempt(name, partial(action, board))
+
+    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+        """Let a board do something. One that fails, for a full disk or want of a network, is told of and given up; the run goes on."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever another package raises
+            self._boards.pop(name, None)
+            self.text(f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it")
 
     def _record(self, kind: str, **fields: Any) -> None:
         if self._journal:
@@ -202,23 +218,19 @@ class Journal:
     """
 
     def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._file = LogFile(Path(path), "--log-jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
-        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
-def _boards(log: LogConfig, settings: Mapping[str, Any]) -> Iterable[Board]:
+def _boards(log: LogConfig, settings: Mapping[str, Any]) -> Iterable[tuple[str, Callable[[], Board]]]:
+    """What the flags ask for: a name, and what opens it."""
     if log.tensorboard_dir:
-        yield TensorBoard(log)
+        yield f"--tensorboard-dir {log.tensorboard_dir}", lambda: TensorBoard(log)
     if log.wandb_project:
-        yield WeightsAndBiases(log, settings)
+        yield f"--wandb-project {log.wandb_project}", lambda: WeightsAndBiases(log, settings)
 
 
 class TensorBoard:
@@ -276,8 +288,11 @@ class WeightsAndBiases:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError:
+        pass  # a full disk, or a pipe whose reader has ended; there is nobody to tell
 
 
 def _progress_bar(start: int, total: int) -> Any | None:

@@ -137,8 +137,7 @@ class FolderLock:
             os.rename(self.path, grave)
         except FileNotFoundError:
             return ""
-        taken = _owner_in(grave)
-        if taken != owner:  # another was faster, and owns it rightly
+        if _content(grave)[0] != owner:  # another was faster, and owns it rightly
             try:
                 os.link(grave, self.path)
             except OSError:
@@ -172,8 +171,7 @@ class FolderLock:
     def _read(self) -> tuple[Owner | None, int]:
         """The owner, if the file tells it, and the time of its last heartbeat by the file's own clock; -1 without a file."""
         try:
-            with open(self.path, "rb") as file:  # opening it asks the server of a network file system anew
-                return _parsed(file.read(1 << 16)), os.fstat(file.fileno()).st_mtime_ns
+            return _content(self.path)
         except FileNotFoundError:
             return None, -1
 
@@ -201,11 +199,13 @@ def _created(path: Path, content: bytes) -> bool:
     return True
 
 
-def _owner_in(path: Path) -> Owner | None:
+def _content(path: Path) -> tuple[Owner | None, int]:
+    """The owner in a file, and when it was changed. To open it asks the server of a network file system anew; a pipe is not waited for."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return _parsed(path.read_bytes())
-    except OSError:
-        return None
+        return _parsed(os.read(file, 1 << 16)), os.fstat(file).st_mtime_ns
+    finally:
+        os.close(file)
 
 
 def _parsed(content: bytes) -> Owner | None:

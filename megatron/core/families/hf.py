@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.model import ModelConfig
+from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_file
@@ -102,7 +103,7 @@ class Folder:
 def is_folder(path: str | Path) -> bool:
     """Whether a folder holds the config.json of a published model. (A checkpoint of ours has one that says other things.)"""
     try:
-        config = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_file(DISK, Path(path) / _CONFIG))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and ("architectures" in config or "model_type" in config)

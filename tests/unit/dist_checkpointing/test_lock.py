@@ -138,9 +138,12 @@ def test_a_lock_that_somebody_removed_is_put_back(tmp_path: Path) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"process": "x"}'])
-def test_a_lock_that_nobody_can_read_is_watched_like_another(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / LOCK).write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"process": "x"}', None])
+def test_a_lock_that_nobody_can_read_is_watched_like_another(tmp_path: Path, content: bytes | None) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / LOCK)
+    else:
+        (tmp_path / LOCK).write_bytes(content)
     lock = quick(tmp_path)
     lock.acquire()
     lock.demand()

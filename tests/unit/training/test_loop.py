@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.gpt import GPTModel
 from megatron.training.batch import Batch, LossFunction
 from megatron.training.run import Run
@@ -57,7 +60,7 @@ def reported(text: str) -> list[int]:
 
 def saved(folder: Path) -> list[int]:
     """Iterations with a checkpoint."""
-    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.is_dir())
 
 
 def test_a_run_on_mock_data_says_what_it_is_and_learns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -207,6 +210,25 @@ def test_progress_is_noted_beside_the_checkpoints(data: list[str], tmp_path: Pat
     # Megatron's formula for one token of this network, for 4 iterations of 4 samples of 16 tokens
     per_token = 2 * (6 * 12 * 16 * 16 + 6 * 16 * 16) + 6 * 16 * 32
     assert lines[-1][6] == f"Floating-point operations: {per_token * 16 * 16:.2e}"
+
+
+def test_a_run_trains_and_saves_among_pipes_links_that_loop_and_full_disks(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("ledger.jsonl", "progress.txt", "latest_checkpointed_iteration.txt", "iter_0000002", "metadata.json")
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    for name in ("loop", "iter_0000001", "iter_0000003.old", "config.json"):
+        (tmp_path / name).symlink_to(tmp_path / name)
+    flags = [*data, "--save", str(tmp_path), "--log-progress", "--log-jsonl", "/dev/full", "--save-interval", "1", "--log-interval", "1"]
+    with pytest.raises(CheckpointError, match="names a checkpoint, but"):
+        trained([*flags, "--load", str(tmp_path), "--train-iters", "2"])
+    trained([*flags, "--train-iters", "2"])
+    assert saved(tmp_path) == [1, 2] and store.tracked(tmp_path) == 2
+    capsys.readouterr()
+    trained([*flags, "--load", str(tmp_path), "--train-iters", "3", "--override-opt-param-scheduler"])
+    assert saved(tmp_path) == [1, 2, 3]
+    said = capsys.readouterr().out
+    assert said.count("--log-jsonl /dev/full cannot be written: No space left on device; the run goes on") == 1
+    assert "the ledger" in said and "lm loss" in said and "NOT SAVED" not in said
 
 
 def test_tensorboard_gets_the_curves(data: list[str], tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 """Writers: which names and points reach each place, under which switch."""
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
+import os
 import re
 import sys
+import threading
+import time
 import types
 
 import pytest
@@ -12,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.run import LogConfig
+from megatron.training import ledger
 from megatron.training import writers as writers_module
 from megatron.training.metrics import Report, Step, Throughput
 from megatron.training.writers import Writers
@@ -201,3 +207,85 @@ def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
     writers.close()
     output = capsys.readouterr()
     assert output.out == "a line\n" and output.err == ""
+
+
+def everything(writers):
+    for k in range(3):
+        writers.steps(STEPS)
+        writers.report(REPORT)
+        writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=8)
+        writers.samples([("a", "b")], iteration=4)
+        writers.saved(4, seconds=1.0, blocked=0.1, size=5, failures=0)
+    writers.close()
+
+
+def test_a_full_disk_under_the_journal_is_told_once_and_ends_no_run(shown, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    everything(make(shown, log_jsonl="/dev/full"))
+    told = [record.getMessage() for record in caplog.records if "--log-jsonl" in record.getMessage()]
+    assert told == ["WARNING: --log-jsonl /dev/full cannot be written: No space left on device; the run goes on"]
+
+
+def test_a_journal_that_has_room_again_is_gone_on_with(tmp_path, shown, monkeypatch):
+    writers, write = make(shown, log_jsonl=str(tmp_path / "journal")), os.write
+    monkeypatch.setattr(ledger.os, "write", lambda file, content: write(file, content[:7]))  # room for so much
+    writers.steps(STEPS[:1])
+    monkeypatch.undo()
+    writers.steps(STEPS[1:])
+    lines = (tmp_path / "journal").read_text().splitlines()
+    assert lines[1] == '{"kind"' and [json.loads(line)["iteration"] for line in lines[2:]] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("fails", ["__init__", "write", "write_texts", "close"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no network")])
+def test_a_board_that_fails_is_told_of_and_given_up(tmp_path, shown, monkeypatch, fails, error):
+    def failing(*arguments, **keywords):
+        raise error
+
+    monkeypatch.setattr(writers_module.TensorBoard, fails, failing)
+    everything(make(shown, tensorboard_dir=str(tmp_path)))
+    told = [line for line in shown if line.startswith("WARNING")]
+    assert told == [f"WARNING: --tensorboard-dir {tmp_path} cannot be written: {type(error).__name__}: {error}; the run goes on without it"]
+
+
+def test_a_disk_that_fills_up_under_tensorboard_ends_no_run(tmp_path, shown, monkeypatch):
+    class Full:
+        """A file on it."""
+
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+        flush = close = write
+
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # TensorBoard's own thread ends with it
+    writers = make(shown, tensorboard_dir=str(tmp_path))
+    writers._boards[f"--tensorboard-dir {tmp_path}"]._writer.file_writer.event_writer._async_writer._worker._record_writer._writer = Full()
+    for _ in range(100):
+        writers.steps(STEPS)
+        time.sleep(0.01)
+        if not writers._boards:
+            break
+    everything(writers)
+    assert len([line for line in shown if "No space left" in line]) == 1
+
+
+def test_a_standard_output_that_cannot_be_written_ends_no_run(monkeypatch):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        everything(Writers(LogConfig(), speaks=True))
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path, shown, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # who never reads
+    writers = make(shown, log_jsonl=str(tmp_path / "pipe"))
+    for _ in range(200):
+        writers.steps(STEPS)
+    os.close(reader)
+    assert "--log-jsonl" in caplog.text
+    with pytest.raises(OSError, match="it is a pipe"):
+        ledger.read_events(tmp_path / "pipe")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import is_legacy, legacy_arguments, open_legacy
@@ -31,7 +32,7 @@ def find_megatron(path: str | Path, iteration: int | None = None) -> Path | None
         names = [f"iter_{iteration:07d}"]
     else:
         try:
-            word = (path / _TRACKER).read_text(encoding="utf-8").strip()
+            word = read_file(DISK, path / _TRACKER).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError):
             word = "release"
         names = ["release"] if word == "release" else [f"iter_{int(word):07d}"] if word.isdecimal() else []

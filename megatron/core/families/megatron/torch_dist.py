@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
@@ -102,7 +103,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
 def is_torch_dist(folder: str | Path) -> bool:
     """Whether a folder holds a checkpoint in this format."""
     try:
-        mark = json.loads((Path(folder) / "metadata.json").read_text(encoding="utf-8"))
+        mark = json.loads(read_file(DISK, Path(folder) / "metadata.json"))
     except (OSError, ValueError):
         return False
     return isinstance(mark, dict) and mark.get("sharded_backend") == "torch_dist" and (Path(folder) / ".metadata").is_file()
