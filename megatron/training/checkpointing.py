@@ -171,7 +171,7 @@ class Checkpoint:
         names: tuple[str, ...] = ()
         if not opened.weights_only:
             names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))
-        if opened.step is None:  # others save what they know
+        if opened.step is None or "run.schedule" not in source.values:  # others save what they know, and it may have been converted
             names = tuple(name for name in names if name in source.values)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)

@@ -37,11 +37,12 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
+from megatron.core.families.megatron.open import megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.models.embedding import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.parallel.boxes import Box, whole
-from megatron.training.dialects import FOREIGN, OURS, open_checkpoint
+from megatron.training.dialects import FOREIGN, OURS, foreign_settings, open_checkpoint
 from megatron.training.exporting import export
 from megatron.training.place import end_in_a_line_when_interrupted
 
@@ -104,10 +105,19 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
     settings = dict(source.settings)
     if dialect != OWN:  # what it leaves out has its default
         settings = {**settings, **to_values(model_of(settings))}
-        settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else {}
+        settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else settings_beside(args)
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, Saved) else 1
     return rewrite(source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks), remarks
+
+
+def settings_beside(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run goes on with that a checkpoint of Megatron's says beside its network: tokenizer, sequence length, kind of mean."""
+    network, found = foreign_settings(args.load, args.ckpt_step) or ({}, {})
+    if ids := network.get("null_tokenizer_ids"):
+        found |= {"vocab_size": ids, "true_vocab_size": ids}
+    mean = megatron_arguments(args.load, args.ckpt_step).get("calculate_per_token_loss")
+    return found | ({"calculate_per_token_loss": mean} if isinstance(mean, bool) else {})
 
 
 def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
