@@ -64,7 +64,7 @@ def write_bundle(folder: Path, work: StepWork, verdict: str, *, losses: Mapping[
             torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(json.dumps(_facts(work, verdict, losses, norm) | {"parameters": table}, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
         failure = f"rank {mesh.world.rank}: {error}"
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
     if not failures and trainer.run.config.faults.bundle_weights:

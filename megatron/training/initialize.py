@@ -115,11 +115,20 @@ def _ranks_that_train(args: argparse.Namespace) -> int:
     return ranks
 
 
+class Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """A stream of lines, where a line that finds no room on the disk is lost without a word: there is no other place to say it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """See `logging.Handler`."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def _logger(config: RunConfig) -> logging.Logger:
     """Lines go to standard output as they are."""
     log = logging.getLogger("megatron")
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = Console(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False

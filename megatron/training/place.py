@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 from types import TracebackType
 
-# Variables that can change numbers or speed; and names that may hold what nobody else should read.
-_TOLD = re.compile(r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|OMP|MKL|KMP|NVTE|NVIDIA|MEGATRON|SLURM)_|PYTHONHASHSEED$")
-_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|JWT", re.IGNORECASE)
+from megatron.training.environment import TOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +69,5 @@ def end_in_a_line_when_interrupted() -> None:
 
 
 def told_environment() -> dict[str, str]:
-    """The variables of the environment that can change numbers or speed, without any that may be a secret."""
-    return {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) and not _SECRET.search(name)}
+    """The variables of the environment that a run notes down, with their values."""
+    return {name: os.environ[name] for name in sorted(TOLD & os.environ.keys())}

@@ -175,6 +175,13 @@ def test_a_replay_finds_the_module_and_the_run_the_rank(world: Worlds, tmp_path:
     assert "nothing of it happens here" in capsys.readouterr().out
 
 
+def test_evidence_that_finds_no_room_is_told_and_ends_no_run(world: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "random-00001.pt").symlink_to("/dev/full")
+    results = world(2).run(judged, str(tmp_path), {}, "nothing")
+    assert all("the evidence could not be written to" in result[0] and "rank 1: " in result[0] for result in results), results[0][0]
+
+
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is no bundle of a bad step" in capsys.readouterr().err

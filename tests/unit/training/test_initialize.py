@@ -143,3 +143,14 @@ def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: p
     assert (there.rank, there.size, there.store, there.meeting, there.job) == (3, 8, "", "node0:6000", "77")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert launcher_place().store == "node0:6000", "torchrun's own store is there before and after the ranks"
+
+
+def test_a_line_that_finds_no_room_on_the_disk_is_lost_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w", encoding="utf-8")
+    console = initialize.Console(full)
+    console.emit(logging.makeLogRecord({"msg": "a line"}))
+    assert not capsys.readouterr().err
+    console.emit(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    assert "TypeError" in capsys.readouterr().err, "our own mistakes are still told"
+    with pytest.raises(OSError, match="No space"):
+        full.close()
