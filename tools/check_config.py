@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Check the flags of a run before it is started: which rules they break, and the fewest changes that keep all of them.
+"""Check the flags of a run before it is started: whether it would start, which rules they break, and the fewest changes that keep all.
 
     python tools/check_config.py <the flags of the run> --world-size 8
     python tools/check_config.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
     LAUNCH="python tools/check_config.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
 
-Exit code: 0 all rules are kept, 1 some are broken (or what was built does not agree), 2 the question could not be read.
-docs/rules.md lists the rules.
+It asks what the run asks of itself before it starts, and answers with the run's exit code: 0 it starts, 2 it does not. 1: what --build
+has built does not agree. docs/rules.md lists the rules.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.tokenizers.build import size_before_a_run
+from megatron.core.tokenizers.build import absent_files, size_before_a_run
 from megatron.training.arguments import examine
+from megatron.training.preflight import notes
 from megatron.trust.command import ENTRIES, Command, read_command
 from megatron.trust.edits import WORLD, Answer, Broken, Given, fewest_edits
 from megatron.trust.rule_page import page
@@ -34,6 +35,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the run will be (default: the device of this machine)")
     parser.add_argument("--why-not", action="append", default=[], metavar="FLAG=VALUE",
                         help="what this change would break, and what else would have to change; may be given more than once")
     parser.add_argument("--build", action="store_true", help="build every rank's place without memory, and count what is there")
@@ -60,7 +62,23 @@ def changed(words: Sequence[str], wishes: Sequence[str], options: argparse.Names
         else:
             more += [f"--{name}", *(value.split() if glued else ())]
             fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
-    return read_command([*words, *more], ranks=ranks, entry=options.entry), fixed
+    return asked(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+
+
+def asked(command: Command, options: argparse.Namespace) -> Command:
+    """The command, of which all is asked that a run asks before it starts."""
+    if command.setting is None:
+        return command
+    return replace(command, setting=replace(command.setting, whole=True, device=options.device or ""))
+
+
+def notes_on(command: Command) -> list[str]:
+    """What is accepted although it changes nothing, and what could not be looked at."""
+    if command.setting is None:
+        return list(command.messages)
+    absent = absent_files(command.setting.config.tokenizer)
+    return [*command.messages, *notes(command.setting.config, command.setting.device),
+            *([f"{', '.join(absent)}: not here, so not looked at"] if absent else [])]
 
 
 def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
@@ -99,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.write_rules is not None:
         options.write_rules.write_text(page(), encoding="utf-8")
         return
-    first = read_command(words, ranks=options.world_size, entry=options.entry)
+    first = asked(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = changed(words, options.why_not, options)
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()
@@ -109,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = command.setting.world_size if command.setting else options.world_size or 1
     if options.json:
         found = {"ranks": ranks, "kept": not broken, "broken": [asdict(one) for one in broken], "built": built,
-                 "why_not": options.why_not, "tried": answer.tried if answer else 0, "fewest": answer.fewest if answer else True,
+                 "notes": notes_on(command), "why_not": options.why_not, "tried": answer.tried if answer else 0, "fewest": answer.fewest if answer else True,
                  "edits": None if answer and answer.edits is None else [
                      {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
                      for edit in (answer.edits if answer else ())]}
@@ -119,12 +137,13 @@ def main(argv: list[str] | None = None) -> None:
         wish = f"With {', '.join(options.why_not)}: " if options.why_not else ""
         lines = [f"{wish}{len(names)} rule{'s are' if len(names) != 1 else ' is'} broken on {ranks} rank{'s' * (ranks > 1)}" if broken else
                  f"{wish}all rules are kept on {ranks} rank{'s' * (ranks > 1)}", *said_of(broken, before)]
+        lines += [f"note: {line}" for line in notes_on(command)] if not broken else []
         lines += advice(answer, beside=bool(options.why_not), unread=bool(command.unread)) if answer else []
         if built:
             lines += [f"built {built['ranks']} places: {built['layers']} layers and {built['parameters']:,} parameters, as the formulas say"
                       if not built["problems"] else "what was built does not agree:", *(f"    {line}" for line in built["problems"])]
         sys.stdout.write("\n".join(lines) + "\n")
-    raise SystemExit(1 if broken or built and built["problems"] else 0)
+    raise SystemExit(2 if broken else 1 if built and built["problems"] else 0)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[
         try:
             config = _with_last_batch_size(config, world_size)
         except ConfigError as error:
-            problems += [("batch-over-time", said) for said in _lines(error)]
+            problems += [("batch-over-time", said) for said in lines_of(error)]
     problems += broken(config, world_size)
     if not problems:  # what these two work out needs sizes that are known to be sound
         problems += [("batch-over-time", said) for said in _complaints(lambda: BatchSchedule.build(
@@ -153,11 +153,11 @@ def _complaints(attempt: Callable[[], object]) -> list[str]:
     try:
         attempt()
     except ConfigError as error:
-        return _lines(error)
+        return lines_of(error)
     return []
 
 
-def _lines(error: ConfigError) -> list[str]:
+def lines_of(error: ConfigError) -> list[str]:
     """Every problem that an error lists."""
     lines = str(error).splitlines()
     return [line.strip() for line in lines[1:]] or lines

@@ -18,28 +18,29 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels import recipes
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import select
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, lacks_compiler, name_of, pick_device, synchronize
+from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, name_of, pick_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
-from megatron.training.arguments import config_of, fitted
+from megatron.training.arguments import fitted
 from megatron.training.board import join_ranks, lacks_board
 from megatron.training.elastic import told
 from megatron.training.ledger import Ledger
+from megatron.training.device_checks import kernel_need
 from megatron.training.place import launcher_place, world_size
 from megatron.training.recording import ledger_path
 from megatron.training.run import Run
 from megatron.training.standby import stand_by, tell_done
 from megatron.training.timers import Timers
+from megatron.training.preflight import preflight
 
 
 def initialize_megatron(args: argparse.Namespace) -> Run:
@@ -82,22 +83,17 @@ def shut_down() -> None:
 
 def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
-    config, ranks = config_of(args, world_size()), _ranks_that_train(args)
+    found = preflight(from_namespace(RunConfig, args), world_size())
+    refuse(said for _, said in found.problems)
+    args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *found.notes]))
+    config, ranks = found.config, _ranks_that_train(args)
     tokenizer = build_tokenizer(config.tokenizer)
     model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
     config = dataclasses.replace(config, model=model)
     refuse(said for _, said in broken(config, ranks))
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
         check_writable(config.checkpoint.save)
-    refuse(_lacking(config, pick_device()))
     return config, tokenizer
-
-
-def _lacking(config: RunConfig, device: torch.device) -> list[str]:
-    """What this machine lacks of what the run asks for."""
-    lack = lacks_compiler(device) if config.compilation.compile and config.compilation.compile_backend == "inductor" else ""
-    graphs = "--cuda-graph-impl local: there is no GPU to record for; leave it out" if device.type == "cpu" and config.graphs.cuda_graph_impl != "none" else ""
-    return [*filter(None, [recipes.unfit(config.precision.low, device), graphs]), *([f"--compile: {lack}, or leave --compile out"] if lack else [])]
 
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
@@ -154,21 +150,6 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
     join_ranks(backend_of(device, config.parallel.distributed_backend), launcher_place(),
                timedelta(minutes=config.parallel.distributed_timeout_minutes))
     return Mesh.build(config.parallel, device)
-
-
-def kernel_need(config: RunConfig, device: torch.device) -> Need:
-    """What the run asks of its kernels on this device."""
-    return Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
-                padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
-                softcap=config.model.attention_logit_softcap is not None, sinks=config.model.softmax_type != "vanilla",
-                biased_scores=config.model.rope.position_embedding_type == "relative", attention_dropout=config.model.attention_dropout,
-                head_sizes=config.model.head_sizes, uneven_heads=config.model.uneven_heads,
-                experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
-                overlapped_experts=config.model.moe.moe_shared_expert_overlap or config.parallel.overlap_moe_expert_parallel_comm,
-                pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
-                low=config.precision.low, alone=config.parallel.tp * config.parallel.context_parallel_size
-                * (config.parallel.expert_tensor_parallel_size or 1) == 1,
-                delays_wgrad=config.parallel.defers_weights, preferred=config.model.kernels.preferred)
 
 
 def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:

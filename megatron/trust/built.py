@@ -17,7 +17,8 @@ import torch
 from megatron.core.config.plan import StageSpec, layer_rows
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.models.describe import count_parameters, network_on, parameter_shapes
+from megatron.core.models.describe import count_parameters, parameter_shapes
+from megatron.core.models.on_meta import network_on
 from megatron.core.parallel.grid import RankLists, axis_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import pieces, spec_of

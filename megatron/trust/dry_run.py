@@ -36,7 +36,7 @@ from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.initialize import kernel_need
+from megatron.training.device_checks import kernel_need
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer

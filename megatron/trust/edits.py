@@ -31,6 +31,7 @@ from megatron.core.config.moe import MoEConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.run import RunConfig, TrainConfig
 from megatron.training.arguments import examine, fitted
+from megatron.training.preflight import preflight
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -39,8 +40,8 @@ EXAMPLES: Mapping[str, Any] = {
     "train_samples": 100_000, "lr": 3e-4, "save_interval": 1000, "save": "FOLDER", "load": "FOLDER",
     "pretrained_checkpoint": "FOLDER", "export_hf": "FOLDER",
     "num_experts": 8, "mtp_num_layers": 1, "recompute_num_layers": 1, "moe_shared_expert_intermediate_size": 1024,
-    "moe_expert_capacity_factor": 1.0, "kv_channels": 64, "window_size": "127,0", "data_path": ("PREFIX",), "fim_prefix_token": "TOKEN",
-    "fim_middle_token": "TOKEN", "fim_suffix_token": "TOKEN", "fim_split_sample": "TOKEN",
+    "moe_expert_capacity_factor": 1.0, "kv_channels": 64, "window_size": "127,0", "data_path": ("PREFIX",), "fim_split_sample": "TOKEN",
+    "vocab_file": "FILE", "merge_file": "FILE", "tokenizer_model": "FILE", "vocab_size": 50257,
 }
 # Flags that a rule means without naming them: what the number of data-parallel ranks follows from, and others.
 _RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", WORLD)
@@ -123,10 +124,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a user gave: a config that is not resolved, and how many ranks there will be."""
+    """What a user gave: a config that is not resolved, and how many ranks there will be.
+
+    whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be.
+    """
 
     config: RunConfig
     world_size: int
+    whole: bool = False
+    device: str = ""
 
     def value(self, name: str) -> Any:
         """What a flag says."""
@@ -137,18 +143,20 @@ class Given:
         config = self.config
         for name, value in values.items():
             config = config if name == WORLD else _put(config, _declared()[name].path, value)
-        return Given(config, values.get(WORLD, self.world_size))
+        return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
     def as_started(self) -> Given:
         """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
         config, ranks = fitted(self.config, self.world_size)
-        return Given(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False)), ranks)
+        return dataclasses.replace(self, config=dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False)), world_size=ranks)
 
     def broken(self) -> tuple[Broken, ...]:
         """Every rule that is broken, a line each."""
         if self.world_size < 1:
             return (Broken("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        return tuple(Broken(rule, line.strip()) for rule, said in examine(self.config, self.world_size)[1] for line in said.splitlines())
+        problems = (preflight(self.config, self.world_size, device=self.device, files=True).problems if self.whole
+                    else examine(self.config, self.world_size)[1])
+        return tuple(Broken(rule, line.strip()) for rule, said in problems for line in said.splitlines())
 
 
 def fewest_edits(setting: Given, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000) -> Answer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.config.rules import ALWAYS, NEEDS, RULES
 from megatron.trust.command import read_command
@@ -20,18 +20,24 @@ BASE = ("--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32
 OTHERS: Mapping[str, str] = {
     "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
     "learning-rate-over-time": "warm-up and decay are measured in one unit, and the warm-up ends before the decay",
+    "tokenizer": "the tokenizer is of a known kind and has what that needs",
+    "machine": "kernels that are asked for by name can compute what the run needs, and the machine has what it asks for",
     "command-line": "every word is a flag of ours or its value",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Flags that break a rule when they are added to BASE. ranks: how many there are. without: what of BASE is left out."""
+    """Flags that break a rule when they are added to BASE. ranks: how many there are. without: what of BASE is left out.
+
+    whole: ask for all that a run asks, on a CPU, and not the rules between settings alone.
+    """
 
     flags: str = ""
     ranks: int = 1
     without: str = ""
     entry: str = "pretrain_gpt.py"
+    whole: bool = False
 
     def said(self) -> tuple[Broken, ...]:
         """What the rules say to it."""
@@ -40,7 +46,8 @@ class Example:
             place = base.index(self.without)
             del base[place:place + 2]
         command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
-        return (*command.unread, *(command.setting.broken() if command.setting else ()))
+        setting = command.setting and replace(command.setting, whole=self.whole, device="cpu")
+        return (*command.unread, *(setting.broken() if setting else ()))
 
 
 _MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
@@ -101,6 +108,8 @@ EXAMPLES: Mapping[str, Example] = {
     "multi-token-prediction": Example("--mtp-num-layers 32"),
     "batch-over-time": Example("--rampup-batch-size 3 4 1000"),
     "learning-rate-over-time": Example("--lr-warmup-iters 20"),
+    "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
+    "machine": Example("--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True),
     "command-line": Example("--num-leyers 8"),
 }
 

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
-from megatron.core.models.embedding import WORD_EMBEDDING
+from megatron.core.models.names import WORD_EMBEDDING
 from megatron.training import exporting
 from megatron.training.dialects import open_checkpoint
 from megatron.training.place import end_in_a_line_when_interrupted

@@ -19,9 +19,9 @@ class FillConfig:
     fim_data: bool = flag(False, "rearrange documents as prefix, suffix, middle", role="training")
     fim_rate: float = flag(0.5, "probability that a document is rearranged", role="training")
     fim_spm_rate: float = flag(0.5, "probability that the suffix of a rearranged document comes first", role="training")
-    fim_prefix_token: str | None = flag(None, "token before the prefix, by its text in the vocabulary", role="training")
-    fim_middle_token: str | None = flag(None, "token before the middle", role="training")
-    fim_suffix_token: str | None = flag(None, "token before the suffix", role="training")
+    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, by its text in the vocabulary", role="training")
+    fim_middle_token: str = flag("<fim_middle>", "token before the middle", role="training")
+    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix", role="training")
     fim_pad_token: str | None = flag(
         None, "token that fills up a sample that became shorter; has no loss (default: the tokenizer's)", role="training")
     fim_eod_token: str | None = flag(None, "token that ends documents (default: the tokenizer's end of document)", role="training")

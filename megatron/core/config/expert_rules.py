@@ -41,8 +41,7 @@ def _without(run: RunConfig) -> str:
     moe, parallel = run.model.moe, run.parallel
     elsewhere = ("num_experts", "moe_use_upcycling", "moe_upcycling_granularity")  # rules of their own speak of these
     given = [spelling(field.name) for field in fields(moe) if field.name not in elsewhere and getattr(moe, field.name) != field.default]
-    given += [spelling(name) for name, none in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None))
-              if getattr(parallel, name) != none]
+    given += ["--expert-model-parallel-size"] if parallel.expert_model_parallel_size != 1 else []
     given += [f"--recompute-modules {module}" for module in run.recompute.recompute_modules or ()
               if module in ("moe", "moe_act", "shared_experts")]
     return f"{', '.join(given)}: there are no experts; give --num-experts, or leave out" if given else ""

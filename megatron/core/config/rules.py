@@ -296,9 +296,6 @@ def _fill(s: Setting) -> str:
     problems = []
     if s.run.data.chat.sft:
         problems.append("--fim-data rearranges documents, and --sft reads conversations; keep one")
-    lacking = [spelling(name) for name in ("fim_prefix_token", "fim_middle_token", "fim_suffix_token") if getattr(fill, name) is None]
-    if lacking:
-        problems.append(f"--fim-data needs {', '.join(lacking)}: tokens of the vocabulary that stand before the three parts")
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         rate = getattr(fill, name)
         if rate is not None and not 0 <= rate <= 1:

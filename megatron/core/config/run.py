@@ -189,7 +189,8 @@ class RunConfig:
     def resolve(self, world_size: int) -> RunConfig:
         """Fill in what depends on other settings; nothing that was given changes.
 
-        Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut.
+        Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
+        experts without experts.
         """
         train, model, parallel, recompute = self.train, self.model.resolve(), self.parallel, self.recompute
         if train.seq_length is None:
@@ -200,6 +201,8 @@ class RunConfig:
             model = dataclasses.replace(model, max_position_embeddings=max(train.seq_length, train.decoder_seq_length or 0))
         if parallel.sequence_parallel and parallel.tp == 1:
             parallel = dataclasses.replace(parallel, sequence_parallel=False)
+        if parallel.expert_tensor_parallel_size is not None and not model.moe.num_experts:
+            parallel = dataclasses.replace(parallel, expert_tensor_parallel_size=None)
         optimizer = self.optimizer
         if optimizer.optimizer == "dist_muon":
             optimizer = dataclasses.replace(optimizer, optimizer="muon")

@@ -117,7 +117,7 @@ def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad
     ids = named_tokens(tokenizer, [name for name in flags.values() if name is not None])
     refuse(f"{flag} {name!r} is not one token of the vocabulary; add it to the tokenizer, or name one that is there"
            for flag, name in flags.items() if name is not None and name not in ids)
-    order = [name for name in (fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token) if name is not None]
+    order = [fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token]
     refuse(["--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
             + ", ".join(order)] if len({*order}) < 3 else [])
     prefix, middle, suffix = (ids[name] for name in order)

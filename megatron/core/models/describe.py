@@ -1,4 +1,4 @@
-"""What a network holds, told by the network itself: its stages are built on the meta device, where nothing takes memory.
+"""What a network holds, told by the network itself: its stages are built on the meta device (on_meta.py), where nothing takes memory.
 
     parameter_shapes   names and whole shapes, which converting and exporting compare with what files hold
     count_parameters   how many there are, by where they are
@@ -15,27 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, partition
-from megatron.core.kernels.table import Need, select
-from megatron.core.models.bert import BERTModel
-from megatron.core.models.embedding import WORD_EMBEDDING
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.t5 import T5Model
-from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.build import Build
 
-NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
-Network = GPTModel | BERTModel | T5Model
 Shape = tuple[int, ...]
-
-OUTPUT = "output_layer.weight"
-VOCABULARY = frozenset((WORD_EMBEDDING, OUTPUT, "output_layer.bias"))  # parameters with a row for each id
 _EXPERTS = ".mlp.experts."
 
 
@@ -51,11 +35,6 @@ class Split:
     def of(parallel: ParallelConfig) -> Split:
         """The division that a layout makes."""
         return Split(parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The first rank's place in it, without process groups."""
-        return replace(Mesh.single(), tp=Axis("tp", self.tensor), ep=Axis("ep", self.experts), etp=Axis("etp", self.widths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +68,6 @@ class Held:
     def total(self) -> int:
         """All parameters."""
         return self.layers + self.rest
-
-
-def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
-    """One pipeline stage as a rank at this place of a mesh builds it, on the meta device."""
-    kernels = select(Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})  # nothing runs, so another's need not be here
-    build = Build(model=model, mesh=replace(mesh, device=torch.device("meta")), kernels=kernels, streams=RandomStreams(mesh.device, {}))
-    return NETWORKS[model.architecture](stage, build)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -157,7 +129,7 @@ def _thinned(model: ModelConfig, stage: StageSpec) -> StageSpec:
 @lru_cache(maxsize=16)
 def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     (stage,) = partition(layer_rows(model), pp=1)
-    return tuple((spec.name, spec.shape) for spec in map(spec_of, network_on(model, Mesh.single(), stage).parameters()))
+    return tuple((name, shape) for name, shape, _ in _held(model, Split(), stage))
 
 
 @lru_cache(maxsize=1024)
@@ -177,8 +149,12 @@ def _around(model: ModelConfig, split: Split, stage: StageSpec) -> int:
 
 def _sizes(model: ModelConfig, split: Split, stage: StageSpec) -> Iterator[tuple[str, int]]:
     """Name and size of what a rank holds of each parameter of a stage."""
-    for param in network_on(model, split.mesh, stage).parameters():
-        yield spec_of(param).name, param.numel()
+    return ((name, size) for name, _, size in _held(model, split, stage))
+
+
+def _held(model: ModelConfig, split: Split, stage: StageSpec) -> list[tuple[str, Shape, int]]:
+    from megatron.core.models.on_meta import held_parameters  # needs torch, which a tool's help and refusals do not wait for
+    return held_parameters(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 
 def _place(name: str) -> str:

@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbe
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dropout import Dropout
 
-WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Embedding(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import TrainConfig
-from megatron.core.models.embedding import WORD_EMBEDDING, Embedding
+from megatron.core.models.embedding import Embedding
+from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.heads import LanguageModelHead
 from megatron.core.models.mtp import Ahead, Losses, MultiTokenPrediction
 from megatron.core.parallel.rng import materialize

@@ -63,6 +63,8 @@ def compute_in_batches(device: torch.device) -> None:
 
 def backend_of(device: torch.device, wish: str = "auto") -> str:
     """The process-group backend for tensors on `device`."""
+    if wish == "nccl" and device.type == "cpu":  # Megatron's default, which is in every script; training/preflight.py says so
+        return "gloo"
     return wish if wish != "auto" else ("nccl" if device.type == "cuda" else "gloo")
 
 

@@ -5,8 +5,9 @@ To add a kind, write its class beside the others and add one row to `KINDS` and 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -128,87 +129,100 @@ class ByteTokenizer:
         return [(place, place + 1) for place in range(len(text.encode()))]
 
 
-def _given(config: TokenizerConfig, *names: str) -> list[str]:
-    """The values of settings that a kind cannot do without; all that are missing are named at once."""
-    refuse(f"--tokenizer-type {config.tokenizer_type} needs {spelling(name)}" for name in names if getattr(config, name) is None)
-    return [getattr(config, name) for name in names]
-
-
 def _bert(config: TokenizerConfig) -> Tokenizer:
-    return BertWordPieceTokenizer(*_given(config, "vocab_file"), lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
-                                  extra_ids=_extra_ids(config))
-
-
-def _extra_ids(config: TokenizerConfig) -> int:
-    if config.vocab_extra_ids < 0:
-        raise ConfigError(f"--vocab-extra-ids {config.vocab_extra_ids} is a number of sentinels; give 0 or more")
-    return config.vocab_extra_ids
+    return BertWordPieceTokenizer(config.vocab_file, lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+                                  extra_ids=config.vocab_extra_ids)
 
 
 def _tiktoken(config: TokenizerConfig) -> Tokenizer:
-    return TikTokenizer(*_given(config, "tokenizer_model"), config.tiktoken_pattern, vocab_size=config.vocab_size,
+    return TikTokenizer(config.tokenizer_model, config.tiktoken_pattern, vocab_size=config.vocab_size,
                         num_special=config.tiktoken_num_special_tokens, names=config.tokenizer_special_tokens)
 
 
 def _null(config: TokenizerConfig) -> Tokenizer:
-    if config.vocab_size is None or config.vocab_size < 1:
-        raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, not {config.vocab_size}")
     pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
 KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(*_given(config, "vocab_file", "merge_file")),
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(config.vocab_file, config.merge_file),
     "BertWordPieceLowerCase": _bert,
     "BertWordPieceCase": _bert,
-    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "named",
-                                                                    extra_ids=_extra_ids(config)),
-    "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "bare"),
-    "Llama2Tokenizer": lambda config: SentencePieceTokenizer(*_given(config, "tokenizer_model"), "begun"),
+    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "named", extra_ids=config.vocab_extra_ids),
+    "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "bare"),
+    "Llama2Tokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "begun"),
     "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
-        *_given(config, "tokenizer_model"), include_special=config.tokenizer_hf_include_special_tokens),
+        config.tokenizer_model, include_special=config.tokenizer_hf_include_special_tokens),
     "TikTokenizer": _tiktoken,
     "ByteTokenizer": lambda config: ByteTokenizer(),
     "NullTokenizer": _null,
 })
 
-# Settings that each kind reads; any other that is given would be ignored in silence, and is refused instead.
+# Settings that each kind reads, those first that it cannot do without. Any other would be ignored in silence, and is refused; a run says so and goes on.
 COMMON = frozenset({"tokenizer_type", "chat_template"})
-READS: Mapping[str, frozenset[str]] = MappingProxyType({
-    "GPT2BPETokenizer": frozenset({"vocab_file", "merge_file"}),
+NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"), "BertWordPieceLowerCase": ("vocab_file",), "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",), "GPTSentencePieceTokenizer": ("tokenizer_model",), "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",), "TikTokenizer": ("tokenizer_model",), "ByteTokenizer": (), "NullTokenizer": ("vocab_size",),
+})
+READS: Mapping[str, frozenset[str]] = MappingProxyType({kind: frozenset(needed) for kind, needed in NEEDS.items()} | {
     "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),
     "BertWordPieceCase": frozenset({"vocab_file", "vocab_extra_ids"}),
     "SentencePieceTokenizer": frozenset({"tokenizer_model", "vocab_extra_ids"}),
-    "GPTSentencePieceTokenizer": frozenset({"tokenizer_model"}),
-    "Llama2Tokenizer": frozenset({"tokenizer_model"}),
     "HuggingFaceTokenizer": frozenset({"tokenizer_model", "tokenizer_hf_include_special_tokens"}),
     "TikTokenizer": frozenset({"tokenizer_model", "tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens",
                                "tokenizer_special_tokens"}),
-    "ByteTokenizer": frozenset(),
     "NullTokenizer": frozenset({"vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"}),
 })
 
 
-def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the settings describe; `ConfigError` when they name none, or say what it does not read."""
+def problems_of(config: TokenizerConfig) -> list[str]:
+    """What is wrong with the settings of a tokenizer, as far as flags alone say."""
     kind = config.tokenizer_type
     if kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
-        raise ConfigError(f"{problem}; choose one of {', '.join(KINDS)}")
-    refuse(f"{spelling(field.name)} {_shown(getattr(config, field.name))} is not read by --tokenizer-type {kind}; leave it out"
-           for field in fields(config)
-           if field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default)
-    tokenizer = KINDS[kind](config)
+        near = difflib.get_close_matches(kind or "", KINDS, n=1)
+        return [f"{problem}; choose one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" if near else "")]
+    problems = [f"--tokenizer-type {kind} needs {spelling(name)}; give it" for name in NEEDS[kind] if getattr(config, name) is None]
+    if kind == "NullTokenizer" and config.vocab_size is not None and config.vocab_size < 1:
+        problems.append(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, not {config.vocab_size}")
+    if config.vocab_extra_ids < 0:
+        problems.append(f"--vocab-extra-ids {config.vocab_extra_ids} is a number of sentinels; give 0 or more")
+    return problems
+
+
+def unread(config: TokenizerConfig) -> dict[str, str]:
+    """What is given and not read by this kind of tokenizer: setting -> the flag as it was given."""
+    kind = config.tokenizer_type
+    return {field.name: f"{spelling(field.name)} {_shown(getattr(config, field.name))}" for field in fields(config)
+            if kind in KINDS and field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default}
+
+
+def without_unread(config: TokenizerConfig) -> TokenizerConfig:
+    """The settings that this kind of tokenizer reads."""
+    return replace(config, **{field.name: field.default for field in fields(config) if field.name in unread(config)})
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the settings describe; `ConfigError` when they name none, or say what it does not read."""
+    refuse([*problems_of(config), *(f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
+                                    for given in unread(config).values())])
+    tokenizer = KINDS[config.tokenizer_type](config)
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)
     return tokenizer
 
 
+def absent_files(config: TokenizerConfig) -> list[str]:
+    """The tokenizer's files that are named and not here."""
+    return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None and not Path(file).exists()]
+
+
 def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
     """(ids of the tokenizer, why they may be others): as its files say where they are at hand, else as many as GPT-2's."""
-    files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
-    if absent := [file for file in files if not Path(file).exists()]:
+    if absent := absent_files(config):
         return config.known_size, f"{', '.join(absent)}: not here"
+    files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
         return config.known_size, "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named"
     try:

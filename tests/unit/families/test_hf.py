@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
-from megatron.core.models.describe import OUTPUT
-from megatron.core.models.embedding import WORD_EMBEDDING
+from megatron.core.models.names import OUTPUT, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 

@@ -3,18 +3,20 @@ operations, and leaves no numbers behind where nothing has been repeated yet (te
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.training.evaluate import evaluate
 from megatron.training.graphs import Recordings
-from megatron.training.initialize import _lacking
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
+from megatron.training.preflight import preflight
 from tests.helpers import tiny
 from tests.helpers.repeats import record_only
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on
@@ -122,6 +124,8 @@ def test_what_cannot_be_recorded_names_the_layer_and_the_way_out() -> None:
         train(trainer, recordings, 2)
 
 
-def test_a_machine_without_a_gpu_is_refused_before_the_start() -> None:
-    assert _lacking(tiny.config(**GRAPHS), torch.device("cpu")) == ["--cuda-graph-impl local: there is no GPU to record for; leave it out"]
-    assert not _lacking(tiny.config(**GRAPHS), torch.device("cuda"))
+def test_a_machine_without_a_gpu_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dataclasses.replace(tiny.config(**GRAPHS), tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=30))
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    assert preflight(given, 1).problems == (("machine", "--cuda-graph-impl local: there is no GPU to record for; leave it out"),)
+    assert preflight(given, 1, device="cuda").problems == ()

@@ -182,7 +182,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--error-injection-rate -1", "faults", 1),
     (1, "--check-weight-hash-across-dp-replicas-interval 0", "faults", 1),
     (1, "--fim-rate 0.9", "fill-in-the-middle", 1),
-    (1, "--fim-data", "fill-in-the-middle", 1),
+    (1, "--fim-data --fim-fragment-rate 0.5", "fill-in-the-middle", 1),
     (1, "--sft --eod-mask-loss", "conversations", 1),
     (1, "--mask-prob 0.3", "masked-text", 1),
     (1, "pretrain_bert.py --mask-prob 1", "masked-text", 1),

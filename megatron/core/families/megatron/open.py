@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import is_legacy, legacy_arguments, open_legacy
 from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist, torch_dist_arguments
 from megatron.core.families.registry import model_of
-from megatron.core.models.describe import VOCABULARY, parameter_shapes
-from megatron.core.models.embedding import WORD_EMBEDDING
+from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
 
 _MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"
