@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import read_json, read_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromMerges, byte_of_letter, bytes_of
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -36,7 +36,7 @@ class GPT2BPETokenizer:
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_letter().keys() | {left + right for left, right in merges}
         self.special = {token: number for token, number in vocab.items() if token not in reached}
-        self._bpe = ByteLevelBPE(FromMerges(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
+        self._bpe = ByteLevelBPE(MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
                                  {number: bytes_of(token) for token, number in vocab.items()}, self.special)
 
     @property

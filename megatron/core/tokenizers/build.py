@@ -18,8 +18,8 @@ from megatron.core.config.flags import ConfigError, refuse, spelling
 from megatron.core.tokenizers.base import Tokenizer, flat, marked, read_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.core.tokenizers.pieces import SentencePieceTokenizer
-from megatron.core.tokenizers.ranks import TikTokenizer
+from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 

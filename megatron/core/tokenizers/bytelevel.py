@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.core.tokenizers.base import digest, marked
-from megatron.core.tokenizers.engines import (Engine, Ranks, fastest, gigatoken_engine, gigatoken_json_engine,
+from megatron.core.tokenizers.engines import (Engine, MergeRanks, fastest, gigatoken_engine, gigatoken_json_engine,
                                               tiktoken_engine, tokenizers_engine)
 
 
-class Source(Protocol):
+class BPESource(Protocol):
     """Where the ids come from: what defines them, what else may give them, and the ranks that stand for them if any do."""
 
     name: str
-    ranks: Ranks | None
+    ranks: MergeRanks | None
     reference: Engine
     candidates: Mapping[str, Callable[[], Engine]]
     content: str
@@ -34,7 +34,7 @@ class Source(Protocol):
 class ByteLevelBPE:
     """Text to ids and back. vocab: the bytes of every id. special: names of tokens that text does not reach, and their ids."""
 
-    def __init__(self, source: Source, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
+    def __init__(self, source: BPESource, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
         self.source = source
         self.vocab = vocab
         self.special = special
@@ -71,13 +71,13 @@ class ByteLevelBPE:
         return list(zip(places, places[1:]))
 
 
-class FromRanks:
+class RanksSource:
     """Ids that ranks define, through tiktoken."""
 
     name = "tiktoken"
     content = ""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: MergeRanks) -> None:
         self.ranks = ranks
         self.candidates = {"gigatoken": lambda: gigatoken_engine(ranks)}
 
@@ -87,10 +87,10 @@ class FromRanks:
         return tiktoken_engine(self.ranks)
 
 
-class FromMerges:
+class MergesSource:
     """Ids that merges define, through a tokenizer of the package tokenizers that knows no special tokens in text.
 
-    pattern: what the ranks that stand for it would have, as `Ranks`. whole_words: a word that is a token is that token,
+    pattern: what the ranks that stand for it would have, as `MergeRanks`. whole_words: a word that is a token is that token,
     whatever the merges say.
     """
 
@@ -109,7 +109,7 @@ class FromMerges:
         return self._tokenizer.to_str()
 
     @cached_property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> MergeRanks | None:
         """The ranks that give the same ids; None when the merges are not those of a trained vocabulary (see above)."""
         import tokenizers
 
@@ -122,10 +122,10 @@ class FromMerges:
         if self._whole_words and any(token not in made and set(token) <= letters.keys() for token in self._vocab):
             return None
         bare = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(self._vocab), merges=list(self._merges)))
-        found = bare.encode_batch_fast(list(made), add_special_tokens=False)
-        if any(len(encoding.ids) != 1 for encoding in found):
+        result = bare.encode_batch_fast(list(made), add_special_tokens=False)
+        if any(len(encoding.ids) != 1 for encoding in result):
             return None
-        return Ranks(tuple(map(bytes_of, made)), tuple(self._vocab[token] for token in made), self._pattern)
+        return MergeRanks(tuple(map(bytes_of, made)), tuple(self._vocab[token] for token in made), self._pattern)
 
     def _tiktoken(self) -> Engine:
         if self.ranks is None:

@@ -14,7 +14,7 @@ SHOWN = 5
 
 
 @dataclass(slots=True)
-class Findings:
+class TokenizerFindings:
     """wrong: what will break a run or its data. notes: what is as it should be for this kind, and may still surprise."""
 
     wrong: list[str] = field(default_factory=list)
@@ -33,9 +33,9 @@ class CorpusFindings:
     first_loss: str = ""
 
 
-def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> Findings:
+def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings:
     """What the tokenizer's ids and the built-in difficult text show. rows: ids that the model has, if that is known."""
-    findings = Findings()
+    findings = TokenizerFindings()
     _check_special_ids(tokenizer, findings)
     if rows is not None and tokenizer.vocab_size > rows:
         beyond = [_named(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
@@ -51,19 +51,19 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> Findings:
 
 def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
     """Round trips over texts."""
-    found = CorpusFindings()
+    result = CorpusFindings()
     for texts in batches:
         for text in texts:
             ids = tokenizer.tokenize(text)
             back = _back(tokenizer, ids)
-            found.texts += 1
-            found.num_bytes += len(text.encode())
-            found.ids += len(ids)
-            found.highest = max(found.highest, max(ids, default=-1))
+            result.texts += 1
+            result.num_bytes += len(text.encode())
+            result.ids += len(ids)
+            result.highest = max(result.highest, max(ids, default=-1))
             if back != text:
-                found.lost += 1
-                found.first_loss = found.first_loss or _difference(text, back)
-    return found
+                result.lost += 1
+                result.first_loss = result.first_loss or _difference(text, back)
+    return result
 
 
 def promises_round_trips(tokenizer: Tokenizer) -> bool:
@@ -71,7 +71,7 @@ def promises_round_trips(tokenizer: Tokenizer) -> bool:
     return tokenizer.unique_identifiers["algorithm"] in LOSSLESS
 
 
-def _check_special_ids(tokenizer: Tokenizer, findings: Findings) -> None:
+def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     roles = {role: getattr(tokenizer, role) for role in ("eod", "eos", "bos", "pad", "cls", "sep", "mask")}
     given = {role: token for role, token in roles.items() if token is not None}
     for role, token in given.items():
@@ -90,7 +90,7 @@ def _check_special_ids(tokenizer: Tokenizer, findings: Findings) -> None:
         findings.wrong.append("several sentinels are one id")
 
 
-def _check_round_trips(tokenizer: Tokenizer, findings: Findings) -> None:
+def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     lost = []
     for kind, text in DIFFICULT.items():
         back = _back(tokenizer, tokenizer.tokenize(text))
@@ -103,7 +103,7 @@ def _check_round_trips(tokenizer: Tokenizer, findings: Findings) -> None:
                               f"text or lacks tokens: {'; '.join(lost)}")
 
 
-def _check_forging(tokenizer: Tokenizer, findings: Findings) -> None:
+def _check_forging(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     around = set(tokenizer.tokenize(""))
     forged = [name for name, token in tokenizer.special.items()
               if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))]
@@ -111,7 +111,7 @@ def _check_forging(tokenizer: Tokenizer, findings: Findings) -> None:
         findings.wrong.append(f"text that holds the name of a special token becomes that token: {_some(forged)}")
 
 
-def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: Findings) -> None:
+def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFindings) -> None:
     added = tokenizer.added_tokens
     inside = [repr(token.content) for number, token in added.items()
               if not token.special and number in tokenizer.tokenize(f"x{token.content}y")]

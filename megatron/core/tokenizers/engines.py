@@ -37,7 +37,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType({
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 })
-# Patterns of published vocabularies, which stand in `Ranks` as expressions: so does one that a tokenizer.json holds, and the
+# Patterns of published vocabularies, which stand in `MergeRanks` as expressions: so does one that a tokenizer.json holds, and the
 # two are one tokenizer.
 PUBLISHED: Mapping[str, str] = MappingProxyType({
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -52,7 +52,7 @@ GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "gpt2", "v2": "ne
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class MergeRanks:
     """A byte-level BPE: of all pairs in a word whose join is a token, the one that stands earliest here is joined first.
 
     tokens: the 256 single bytes in the order of their value, then the longer ones. ids: the id of each. pattern: a key
@@ -85,7 +85,7 @@ def num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def tiktoken_engine(ranks: Ranks) -> Engine:
+def tiktoken_engine(ranks: MergeRanks) -> Engine:
     """tiktoken, a text a thread."""
     import tiktoken
 
@@ -101,17 +101,17 @@ def tiktoken_engine(ranks: Ranks) -> Engine:
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1:
-            found = [encode(texts[0])]
+            result = [encode(texts[0])]
         else:
             with ThreadPoolExecutor(num_processors()) as pool:
-                found = list(pool.map(encode, texts))
-        lengths = np.fromiter(map(len, found), np.int64, len(found))
-        return table[np.concatenate(found)] if found else table[:0], lengths
+                result = list(pool.map(encode, texts))
+        lengths = np.fromiter(map(len, result), np.int64, len(result))
+        return table[np.concatenate(result)] if result else table[:0], lengths
 
     return encode_flat
 
 
-def gigatoken_engine(ranks: Ranks) -> Engine:
+def gigatoken_engine(ranks: MergeRanks) -> Engine:
     """gigatoken, from ranks."""
     import gigatoken
 
@@ -139,10 +139,10 @@ def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         with panics_as_errors():
-            found = encoder.encode_batch([text.encode() for text in texts])
-        if isinstance(found, list):
+            result = encoder.encode_batch([text.encode() for text in texts])
+        if isinstance(result, list):
             raise ImportError("it hands over lists", name="awkward")
-        layout = found.layout
+        layout = result.layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids if table is None else table[ids], np.diff(offsets)
@@ -161,8 +161,8 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
                 encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
             else:
                 encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-        return np.concatenate(found) if found else np.zeros(0, np.int32), np.fromiter(map(len, found), np.int64, len(found))
+        result = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        return np.concatenate(result) if result else np.zeros(0, np.int32), np.fromiter(map(len, result), np.int64, len(result))
 
     return encode_flat
 

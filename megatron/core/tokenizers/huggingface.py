@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import around, byte_spans, digest, read_json, read_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromMerges, byte_of_letter, bytes_of
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
 FLAG = "--tokenizer-model"
@@ -211,13 +211,13 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     reached = byte_of_letter().keys() | {left + right for left, right in merges}
     unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
-    source = FromMerges(tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges")))
+    source = MergesSource(tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges")))
     vocab = {number: bytes_of(token) for token, number in model["vocab"].items()}
     return ByteLevelBPE(source, vocab | {number: token.encode() for token, number in special.items()}, unreached | special)
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """The pattern, as `Ranks` names it, of a pre-tokenizer that cuts bytes by one expression; else None."""
+    """The pattern, as `MergeRanks` names it, of a pre-tokenizer that cuts bytes by one expression; else None."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:

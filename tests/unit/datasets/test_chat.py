@@ -154,7 +154,7 @@ def test_a_message_cannot_forge_a_mark(tokenizer: Any) -> None:
 
 def test_an_answer_is_tokenized_as_what_follows_its_prompt(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
-    from megatron.core.tokenizers.pieces import SentencePieceTokenizer
+    from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 
     (tmp_path / "text").write_text("\n".join(f"[INST] so on {n} on so [/INST] and so on {n}" for n in range(60)))
     sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "m"), vocab_size=90,

@@ -89,10 +89,10 @@ def test_special_tokens_that_text_can_forge_are_found(tmp_path):
 
 def test_a_corpus_is_counted_and_its_first_loss_shown():
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(DATA / "demo-bert-vocab.txt")))
-    found = check_corpus(tokenizer, [["the whale"], ["The whale", "the"]])
-    assert (found.texts, found.num_bytes, found.ids, found.lost) == (3, 21, 5, 1)
-    assert found.first_loss == "'The whale' became 'the whale'"
-    assert found.highest == max(tokenizer.tokenize("the whale"))
+    result = check_corpus(tokenizer, [["the whale"], ["The whale", "the"]])
+    assert (result.texts, result.num_bytes, result.ids, result.lost) == (3, 21, 5, 1)
+    assert result.first_loss == "'The whale' became 'the whale'"
+    assert result.highest == max(tokenizer.tokenize("the whale"))
 
 
 def test_what_stands_around_every_text_is_no_loss():

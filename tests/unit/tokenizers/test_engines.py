@@ -17,7 +17,7 @@ from transformers import GPT2TokenizerFast
 
 from megatron.core.tokenizers import engines
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
-from megatron.core.tokenizers.bytelevel import FromMerges, byte_of_letter
+from megatron.core.tokenizers.bytelevel import MergesSource, byte_of_letter
 from megatron.core.tokenizers.sample import DIFFICULT
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
@@ -155,7 +155,7 @@ def test_ranks_stand_for_merges_only_when_they_give_the_same_ids(merges, texts):
     vocab = {token: number for number, token in enumerate([*byte_of_letter(), *dict.fromkeys(a + b for a, b in merges)])}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    source = FromMerges(made, vocab, merges, pattern="gpt2")
+    source = MergesSource(made, vocab, merges, pattern="gpt2")
     if source.ranks is not None:
         assert lists(engines.tiktoken_engine(source.ranks), texts) == lists(source.reference, texts)
     else:
@@ -212,5 +212,5 @@ def test_importing_the_room_loads_no_library_of_tokens():
     code = ("import sys; import megatron.core.tokenizers.build, megatron.core.tokenizers.check, megatron.core.tokenizers.train; "
             "print([name for name in ('torch', 'transformers', 'tokenizers', 'tiktoken', 'sentencepiece', 'gigatoken', 'awkward') "
             "if name in sys.modules])")
-    shown = subprocess.run([sys.executable, "-c", code], cwd=DATA.parents[1], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    formatted = subprocess.run([sys.executable, "-c", code], cwd=DATA.parents[1], capture_output=True, text=True, check=True)
+    assert formatted.stdout == "[]\n"

@@ -46,7 +46,7 @@ def test_three_ways_to_write_one_vocabulary_have_one_hash(tmp_path):
     marks = [mark("GPT2BPETokenizer", vocab_file=VOCAB, merge_file=MERGES),
              mark("HuggingFaceTokenizer", tokenizer_model=as_tokenizer_json(tmp_path)),
              mark("TikTokenizer", tokenizer_model=as_ranks(tmp_path), tiktoken_pattern="gpt2")]
-    assert len({found.pop("kind") for found in marks}) == 3
+    assert len({result.pop("kind") for result in marks}) == 3
     assert marks[0] == marks[1] == marks[2] and marks[0]["vocab_size"] == 8000 and marks[0]["eod"] == 0
     assert len(marks[0]["hash"]) == 64
 
@@ -89,7 +89,7 @@ def test_whatever_changes_ids_changes_the_hash(tmp_path):
         *(mark(f"{kind}Tokenizer", **llama) for kind in ("SentencePiece", "GPTSentencePiece", "Llama2")),
         mark("ByteTokenizer"), mark("NullTokenizer", vocab_size=256), mark("NullTokenizer", vocab_size=256, null_tokenizer_eod_id=1),
     ]
-    assert len({found["hash"] for found in marks}) == len(marks)
+    assert len({result["hash"] for result in marks}) == len(marks)
 
 
 @pytest.mark.parametrize("left, right", [([b"ab", b"c"], [b"a", b"bc"]), ([b"", b"a"], [b"a", b""]), ([b"a"], [b"a", b""])])

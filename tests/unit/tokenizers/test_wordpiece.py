@@ -69,8 +69,8 @@ def test_lower_case_and_case_differ_where_letters_do():
 
 def test_spans_are_the_bytes_of_the_pieces():
     tokenizer, text = BertWordPieceTokenizer(DEMO, lower_case=True), "\u00e9t\u00e9, the WHALE"
-    found = [text.encode()[first:last].decode() for first, last in tokenizer.spans(text)]
-    assert found[-2:] == ["the", "WHALE"] and found[0].startswith("\u00e9")
+    result = [text.encode()[first:last].decode() for first, last in tokenizer.spans(text)]
+    assert result[-2:] == ["the", "WHALE"] and result[0].startswith("\u00e9")
 
 
 @pytest.mark.parametrize("edit, message", [

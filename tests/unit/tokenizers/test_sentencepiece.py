@@ -9,7 +9,7 @@ import sentencepiece
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.pieces import SentencePieceTokenizer
+from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
 
 ROOT = Path(__file__).resolve().parents[3]

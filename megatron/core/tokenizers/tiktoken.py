@@ -22,8 +22,8 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import read_bytes, read_json
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, FromRanks
-from megatron.core.tokenizers.engines import PUBLISHED, Ranks
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, RanksSource
+from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks
 
 FLAG = "--tokenizer-model"
 NEEDED = ("<unk>", "<s>", "</s>")
@@ -64,8 +64,8 @@ class TikTokenizer:
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
         # The single bytes come first, in the order of their value: their ranks among each other change nothing.
         ordered = sorted(range(len(tokens)), key=lambda rank: (0, tokens[rank][0]) if len(tokens[rank]) == 1 else (1, rank))
-        ranks = Ranks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), PUBLISHED.get(pattern, pattern))
-        self._bpe = ByteLevelBPE(FromRanks(ranks), vocab | {number: name.encode() for name, number in special.items()}, special)
+        ranks = MergeRanks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), PUBLISHED.get(pattern, pattern))
+        self._bpe = ByteLevelBPE(RanksSource(ranks), vocab | {number: name.encode() for name, number in special.items()}, special)
 
     @property
     def engine(self) -> str:

@@ -35,24 +35,24 @@ class SentencePieceTokenizer:
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
         self._prefix: tuple[int, ...] = ()
         self._identity = {"model": digest([content]), "kind": kind}
-        own = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id()}
+        local = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id()}
         special = {self._tokens[number]: number for number in range(len(pieces)) if pieces.is_control(number)}
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         if kind == "named":
             numbers = {token: number for number, token in enumerate(self._tokens)}
-            wanted = [*ADDED, *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if own[name] < 0), *sentinels]
-            for token in wanted:
+            requested = [*ADDED, *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if local[name] < 0), *sentinels]
+            for token in requested:
                 special[token] = numbers.setdefault(token, len(numbers))
-            own = {name: number if number >= 0 else special[f"<{name.upper()}>"] for name, number in own.items()}
+            local = {name: number if number >= 0 else special[f"<{name.upper()}>"] for name, number in local.items()}
             self._tokens = list(numbers)
         if kind == "begun":
-            if own["bos"] < 0:
+            if local["bos"] < 0:
                 raise ConfigError(f"--tokenizer-model {model} has no begin of text, which Llama2Tokenizer puts before every "
                                   "text; choose GPTSentencePieceTokenizer")
-            self._prefix = (own["bos"],)
+            self._prefix = (local["bos"],)
         self.special = special
         self.vocab_size = len(self._tokens)
-        self.bos, self.eos, self.pad = (own[name] if own[name] >= 0 else None for name in ("bos", "eos", "pad"))
+        self.bos, self.eos, self.pad = (local[name] if local[name] >= 0 else None for name in ("bos", "eos", "pad"))
         self.cls, self.sep, self.mask = (special.get(name) for name in ("<CLS>", "<SEP>", "<MASK>"))
         self.eod = special["<EOD>"] if kind == "named" else self.eos
         if self.eod is None:

@@ -12,11 +12,11 @@ from tiktoken_ext import openai_public
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers import ranks
+from megatron.core.tokenizers import tiktoken as tiktoken_module
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.engines import PATTERNS
-from megatron.core.tokenizers.ranks import TikTokenizer
+from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,8 +69,8 @@ def test_special_tokens_take_the_first_ids_and_end_documents(json_file):
     assert (tokenizer.mask, tokenizer.pad, tokenizer.cls, tokenizer.sep) == (3, 4, 5, 6)
     assert tokenizer.id_to_token(17) == "<SPECIAL_17>" and tokenizer.tokenize_marked("</s>") == [2]
     assert 2 not in tokenizer.tokenize("</s>") and 4 not in tokenizer.special_ids
-    own = TikTokenizer(json_file, "v2", num_special=4, names=["<s>", "</s>", "<unk>", "<|im_end|>"])
-    assert (own.bos, own.eod, own.pad, own.tokenize_marked("a<|im_end|>")[-1]) == (0, 1, None, 3)
+    local = TikTokenizer(json_file, "v2", num_special=4, names=["<s>", "</s>", "<unk>", "<|im_end|>"])
+    assert (local.bos, local.eod, local.pad, local.tokenize_marked("a<|im_end|>")[-1]) == (0, 1, None, 3)
 
 
 def test_the_plain_file_of_gpt2_is_gpt2():
@@ -114,13 +114,13 @@ def test_published_patterns_have_tiktokens_ids_and_their_name_says_which(tmp_pat
     tokenizer = TikTokenizer(path, None)
     texts = [*DIFFICULT.values(), "We'LL see 12345 it's\n\n  \nHTTPServer's"]
     assert [tokenizer.tokenize(text) for text in texts] == [theirs.encode_ordinary(text) for text in texts]
-    monkeypatch.setattr(ranks, "PUBLISHED_ENDS", {name: (3000, 3005)})
+    monkeypatch.setattr(tiktoken_module, "PUBLISHED_ENDS", {name: (3000, 3005)})
     published = TikTokenizer(path, name)
     assert (published.eod, published.vocab_size, tokenizer.eod) == (3005, 3006, 3000)
 
 
 def test_the_published_ends_are_tiktokens(monkeypatch):
-    for name, (count, end) in ranks.PUBLISHED_ENDS.items():
+    for name, (count, end) in tiktoken_module.PUBLISHED_ENDS.items():
         monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
         special = getattr(openai_public, f"{name}_base")()["special_tokens"]
         assert special["<|endoftext|>"] == end == count + 1

@@ -1,0 +1,60 @@
+"""Code speaks the language of the field: names that only this repository used to have do not come back.
+
+`NAMES` holds identifiers that no Python file may have, `LOCALS` names that say nothing about a value; a package joins
+`PACKAGES` when its names are the field's. What each is called now stands beside it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Identifiers that are gone everywhere: what to write instead.
+NAMES: Mapping[str, str] = MappingProxyType({
+    "Trail": "FlightRecorder", "Turns": "DualBatch", "Deferred": "WeightGradStore", "GradientSum": "MainGrad", "Rings": "OverlappedMatmuls",
+    "NarrowAdam": "LowPrecisionAdam", "put_aside": "offload_activations", "see_through": "wait_for_axis",
+})
+
+# Names of variables that say nothing about the value.
+LOCALS: Mapping[str, str] = MappingProxyType({
+    "said": "message", "told": "message", "shown": "formatted", "meant": "expected", "wanted": "requested", "asked": "requested",
+    "found": "result",
+})
+
+# Packages whose variables have names that say what they hold.
+PACKAGES: Sequence[str] = ("megatron/core/tokenizers",)
+
+
+@cache
+def identifiers(path: Path) -> Mapping[str, int]:
+    """Every identifier of a file, and the first line that has it."""
+    lines: dict[str, int] = {}
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            lines.setdefault(token.string, token.start[0])
+    return lines
+
+
+def test_no_file_has_an_identifier_that_the_field_does_not_know() -> None:
+    banned = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
+    offences = [f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name} is called {NAMES[name]}"
+                for folder in ("megatron", "tools", "tasks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))
+                if path != Path(__file__).resolve() and banned.search(path.read_text())
+                for name in NAMES if name in identifiers(path)]
+    assert not offences, "\n".join(offences)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_variables_say_what_they_hold(package: str) -> None:
+    offences = [f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name}: say what it holds, for example {LOCALS[name]}"
+                for path in sorted((ROOT / package).rglob("*.py")) for name in LOCALS if name in identifiers(path)]
+    assert not offences, "\n".join(offences)
