@@ -63,6 +63,8 @@ CASES = {case.name: case for case in (
     Case("gqa-distributed", GQA, optimizer="distributed"), Case("gqa-reshardable", GQA, optimizer="reshardable"),
     Case("gqa-distributed-torch", {**GQA, **_TORCH}, optimizer="distributed"),
     Case("dense-distributed-torch", _TORCH, optimizer="distributed"),
+    # In the layout of Megatron FSDP, which itself runs on GPUs alone: see `fsdp_state` in run_peer.py.
+    Case("gqa-fsdp", {**GQA, "ckpt_format": "fsdp_dtensor"}, ranks=2), Case("deepseek-fsdp", {**DEEPSEEK, "ckpt_format": "fsdp_dtensor"}, ranks=2),
     # Flat buffers of two data-parallel ranks, of two expert ranks, of two tensor ranks.
     Case("deepseek-distributed", DEEPSEEK, ranks=2, optimizer="distributed"),
     Case("deepseek-reshardable", DEEPSEEK, ranks=2, optimizer="reshardable"),

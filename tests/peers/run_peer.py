@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.tensor import Shard, distribute_tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -197,6 +200,36 @@ def sharded_optimizer(optimizer: Any, state: dict[str, Any], meta: dict[str, Any
     return optimizer.sharded_state_dict(state["model"] if name != "metadata" else state, **({name: told[name]} if name else {}))
 
 
+def fsdp_state(state: dict[str, Any], network: Any, optimizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The state of Megatron FSDP's format, which needs a GPU: values of this run, names and boxes from reading Megatron's source.
+
+    Parameters are DTensors over the data-parallel ranks; gated matrices are two. The halves of one have rows on some ranks only there.
+    """
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (args.world_size,))
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+
+    def spread(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        gated = args.swiglu and re.search(r"linear_fc1\.weight\d*$", name)
+        parts = {f"{name}_w": tensor.chunk(2)[0], f"{name}_v": tensor.chunk(2)[1]} if gated else {name: tensor}
+        return {name: distribute_tensor(part.detach().clone(), mesh, [Shard(0)]) for name, part in parts.items()}
+
+    moments: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Any] = {}
+    for group in inner.optimizer.param_groups:
+        for parameter in group["params"]:
+            name, one = f"module.module.{names[parameter]}", inner.optimizer.state[parameter]
+            groups[name] = {key: value for key, value in group.items() if key != "params"} | {"step": int(one["step"])}
+            for slot in ("exp_avg", "exp_avg_sq"):
+                for half, tensor in spread(name, one[slot]).items():
+                    moments.setdefault(half, {})[slot] = tensor
+    weights = {key: one for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)
+               for key, one in spread(f"module.{name}", value).items()}
+    rest = {name: value for name, value in state.items() if name not in ("model", "optimizer", "rng_state")}
+    return {**rest, "model": weights, "optimizer": {"state": moments, "param_to_group_meta": groups},
+            "rng_state": {"(0, 0)": [{"torch_rng_state": torch.get_rng_state()}]}}
+
+
 def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, schedule: Any, iteration: int) -> None:
     """Write a checkpoint where and as Megatron-LM does."""
     place = folder / "checkpoints" / f"iter_{iteration:07d}"
@@ -213,7 +246,11 @@ def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, sch
     state["optimizer"] = sharded_optimizer(optimizer, state, meta) if sharded else optimizer.state_dict()
     state |= {"opt_param_scheduler": schedule.state_dict(), "rng_state": random_states(args),
               "num_floating_point_operations_so_far": 12345}
-    if sharded:
+    if args.ckpt_format == "fsdp_dtensor":
+        place.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        checkpoint.save(fsdp_state(state, network, optimizer, args), checkpoint_id=place)
+    elif sharded:
         place.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy("torch_dist")

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
 from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflattened
+from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
@@ -77,9 +78,10 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     vocabulary count as ids. Raises `CheckpointError` for a folder that is damaged, or holds no model with our names.
     """
     folder = Path(folder)
-    index = _read_index(folder / ".metadata")
-    tensors, texts = _entries(index, folder)
-    common = _common(folder, texts)
+    tensors, texts = _entries(_read_index(folder / ".metadata"), folder)
+    common = _common(folder, texts, tensors)
+    if is_fsdp((*texts, *tensors)):
+        tensors = as_distributed(tensors)
     tensors, skipped = _with_state(tensors, texts, folder, attributes(common.get("args")))
     parts = _by_our_names(tensors)
     words = parts.get("model.embedding.word_embeddings.weight")
@@ -101,19 +103,28 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
 
 
 def is_torch_dist(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint in this format."""
+    """Whether a folder holds a checkpoint in this format, or in that of Megatron FSDP."""
+    folder = Path(folder)
+    if not (folder / ".metadata").is_file():
+        return False
     try:
-        mark = json.loads(read_file(DISK, Path(folder) / "metadata.json"))
+        mark = json.loads(read_file(DISK, folder / "metadata.json"))
+        return isinstance(mark, dict) and mark.get("sharded_backend") == "torch_dist"
+    except FileNotFoundError:  # written last, and by Megatron FSDP not at all
+        pass
     except (OSError, ValueError):
         return False
-    return isinstance(mark, dict) and mark.get("sharded_backend") == "torch_dist" and (Path(folder) / ".metadata").is_file()
+    try:
+        return is_fsdp(getattr(_read_index(folder / ".metadata"), "state_dict_metadata", ()))
+    except CheckpointError:
+        return False
 
 
 def torch_dist_arguments(folder: str | Path) -> dict[str, Any]:
     """The arguments of the run that saved a folder; empty when it has none."""
     folder = Path(folder)
-    texts = {} if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)[1]
-    return attributes(_common(folder, texts).get("args"))
+    tensors, texts = ({}, {}) if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)
+    return attributes(_common(folder, texts, tensors).get("args"))
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -195,8 +206,12 @@ def _dtype(properties: Any) -> torch.dtype:
     return found
 
 
-def _common(folder: Path, texts: Mapping[str, Chunk]) -> dict[str, Any]:
+def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """What is no tensor: arguments, counters, the optimizer's groups."""
+    if is_fsdp((*texts, *tensors)):
+        steps = [*(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+                 *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name))]
+        return {**{name: _object(texts[name], folder, name) for name in COMMON if name in texts}, "optimizer": [{"step": step} for step in steps]}
     if (folder / "common.pt").is_file():
         found = read_torch_file(folder / "common.pt")
         return found if isinstance(found, dict) else {}

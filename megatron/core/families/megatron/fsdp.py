@@ -1,0 +1,81 @@
+"""Megatron FSDP's format (`--ckpt-format fsdp_dtensor`), told in the names of the distributed format.
+
+    .metadata, __R_N.distcp                                torch.distributed.checkpoint of one nested state, its names joined with dots
+    model.module.<parameter>                               weights, layer by layer and expert by expert
+    optimizer.state.module.<parameter>.exp_avg             Adam's moments
+    optimizer.param_to_group_meta.module.<parameter>.step  how many updates it has made (or `step` beside the moments)
+    args, iteration, ...                                   what is no tensor
+
+There is no metadata.json. How often `module.` stands before a parameter depends on what wraps the network. The halves of a
+gated matrix are apart, `<parameter>_w` and `<parameter>_v`: its rows are cut over ranks, and each rank has rows of both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.families.megatron.stored import Chunk, Stored
+from megatron.core.parallel.boxes import Box
+
+_WEIGHT = re.compile(r"^model\.(?:module\.)*(.+)$")
+_MOMENT = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq|fp32_param|param)$")
+STEP = re.compile(r"^optimizer\.(state|param_to_group_meta)\..+\.step$")
+COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
+_HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$")
+
+
+def is_fsdp(names: Collection[str]) -> bool:
+    """Whether names of an index are of this format."""
+    return "args" in names and any(name.startswith("model.module.") for name in names)
+
+
+def as_distributed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Entries under the names of the distributed format: weights by their own, moments as `optimizer.state.<slot>.<parameter>`."""
+    found: dict[str, Stored] = {}
+    for key, stored in tensors.items():
+        moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
+        if moment:
+            found[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
+        elif weight:
+            found[weight[1]] = stored
+    return _stacked(_joined(found))
+
+
+def _joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Both halves of a gated matrix as one, the second below the first."""
+    found = {}
+    for key, stored in entries.items():
+        half = _HALF.match(key)
+        if not half:
+            found[key] = stored
+        elif half[2] == "w" and f"{half[1]}_v" in entries:
+            below = entries[f"{half[1]}_v"]
+            rows, shift = stored.shape[0], (stored.shape[0], *(0,) * (len(stored.shape) - 1))
+            chunks = (*stored.chunks, *(replace(chunk, box=chunk.box.shifted(shift)) for chunk in below.chunks))
+            found[half[1]] = Stored(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
+    return found
+
+
+def _stacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Experts as one tensor with a leading axis."""
+    found, stacks = {}, dict[str, dict[int, Stored]]()
+    for key, stored in entries.items():
+        one = _EXPERT.match(key)
+        if not one:
+            found[key] = stored
+            continue
+        matrix, kind, expert = (one[3], one[4], one[2]) if one[2] else (one[5], one[6], one[7])
+        stacks.setdefault(f"{one[1]}.{matrix}.{kind}", {})[int(expert)] = stored
+    for key, experts in stacks.items():
+        first = next(iter(experts.values()))
+        chunks = tuple(_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
+        found[key] = Stored(key, (len(experts), *first.shape), first.dtype, chunks)
+    return found
+
+
+def _of_expert(chunk: Any, expert: int) -> Chunk:
+    return replace(chunk, box=Box((expert, *chunk.box.offset), (1, *chunk.box.shape)))
