@@ -116,7 +116,8 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own", role="network")
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
     norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
-    apply_layernorm_1p: bool = flag(False, "store each norm's weight minus one, so that weight decay pulls to one", role="network")
+    apply_layernorm_1p: bool = flag(
+        False, "store each norm's weight minus one, where half precision has finer steps; norms have no weight decay either way", role="network")
     add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear", role="network")
     add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")
@@ -149,7 +150,8 @@ class ModelConfig:
     init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule", role="training")
     hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers", role="training")
     attention_dropout: float = flag(0.1, "dropout of attention probabilities", role="training")
-    apply_residual_connection_post_layernorm: bool = flag(False, "the residual starts after the norm (original BERT)", role="network")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "the residual starts after the norm (original BERT); Megatron Core accepts this flag and passes over it", role="network")
     norm_after_residual: bool = flag(
         False, "norms stand after each residual sum and none ends the network (published BERT)", role="network")
     sandwich_norm: bool = flag(False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)", role="network")

@@ -73,8 +73,8 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "decay of the second moment", role="training")
     adam_eps: float = flag(1e-8, "added to the root of the second moment", role="training")
     sgd_momentum: float = flag(0.9, "momentum of SGD", role="training")
-    lion_beta1: float = flag(0.9, "Lion: share of the momentum in the direction of a step", role="training")
-    lion_beta2: float = flag(0.99, "Lion: decay of the momentum", role="training")
+    lion_beta1: float = flag(0.95, "Lion: share of the momentum in the direction of a step (its paper: 0.9)", role="training")
+    lion_beta2: float = flag(0.98, "Lion: decay of the momentum (its paper: 0.99)", role="training")
     adafactor_decay_rate: float = flag(0.8, "Adafactor: in step n the newest squares count n to the power of minus this", role="training")
     adafactor_clip_threshold: float = flag(1.0, "Adafactor: largest root mean square of a direction", role="training")
     adafactor_min_rms: float = flag(

@@ -149,7 +149,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("number-formats", 1, {"bf16": True, "loss_scale": 128.0}, ("--loss-scale 128",)),
     ("number-formats", 1, {"grad_reduce_in_bf16": True}, ("--grad-reduce-in-bf16",)),
     ("update-rule", 1, {"optimizer": "sgd", "muon_momentum": 0.95}, ("--muon-momentum", "--optimizer muon")),
-    ("update-rule", 1, {"lion_beta1": 0.95}, ("--lion-beta1", "--optimizer lion")),
+    ("update-rule", 1, {"lion_beta1": 0.9}, ("--lion-beta1", "--optimizer lion")),
     ("update-rule", 1, {"optimizer": "muon", "muon_momentum": 1.0, "muon_num_ns_steps": 0, "muon_extra_scale_factor": 0.0},
      ("--muon-momentum 1", "give 5", "must be above 0")),
     ("update-rule", 1, {"optimizer": "muon", "optimizer_cpu_offload": True}, ("no work for a CPU", "choose adam")),
