@@ -71,6 +71,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     limits.add_argument("--max-prompts", type=int, default=usual.prompts, metavar="N", help=f"texts of one call (default: {usual.prompts})")
     limits.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: the positions of the network")
     limits.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the positions of the network")
+    limits.add_argument("--max-connections", type=int, default=usual.connections, metavar="N",
+                        help=f"clients that may be connected at once; each is a file to the system, see `ulimit -n` (default: {usual.connections})")
     limits.add_argument("--drain-seconds", type=float, default=20.0, metavar="S",
                         help="how long requests may go on after SIGTERM; launchers kill 30 s after it (default: 20)")
     files = parser.add_argument_group("tokenizer", "Other files than the run was given; with a type, instead of all its settings.")
@@ -123,7 +125,8 @@ def main() -> None:
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = launcher_place()
     token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
-    limits = Limits(given.max_body_bytes, given.max_prompts, given.max_prompt_tokens, given.max_new_tokens)
+    limits = Limits(given.max_body_bytes, given.max_prompts, given.max_prompt_tokens, given.max_new_tokens,
+                    connections=given.max_connections)
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}

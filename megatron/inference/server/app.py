@@ -27,13 +27,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from megatron.inference.server import openai, put_api
 from megatron.inference.server.request_handling import PendingRequests, ClientDisconnected, Searches, until_disconnected
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.fields import Refused
 from megatron.inference.server.metrics import CONTENT_TYPE, exposition
-from megatron.inference.server.serving import Serving
+from megatron.inference.server.serving import Limits, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,14 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class RequestFilter:
-    """Around the app: checks the host and the token, counts and logs answers. No prompt and no answer is ever logged."""
+    """Around the app: checks the host and the token, counts and logs answers. No prompt and no answer is ever logged.
+
+    limits: those of connections are read where they come in.
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, hosts: Collection[str],
-                 answers: Counter[tuple[str, int]]) -> None:
+                 answers: Counter[tuple[str, int]], limits: Limits) -> None:
+        self.limits = limits
         self._app, self._token, self._hosts, self._answers = app, token, frozenset(hosts), answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +121,7 @@ def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", ho
     async def gone(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    return RequestFilter(app, token, hosts, answers)
+    return RequestFilter(app, token, hosts, answers, serving.limits)
 
 
 def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
@@ -209,7 +214,7 @@ async def awake(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]
 
 
 async def body_of(request: Request, serving: Serving) -> bytes:
-    """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON."""
+    """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON; `ClientDisconnected`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused("the header Content-Type must be application/json", 415)
@@ -225,6 +230,8 @@ async def body_of(request: Request, serving: Serving) -> bytes:
         await asyncio.wait_for(collect(), serving.limits.read_seconds)
     except asyncio.TimeoutError:
         raise Refused(f"the body did not come within {serving.limits.read_seconds} s", 408, {"Connection": "close"}) from None
+    except ClientDisconnect:  # starlette's
+        raise ClientDisconnected from None
     return bytes(parts)
 
 

@@ -19,6 +19,7 @@ import uvicorn
 from megatron.core.config.flags import ConfigError
 from megatron.inference.engine import Engine
 from megatron.inference.server.app import RequestFilter
+from megatron.inference.server.connections import Connection
 from megatron.inference.service import Service
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: RequestFilter, service: Service, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off",
-                                        ws="none", timeout_graceful_shutdown=_LEAVING_SECONDS))
+                                        ws="none", http=Connection, timeout_graceful_shutdown=_LEAVING_SECONDS))
         self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divide
 class Limits:
     """Of one call. prompt_tokens, new_tokens: None leaves them to the engine. searches: beam searches at once, of all calls.
     read_seconds: for a body to arrive. silence_seconds: without a word in a stream, before a sign of life is sent.
+    connections: at once; 900 are within the 1024 files that systems let a process open. header_seconds: for a connection to begin a call.
     """
 
     body_bytes: int = 2**20
@@ -28,6 +29,8 @@ class Limits:
     searches: int = 4
     read_seconds: float = 30.0
     silence_seconds: float = 15.0
+    connections: int = 900
+    header_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,82 @@
+"""Clients that connect and then say nothing, or half of something: they are closed, and keep nobody out."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
+
+from megatron.inference.server.serving import Limits
+from tests.unit.inference.clients import Running, bytes_engine, serving, until
+
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+EVER = 3600.0
+
+
+@contextmanager
+def connected(server: Running, *said: bytes) -> Iterator[list[socket.socket]]:
+    """Clients, each of which says this first."""
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=120) for _ in said]
+    try:
+        for client, words in zip(clients, said, strict=True):
+            client.sendall(words)
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def rest(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    found = b""
+    try:
+        while part := client.recv(1 << 16):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("said, answer", [
+    (b"", b"HTTP/1.1 408 "), (HEADERS[:20], b"HTTP/1.1 408 "), (HEADERS, b"HTTP/1.1 408 "), (HEADERS + b"\r\n{", b"HTTP/1.1 408 "),
+    (HEALTH + b"\r\n" + HEALTH, b"HTTP/1.1 200 "), (HEALTH + b"Content-Length: 9\r\n\r\n123", b"HTTP/1.1 200 ")],
+    ids=["nothing", "half a line", "half the headers", "half a body", "half of a second call", "a body that goes on after the answer"])
+def test_who_says_half_of_something_is_closed(said: bytes, answer: bytes) -> None:
+    with serving(bytes_engine(), limits=Limits(header_seconds=0.2, read_seconds=0.2)) as server, connected(server, said) as (client,):
+        found = rest(client)
+        assert found.startswith(answer) and found.count(b"HTTP/1.1") == 1, found
+        until(lambda: not server.server.server_state.connections)
+
+
+def test_three_hundred_half_sent_headers_keep_nobody_out() -> None:
+    limits = Limits(connections=8, header_seconds=EVER)
+    with serving(bytes_engine(), limits=limits) as server, connected(server, *[HEADERS] * 300) as clients:
+        assert server.ask("GET", "/health").status == 200
+        assert server.complete(prompt="a", max_tokens=2).status == 200
+        assert len(server.server.server_state.connections) <= 8
+        assert {rest(client)[:12] for client in clients[:100]} <= {b"HTTP/1.1 408", b""}, "the first of them made room"
+
+
+def test_where_all_wait_for_answers_a_new_connection_is_told_to_come_again() -> None:
+    limits = Limits(connections=2, header_seconds=EVER, read_seconds=EVER)
+    with serving(bytes_engine(), limits=limits) as server, connected(server, HEADERS + b"\r\n", HEADERS + b"\r\n") as calls:
+        until(lambda: len(server.server.server_state.tasks) == 2)
+        with connected(server, HEALTH) as (client,):
+            assert rest(client).startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
+        calls[0].sendall(b" " * 50)
+        assert calls[0].recv(1 << 16).startswith(b"HTTP/1.1 400 "), "the calls that there are go on"
+        assert server.ask("GET", "/health").status == 200, "and one that was answered makes room"
+
+
+def test_who_leaves_in_the_middle_of_a_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(bytes_engine()) as server:
+        with connected(server, HEADERS + b"\r\n{"):
+            until(lambda: server.server.server_state.tasks)
+        until(lambda: not server.server.server_state.tasks)
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
