@@ -16,7 +16,7 @@ from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import unpack
-from tests.peers.test_continuation import demand_its_losses, losses_of_continuation, losses_of_megatron
+from tests.peers.test_continuation import demand_its_steps, steps_of_continuation, steps_of_megatron
 from tools.checkpoint import convert
 
 BUFFERS = ("expert_bias",)  # parts of a network that are not trained
@@ -41,8 +41,8 @@ def test_a_converted_checkpoint_has_the_names_of_its_network_and_nothing_else(na
 def test_a_run_goes_on_from_a_converted_checkpoint_with_megatrons_losses(tmp_path: Path) -> None:
     folder = unpack("deepseek", tmp_path)
     convert.main(["--load", str(folder / "checkpoints"), "--save", str(tmp_path / "ours"), "--saver", "own"])
-    demand_its_losses(losses_of_continuation(folder, "--load", str(tmp_path / "ours"), "--seq-length", str(RUN["seq_length"]), "--no-load-rng"),
-                      losses_of_megatron(folder))
+    demand_its_steps(steps_of_continuation(folder, "--load", str(tmp_path / "ours"), "--seq-length", str(RUN["seq_length"]), "--no-load-rng"),
+                      steps_of_megatron(folder))
 
 
 STRANGERS = ("decoder.layers.0.mixer.in_proj.weight", "mtp.layers.0.another_layer.mlp.linear_fc1.weight",
