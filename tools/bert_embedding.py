@@ -35,7 +35,7 @@ from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, spans_of
 from megatron.core.datasets.ingest.records import BLANK, read_records
-from megatron.core.datasets.ingest.source import Place
+from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.datasets.marks import bare_ids
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
@@ -155,7 +155,7 @@ def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
     """The texts of all inputs, some at a time. `DataError` names the first lines that cannot be read."""
     spans = spans_of(find_sources(words, "auto", "line"), None)
     behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
-    for chunk in read_spans(spans, [key], Place()):
+    for chunk in read_spans(spans, [key], SourcePosition()):
         span = spans[chunk.start.span]
         records = read_records(chunk, [key])
         bad = [f"{name_record(span, number)}: {reason}" for reason, drop in records.drops.items() if reason != BLANK

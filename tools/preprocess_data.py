@@ -27,10 +27,10 @@ if importlib.util.find_spec("megatron") is None:  # run from a checkout that is 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, refuse
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.encode import Job
+from megatron.core.datasets.ingest.encode import EncodeOptions
 from megatron.core.datasets.ingest.inputs import find_sources
 from megatron.core.datasets.ingest.journal import Totals
-from megatron.core.datasets.ingest.pipeline import Order, describe_drops, measure, preprocess
+from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure, preprocess
 from megatron.core.datasets.ingest.source import STANDARD_INPUT
 
 
@@ -126,7 +126,7 @@ def _shard(word: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def order_of(args: argparse.Namespace) -> Order:
+def order_of(args: argparse.Namespace) -> PreprocessOptions:
     """What the flags ask for."""
     sources = find_sources(args.input, args.input_format, args.text_documents)
     plain = [source.path for source in sources if source.kind in ("lines", "document")]
@@ -140,9 +140,9 @@ def order_of(args: argparse.Namespace) -> Order:
         *["--find-optimal-num-workers reads the input again and again: give a file instead of -"
           for _ in range(args.find_optimal_num_workers and STANDARD_INPUT in args.input)],
     ])
-    job = Job(from_namespace(TokenizerConfig, args), tuple(args.json_keys), args.append_eod,
+    job = EncodeOptions(from_namespace(TokenizerConfig, args), tuple(args.json_keys), args.append_eod,
               args.lang if args.split_sentences else None, args.keep_newlines)
-    return Order(sources, job, args.output_prefix, args.shard, args.on_bad_line, args.workers, args.journal_interval,
+    return PreprocessOptions(sources, job, args.output_prefix, args.shard, args.on_bad_line, args.workers, args.journal_interval,
                  args.restart)
 
 

@@ -28,7 +28,7 @@ from megatron.core.config.flags import ConfigError, add_arguments, from_namespac
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.inputs import find_sources, read_spans, spans_of
 from megatron.core.datasets.ingest.records import read_records
-from megatron.core.datasets.ingest.source import Place
+from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
@@ -100,7 +100,7 @@ def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
     dropped: dict[str, int] = {}
     documents = 0
     with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:
-        for chunk in read_spans(spans, [key], Place()):
+        for chunk in read_spans(spans, [key], SourcePosition()):
             records = read_records(chunk, [key])
             for reason, drop in records.drops.items():
                 dropped[reason] = dropped.get(reason, 0) + drop.count

@@ -95,17 +95,17 @@ class BERTDataset:
     def sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from, before words were hidden."""
         _, texts, _, _ = self._texts(index)
-        found, start = [], 1
+        result, start = [], 1
         for text in texts:
-            found += self.map.spans(text.first, text.last, text.low, text.high, start)
+            result += self.map.spans(text.first, text.last, text.low, text.high, start)
             start += text.high - text.low + 1
-        return found
+        return result
 
     def holding(self, document: int) -> np.ndarray:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
         return self.map.holding(document)
 
-    def _texts(self, index: int) -> tuple[np.random.RandomState, list[_Text], bool, int]:
+    def _texts(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
         """The sample's generator, its one or two texts as cut to the target length, whether they are a wrong pair, and that
         length.
         """
@@ -125,18 +125,18 @@ class BERTDataset:
         _shorten(texts, target, random)
         return random, texts, is_random, target
 
-    def _text(self, first: int, last: int) -> _Text:
+    def _text(self, first: int, last: int) -> _TextRange:
         length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
-        return _Text(first, last, length, 0, length)
+        return _TextRange(first, last, length, 0, length)
 
-    def _ids(self, text: _Text) -> list[int]:
+    def _ids(self, text: _TextRange) -> list[int]:
         ids = self.map.ids(text.first, text.last)[text.low:text.high]
         check_ids(ids, len(self.options.continues), self.prefix)
         return ids
 
 
 @dataclass(slots=True)
-class _Text:
+class _TextRange:
     """Tokens [low, high) of the `length` tokens of sentences [first, last)."""
 
     first: int
@@ -146,7 +146,7 @@ class _Text:
     high: int
 
 
-def _shorten(texts: list[_Text], target: int, random: np.random.RandomState) -> None:
+def _shorten(texts: list[_TextRange], target: int, random: np.random.RandomState) -> None:
     """Take tokens away one by one, from the longer text (the last of equals), at its front or its back, until all fit."""
     excess = sum(text.length for text in texts) - target
     for draw in random.random_sample(max(0, excess)):

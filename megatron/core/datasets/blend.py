@@ -118,20 +118,20 @@ def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> tup
     samples: how many will be drawn of each; None for one pass over the data, 0 for no dataset. A dataset is None when it
     has no data or no samples.
     """
-    wanted = [(plan, count) if plan and count != 0 else None for plan, count in zip(plan_splits(config), samples)]
-    prefixes = list(dict.fromkeys(prefix for job in wanted if job for prefix in job[0].blend.prefixes))
+    requested = [(plan, count) if plan and count != 0 else None for plan, count in zip(plan_splits(config), samples)]
+    prefixes = list(dict.fromkeys(prefix for job in requested if job for prefix in job[0].blend.prefixes))
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as threads:
         sources = dict(zip(prefixes, threads.map(kind.open, prefixes)))
         builder = _Builder(config, kind, sources, threads.map)
-        built = [builder.build(*job) if job else None for job in wanted]
-    for dataset, job in zip(built, wanted):
+        built = [builder.build(*job) if job else None for job in requested]
+    for dataset, job in zip(built, requested):
         if dataset is not None:
             _report(dataset, *job, most_epochs=config.warn_epochs)
     return tuple(built)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class PrefixUsage:
     """What a run draws from one source: samples, the tokens they hold, and how often that goes through the source."""
 
     prefix: str
@@ -141,7 +141,7 @@ class Use:
     epochs: float
 
 
-def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Use]:
+def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[PrefixUsage]:
     """What each source gives to `samples` samples of the dataset (None: to all). Beyond its end it begins again."""
     count = len(dataset) if samples is None else samples
     if isinstance(dataset, BlendedDataset):
@@ -151,7 +151,7 @@ def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Use]
     else:
         parts, weights, drawn = (dataset,), (1.0,), (count,)
     epochs = [number / part.samples_per_epoch for number, part in zip(drawn, parts)]
-    return [Use(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
+    return [PrefixUsage(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
             for part, weight, number, times in zip(parts, weights, drawn, epochs)]
 
 

@@ -59,11 +59,11 @@ class ChatDataset:
         lengths = np.array(source.sequence_lengths[first:stop], np.int64)
         long = np.flatnonzero(lengths > sequence_length + 1)
         unanswered = [place for place in long.tolist() if not (source.get(first + place, 1, sequence_length) >= 0).any()]
-        kept = np.delete(np.arange(len(lengths)), unanswered)
-        if len(kept) == 0:
+        retained = np.delete(np.arange(len(lengths)), unanswered)
+        if len(retained) == 0:
             raise DataError(f"the {split} split of {self.prefix} holds {len(lengths)} conversations, and none with an answer "
                             f"within {sequence_length + 1} tokens; give it more, or a larger --seq-length")
-        sizes = np.minimum(lengths[kept] - 1, sequence_length)
+        sizes = np.minimum(lengths[retained] - 1, sequence_length)
         self.description = {
             "class": type(self).__name__,
             "prefix": self.prefix,
@@ -75,9 +75,9 @@ class ChatDataset:
         }  # not the number of samples: the plan is the same for any
         arrays = load_or_build(
             cache, f"{type(self).__name__}-{split}", self.description,
-            {"order": ((len(kept),), np.int64), "last_of_pack": ((len(kept),), bool)},
+            {"order": ((len(retained),), np.int64), "last_of_pack": ((len(retained),), bool)},
             lambda: dict(zip(("order", "last_of_pack"), plan_packs(sizes, sequence_length, seed))))
-        self._conversations = first + kept[arrays["order"]]
+        self._conversations = first + retained[arrays["order"]]
         ends = np.flatnonzero(arrays["last_of_pack"]) + 1
         self._packs = np.concatenate([[0], ends])
         epochs = max(1, -(-(num_samples or 0) // len(ends)))
@@ -86,7 +86,7 @@ class ChatDataset:
         self._places = np.arange(sequence_length)
         self.tokens_per_epoch, self.samples_per_epoch = int(sizes.sum()), float(len(ends))
         logger.info("%s (%s): %d conversations in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
-                    "left out since no answer is within the cut", self.prefix, split, len(kept), len(ends), sequence_length,
+                    "left out since no answer is within the cut", self.prefix, split, len(retained), len(ends), sequence_length,
                     100 * self.fill, len(long) - len(unanswered), len(unanswered))
 
     @property
@@ -133,8 +133,8 @@ class ChatDataset:
     def holding(self, document: int) -> np.ndarray:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
         first, stop = self.source.document_indices[document:document + 2].tolist()
-        own = np.flatnonzero((self._conversations >= first) & (self._conversations < stop))
-        packs = np.searchsorted(self._packs, own, side="right") - 1
+        local = np.flatnonzero((self._conversations >= first) & (self._conversations < stop))
+        packs = np.searchsorted(self._packs, local, side="right") - 1
         return np.flatnonzero(np.isin(self._order, packs))
 
     def _pack(self, index: int) -> Sequence[int]:

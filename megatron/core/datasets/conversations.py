@@ -24,7 +24,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import frame, named_tokens
-from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, Piece, Template
+from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, TemplateSegment, Template
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 
 AT_ONCE = 256  # lines that are tokenized together
@@ -57,7 +57,7 @@ class Encoder:
         self.template = Template(text, bos=bos, eos=eos, marks=list(self.marks))
         self.identity = {"tokenizer": fingerprint(tokenizer)["hash"], "template": text}
 
-    def encode(self, conversations: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
+    def encode(self, conversations: Sequence[Sequence[TemplateSegment]]) -> list[np.ndarray]:
         """The ids of each conversation, ~id where it is not learnt. Raises `ValueError` for text that has none. int32 [t]
 
         Each piece is tokenized by itself, as a prompt is when the model is asked. Where the tokenizer gives the same ids
@@ -75,7 +75,7 @@ class Encoder:
         encoded = (ids[first:last] for first, last in spans)
         return [self._joined(conversation, encoded) for conversation in conversations]
 
-    def _joined(self, conversation: Sequence[Piece], encoded: Iterator[np.ndarray]) -> np.ndarray:
+    def _joined(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
         parts: list[np.ndarray] = []
         before: np.ndarray | None = None  # ids of the text just before, by itself
         for piece in conversation:
@@ -109,11 +109,11 @@ def conversations_of(line: bytes) -> list[tuple[list[Message], Any]]:
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise DataError(f'message {number} has no text as "content"')
     starts = [place for place, message in enumerate(messages) if place == 0 or message["role"] == "system"]
-    found = [messages[first:last] for first, last in zip(starts, [*starts[1:], len(messages)])]
-    for conversation in found:
+    result = [messages[first:last] for first, last in zip(starts, [*starts[1:], len(messages)])]
+    for conversation in result:
         if all(message["role"] != "assistant" for message in conversation):
             raise DataError("a conversation without an answer: none of its messages has the role assistant")
-    return [(conversation, row.get("tools")) for conversation in found]
+    return [(conversation, row.get("tools")) for conversation in result]
 
 
 class Conversations:
@@ -149,16 +149,16 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
     with open(path, "rb") as file:
         numbered = enumerate(file, 1)
         while rows := list(islice(numbered, AT_ONCE)):
-            found: list[list[list[Piece]]] = []
+            result: list[list[list[TemplateSegment]]] = []
             for number, line in rows:
                 try:
-                    found.append([encoder.template.pieces(*conversation) for conversation in conversations_of(line)])
+                    result.append([encoder.template.pieces(*conversation) for conversation in conversations_of(line)])
                 except EndlessTemplate as error:  # all lines would take as long
                     raise DataError(f"{path}, line {number}: {error}") from error
                 except DataError as error:
                     bad.append((number, str(error)))
-                    found.append([])
-            for (number, _), sequences in zip(rows, _encoded(encoder, found)):
+                    result.append([])
+            for (number, _), sequences in zip(rows, _encoded(encoder, result)):
                 if isinstance(sequences, str):
                     bad.append((number, sequences))
                     continue
@@ -168,13 +168,13 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
                 lines.append(len(starts) - 1)
     if bad:
         bad.sort()
-        told = "\n".join(f"  {path}, line {number}: {problem}" for number, problem in bad[:MOST_TOLD])
+        message = "\n".join(f"  {path}, line {number}: {problem}" for number, problem in bad[:MOST_TOLD])
         more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
-        raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{told}{more}")
+        raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{message}{more}")
     return {"ids": np.frombuffer(ids, np.int32), "starts": np.frombuffer(starts, np.int64), "lines": np.frombuffer(lines, np.int64)}
 
 
-def _encoded(encoder: Encoder, lines: Sequence[Sequence[Sequence[Piece]]]) -> list[list[np.ndarray] | str]:
+def _encoded(encoder: Encoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]) -> list[list[np.ndarray] | str]:
     """The sequences of each line, or what is wrong with its text."""
     try:
         ids = iter(encoder.encode(list(chain.from_iterable(lines))))

@@ -27,7 +27,7 @@ MOST_BROKEN = 3  # bytes of a character that a window can cut off, at either end
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class FIMTokens:
     """Ids with a meaning for fill-in-the-middle. split: cuts a document into fragments, or None. pad: fills short samples."""
 
     prefix: int
@@ -48,7 +48,7 @@ class FillInTheMiddle:
     """
 
     tokenizer: Tokenizer
-    marks: Marks
+    marks: FIMTokens
     seed: int
     rate: float
     spm_rate: float
@@ -121,7 +121,7 @@ def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad
     refuse(["--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
             + ", ".join(order)] if len({*order}) < 3 else [])
     prefix, middle, suffix = (ids[name] for name in order)
-    marks = Marks(prefix, middle, suffix, eod=ids.get(fill.fim_eod_token, tokenizer.eod),
+    marks = FIMTokens(prefix, middle, suffix, eod=ids.get(fill.fim_eod_token, tokenizer.eod),
                   pad=ids.get(fill.fim_pad_token, pad), split=ids.get(fill.fim_split_sample))
     return FillInTheMiddle(tokenizer, marks, seed, rate=fill.fim_rate, spm_rate=fill.fim_spm_rate,
                            fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,

@@ -153,8 +153,8 @@ class GPTDataset:
         if not 0 <= document < count:
             raise DataError(f"{self.prefix} has no document {document}; it has documents 0 to {count - 1}")
         sequences = range(*self.source.document_indices[document:document + 2].tolist())
-        own = (self.document_index >= sequences.start) & (self.document_index < sequences.stop)
-        positions = np.flatnonzero(own)
+        local = (self.document_index >= sequences.start) & (self.document_index < sequences.stop)
+        positions = np.flatnonzero(local)
         positions = positions[self.source.sequence_lengths[self.document_index[positions]] > 0]
         begins = np.searchsorted(self.sample_index[1:, 0], positions, side="left")
         ends = np.searchsorted(self.sample_index[:-1, 0], positions, side="right")

@@ -15,7 +15,7 @@ from megatron.core.datasets.sidecar import CHECKSUM, Sidecar, sidecar_path
 AT_ONCE = 2**16  # what is computed on the way stays in the processor's cache
 
 
-class Findings:
+class DatasetFindings:
     """How many entries are wrong, and which is the first."""
 
     def __init__(self) -> None:
@@ -23,10 +23,10 @@ class Findings:
 
     def add(self, wrong: np.ndarray, at: int) -> None:
         """wrong: which of the entries from number `at` on are."""
-        found = int(np.count_nonzero(wrong))
-        if found and not self.count:
+        result = int(np.count_nonzero(wrong))
+        if result and not self.count:
             self.first = at + int(wrong.argmax())
-        self.count += found
+        self.count += result
 
 
 def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int) -> list[str]:
@@ -35,7 +35,7 @@ def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, document
     path: what the index is called. itemsize: bytes of an id. Ends of the arrays are looked at by who opens it.
     """
     problems: list[str] = []
-    misplaced, falling, end = Findings(), Findings(), 0
+    misplaced, falling, end = DatasetFindings(), DatasetFindings(), 0
     for first in range(0, len(lengths), AT_ONCE):
         ends = end + np.cumsum(lengths[first : first + AT_ONCE], dtype=np.int64) * itemsize
         starts = offsets[first : first + AT_ONCE]
@@ -52,16 +52,16 @@ def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, document
     return problems
 
 
-def sidecar_problems(prefix: str, facts: Sidecar, found: Mapping[str, object], checksums: Mapping[str, str]) -> list[str]:
+def sidecar_problems(prefix: str, facts: Sidecar, measured: Mapping[str, object], checksums: Mapping[str, str]) -> list[str]:
     """A sentence for each fact of a sidecar that the pair contradicts.
 
-    found: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by their endings.
+    measured: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by their endings.
     """
     path = sidecar_path(prefix)
     problems = [f"{path} says {name} {getattr(facts, name)}, but the pair has {value}"
-                for name, value in found.items() if getattr(facts, name) != value]
+                for name, value in measured.items() if getattr(facts, name) != value]
     for ending, value in checksums.items():
-        told = facts.checksums.get(ending)
-        if told is not None and told.startswith(f"{CHECKSUM}:") and told != f"{CHECKSUM}:{value}":
-            problems.append(f"{prefix}.{ending} has the checksum {CHECKSUM}:{value}, but was written with {told}")
+        recorded = facts.checksums.get(ending)
+        if recorded is not None and recorded.startswith(f"{CHECKSUM}:") and recorded != f"{CHECKSUM}:{value}":
+            problems.append(f"{prefix}.{ending} has the checksum {CHECKSUM}:{value}, but was written with {recorded}")
     return problems

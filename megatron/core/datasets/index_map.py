@@ -62,21 +62,21 @@ class EpochPlan:
         return self.samples_before_last < self.samples
 
 
-def plan_epochs(tokens: int, wanted: int | None, *, sequence_length: int, keep_partial: bool = False) -> EpochPlan:
-    """The fewest epochs of `tokens` tokens that give `wanted` samples; one epoch when that is None.
+def plan_epochs(tokens: int, num_samples: int | None, *, sequence_length: int, keep_partial: bool = False) -> EpochPlan:
+    """The fewest epochs of `tokens` tokens that give `num_samples` samples; one epoch when that is None.
 
     keep_partial: a last sample that is not full counts too.
     """
     assert tokens > 0, "a split without tokens has no samples"
-    needed = tokens if wanted is None else wanted * sequence_length + 1
+    needed = tokens if num_samples is None else num_samples * sequence_length + 1
     epochs = max(1, -(-needed // tokens))
     available = epochs * tokens - 1  # the last token is only a label
     samples = -(-available // sequence_length) if keep_partial else available // sequence_length
-    if epochs == 1 or wanted is None:
+    if epochs == 1 or num_samples is None:
         return EpochPlan(epochs, samples, samples)
     before = ((epochs - 1) * tokens - 1) // sequence_length
     per_epoch = (tokens - 1) // sequence_length
-    separate = wanted - before < int(LAST_EPOCH_SHARE * per_epoch)
+    separate = num_samples - before < int(LAST_EPOCH_SHARE * per_epoch)
     return EpochPlan(epochs, samples, before if separate else samples)
 
 
@@ -197,10 +197,10 @@ def load_or_build(
         return build()
     text = json.dumps(description, indent=4)
     stem = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
-    entry = _Entry(cache.folder, stem, text, shapes)
-    found = entry.load()
-    if found is not None:
-        return found
+    entry = _CachedIndex(cache.folder, stem, text, shapes)
+    result = entry.load()
+    if result is not None:
+        return result
     with ExitStack() as stack:
         try:
             cache.folder.mkdir(parents=True, exist_ok=True)
@@ -210,9 +210,9 @@ def load_or_build(
             return build()
         if lock is not None:
             stack.callback(_unlock, entry.path("lock"), lock)
-            found = entry.load()  # by whoever held the lock before
-            if found is not None:
-                return found
+            result = entry.load()  # by whoever held the lock before
+            if result is not None:
+                return result
         arrays = build()
         try:
             entry.store(arrays)
@@ -224,7 +224,7 @@ def load_or_build(
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CachedIndex:
     """The files of one description: an .npy file an array, and, written last, the description with their checksums."""
 
     folder: Path
@@ -238,14 +238,14 @@ class _Entry:
 
     def store(self, arrays: Arrays) -> None:
         """Write all files; each appears whole."""
-        told = {}
+        message = {}
         for key, array in arrays.items():
             assert self._is_as_announced(key, array), f"{key} is as announced"
             with replacing(self.path(f"{key}.npy"), durable=array.nbytes > CHECKED_BYTES) as file:
                 np.save(file, np.ascontiguousarray(array))
-            told[key] = {"shape": array.shape, "checksum": xxhash.xxh3_128(np.ascontiguousarray(array)).hexdigest()}
+            message[key] = {"shape": array.shape, "checksum": xxhash.xxh3_128(np.ascontiguousarray(array)).hexdigest()}
         with replacing(self.path("description.txt"), durable=False) as file:
-            file.write(f"{self.text}\n{json.dumps(told)}".encode())
+            file.write(f"{self.text}\n{json.dumps(message)}".encode())
         for left in self.folder.glob(f"{glob.escape(self.stem)}-*.tmp"):  # by processes that were killed
             with suppress(FileNotFoundError):
                 if time.time() - left.stat().st_mtime > LEFT_BEHIND_AFTER:
@@ -254,8 +254,8 @@ class _Entry:
     def load(self) -> Arrays | None:
         """The arrays, mapped; None when they are not there, or damaged, which is logged."""
         try:
-            told = self._told()
-            return None if told is None else {key: self._map(key, **told[key]) for key in self.shapes}
+            message = self._told()
+            return None if message is None else {key: self._map(key, **message[key]) for key in self.shapes}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("index cache %s is damaged and is built again: %s", self.folder / self.stem,
                            f"no {error}" if isinstance(error, KeyError) else error)
@@ -266,10 +266,10 @@ class _Entry:
         path = self.path("description.txt")
         if not path.is_file():
             return None
-        text, _, told = path.read_text().rpartition("\n")
+        text, _, message = path.read_text().rpartition("\n")
         if text != self.text:
             raise ValueError(f"{path.name} has another content")
-        return json.loads(told)
+        return json.loads(message)
 
     def _map(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
         """One array. The file is compared with what it must be, and not interpreted."""
@@ -289,7 +289,7 @@ class _Entry:
     def _is_as_announced(self, key: str, array: np.ndarray) -> bool:
         shape, dtype = self.shapes[key]
         return array.dtype == dtype and array.ndim == len(shape) and all(
-            size in (None, found) for size, found in zip(shape, array.shape))
+            size in (None, result) for size, result in zip(shape, array.shape))
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:

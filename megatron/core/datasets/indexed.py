@@ -86,12 +86,12 @@ class IndexedDataset:
         if check:
             self._check()
         path = bin_path(prefix)
-        expected, found = self.num_bytes, size_of(path)
-        if found < expected:
-            raise DataError(f"{path} has {found} bytes, but {idx_path(prefix)} describes {expected}; "
+        expected, result = self.num_bytes, size_of(path)
+        if result < expected:
+            raise DataError(f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
                             "the pair is damaged or not of one run: write it again")
         self._mapped = MappedFile(path) if mmap and not is_remote(path) else None
-        self._reader = BlockReader(path, found) if is_remote(path) else None if mmap else FileReader(path)
+        self._reader = BlockReader(path, result) if is_remote(path) else None if mmap else FileReader(path)
 
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
@@ -219,7 +219,7 @@ def _reopen(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> Ind
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class BuilderProgress:
     """How much of an unfinished pair is on disk: so many whole documents, their sequences and their tokens."""
 
     documents: int = 0
@@ -296,7 +296,7 @@ class IndexedDatasetBuilder:
         level: Literal["document", "sentence"] = "document",
         multimodal: bool = False,
         partial: str | None = None,
-        marks: Marks | None = None,
+        marks: BuilderProgress | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
@@ -309,7 +309,7 @@ class IndexedDatasetBuilder:
         sidecar.check_place(prefix)
         self._tokenizer, self._shard, self._level, self._multimodal = tokenizer, shard, level, multimodal
         self._ending = partial or temporary_name("")[1:]
-        at = marks or Marks()
+        at = marks or BuilderProgress()
         self.num_documents, self.num_sequences, self.num_tokens = at.documents, at.sequences, at.tokens
         self._document_end = self.num_sequences
         keep = None if marks is None else at.tokens * self.dtype.itemsize
@@ -408,13 +408,13 @@ class IndexedDatasetBuilder:
         self.num_tokens += other.num_tokens
         self._extend_documents(other.document_indices[1:], len(other))
 
-    def flush(self) -> Marks:
+    def flush(self) -> BuilderProgress:
         """Bring everything to the disk. Returns from where a later builder can go on; called between documents."""
         self._assert_between_documents()
         sync(self._bin)
         for column in (self._lengths, self._modes, self._documents):
             column.sync()
-        return Marks(self.num_documents, self.num_sequences, self.num_tokens)
+        return BuilderProgress(self.num_documents, self.num_sequences, self.num_tokens)
 
     def close(self) -> None:
         """Close the files and leave them under the names they have."""

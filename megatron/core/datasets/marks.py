@@ -12,16 +12,16 @@ from megatron.core.tokenizers.base import Tokenizer
 
 def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     """The id of each of these names that the vocabulary has as one token."""
-    wanted = set(names)
-    found: dict[str, int] = {}
-    for token in range(tokenizer.vocab_size if wanted else 0):
+    requested = set(names)
+    result: dict[str, int] = {}
+    for token in range(tokenizer.vocab_size if requested else 0):
         try:
             name = tokenizer.id_to_token(token)
         except (LookupError, ValueError):  # a number without a token
             continue
-        if name in wanted:
-            found.setdefault(name, token)
-    return found
+        if name in requested:
+            result.setdefault(name, token)
+    return result
 
 
 def frame(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -48,6 +48,6 @@ def refuse_frame(tokenizer: Tokenizer) -> None:
         return
     way_out = {"HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",
                "SentencePieceTokenizer": "choose --tokenizer-type GPTSentencePieceTokenizer instead of Llama2Tokenizer"}
-    shown = " ".join(map(tokenizer.id_to_token, tokenizer.tokenize("1")))
-    raise ConfigError(f"the tokenizer makes '{shown}' of '1', and would put the same around each sentence of a sample; "
+    formatted = " ".join(map(tokenizer.id_to_token, tokenizer.tokenize("1")))
+    raise ConfigError(f"the tokenizer makes '{formatted}' of '1', and would put the same around each sentence of a sample; "
                       f"{way_out.get(type(tokenizer).__name__, 'choose another tokenizer')}, when sentences are written and in training")

@@ -62,15 +62,15 @@ def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
 
 def candidates(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
     """The positions of each word. apart: ids that belong to no word, such as [CLS]."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for position, (token, joins) in enumerate(zip(ids, continues[np.asarray(ids, np.int64)].tolist())):
         if token in apart:
             continue
-        if joins and found:
-            found[-1].append(position)
+        if joins and result:
+            result[-1].append(position)
         else:
-            found.append([position])
-    return found
+            result.append([position])
+    return result
 
 
 def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target_length: int,
@@ -79,18 +79,18 @@ def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target
 
     words: positions that are hidden together. replace: what stands in the place of a hidden token; may draw.
     """
-    wanted = min(options.probability * target_length, max(1, int(round(len(ids) * options.probability))))
+    requested = min(options.probability * target_length, max(1, int(round(len(ids) * options.probability))))
     result = Masked(list(ids))
     order = np.arange(len(words))
     random.shuffle(order)
-    for span in _choose(order, words, options, wanted, set(), random):
+    for span in _choose(order, words, options, requested, set(), random):
         result.spans.append(span)
         for position in span:
             result.labels[position] = ids[position]
             result.ids[position] = replace(ids[position])
     if options.permute:
         random.shuffle(order)
-        moved = sorted(p for span in _choose(order, words, options, wanted, set(result.labels), random) for p in span)
+        moved = sorted(p for span in _choose(order, words, options, requested, set(result.labels), random) for p in span)
         sources = list(moved)
         random.shuffle(sources)
         result.labels.update((position, ids[position]) for position in moved)
@@ -99,22 +99,22 @@ def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target
     return result
 
 
-def _choose(order: np.ndarray, words: list[list[int]], options: MaskOptions, wanted: float, covered: set[int],
+def _choose(order: np.ndarray, words: list[list[int]], options: MaskOptions, target: float, covered: set[int],
             random: np.random.RandomState) -> Iterator[list[int]]:
-    """Runs of words from these starting places on, until `wanted` positions are found; none meets a covered one."""
+    """Runs of words from these starting places on, until `target` positions are found; none meets a covered one."""
     count, cumulative = 0, options.cumulative
     for start in order.tolist():
-        if count + 1 > wanted:  # not even one more
+        if count + 1 > target:  # not even one more
             return
         if options.geometric:
             size = min(int(random.geometric(_GEOMETRIC)), options.max_ngram)
         else:  # what random.choice with these probabilities draws, without its checks
             size = bisect_right(cumulative, random.random_sample()) + 1
         span = [position for word in words[start:start + size] for position in word]
-        while count + len(span) > wanted and size > 1:
+        while count + len(span) > target and size > 1:
             size -= 1
             span = [position for word in words[start:start + size] for position in word]
-        if count + len(span) > wanted or not covered.isdisjoint(span):
+        if count + len(span) > target or not covered.isdisjoint(span):
             continue
         covered.update(span)
         count += len(span)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.index_check import Findings, index_problems, sidecar_problems
+from megatron.core.datasets.index_check import DatasetFindings, index_problems, sidecar_problems
 from megatron.core.datasets.indexed import HEADER, IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.storage import COPY_BYTES, DataError, size_of
 
@@ -75,7 +75,7 @@ def _index_problems(data: IndexedDataset) -> list[str]:
                                      itemsize=data.dtype.itemsize)
 
 
-class _IdRange(Findings):
+class _IdRange(DatasetFindings):
     """Numbers that are no ids of the vocabulary; of one of unknown size, those below 0."""
 
     def __init__(self, vocab_size: int | None) -> None:

@@ -98,15 +98,15 @@ class SentenceMap:
 
     def spans(self, first: int, last: int, low: int, high: int, start: int) -> list[Span]:
         """Where tokens [low, high) of sentences [first, last) came from; they stand from position `start` on."""
-        found, at = [], 0
+        result, at = [], 0
         for sentence in range(first, last):
             length = int(self.source.sequence_lengths[sentence])
             begin, end = max(low, at), min(high, at + length)
             if begin < end:
                 document = int(np.searchsorted(self.source.document_indices, sentence, side="right")) - 1
-                found.append(Span(self.prefix, document, sentence, begin - at, end - begin, start + begin - low))
+                result.append(Span(self.prefix, document, sentence, begin - at, end - begin, start + begin - low))
             at += length
-        return found
+        return result
 
     def holding(self, document: int) -> np.ndarray:
         """The samples made of sentences of this document, in rising order. int64 [samples]"""
@@ -137,15 +137,15 @@ def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, n
     usable = np.flatnonzero(usable_documents(lengths, bounds, options.least_sentences))
     firsts, lasts = bounds[usable], bounds[usable + 1]
     targets = _targets(options)
-    begins, ends, wanted = array("q"), array("q"), array("q")
+    begins, ends, requested = array("q"), array("q"), array("q")
     epochs = 0
     while epochs == 0 or (num_samples is not None and len(begins) < num_samples):
         for start in range(0, len(firsts), _DOCUMENTS_AT_ONCE):
             part = slice(start, start + _DOCUMENTS_AT_ONCE)
-            _cut(lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, wanted))
+            _cut(lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested))
         epochs += 1
     order = shuffled(len(begins), options.seed + 1)
-    rows = np.stack([np.frombuffer(column, np.int64)[order] for column in (begins, ends, wanted)], axis=1)
+    rows = np.stack([np.frombuffer(column, np.int64)[order] for column in (begins, ends, requested)], axis=1)
     return {"sample_index": rows.astype(row_type(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
 
@@ -154,7 +154,7 @@ def _cut(lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray, least: int,
     """Append the rows of some documents, in order: each takes the fewest sentences that reach its target."""
     low, high = int(firsts[0]), int(lasts[-1])
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[low:high], dtype=np.int64)]).tolist()
-    begins, ends, wanted = rows
+    begins, ends, requested = rows
     for first, last in zip((firsts - low).tolist(), (lasts - low).tolist()):
         target, end = next(targets), first
         while end < last:
@@ -164,7 +164,7 @@ def _cut(lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray, least: int,
                 end = last
             begins.append(begin + low)
             ends.append(end + low)
-            wanted.append(target)
+            requested.append(target)
             target = next(targets)
 
 

@@ -97,12 +97,12 @@ class T5Dataset:
 
     def _fitting(self, spans: list[list[int]]) -> list[list[int]]:
         """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""
-        room, found = self.options.decoder_length - 1, []
+        room, result = self.options.decoder_length - 1, []
         for span in spans:
-            if len(span) + 1 <= room and len(found) < len(self.options.sentinels):
+            if len(span) + 1 <= room and len(result) < len(self.options.sentinels):
                 room -= len(span) + 1
-                found.append(span)
-        return sorted(found)
+                result.append(span)
+        return sorted(result)
 
 
 def _padded(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:

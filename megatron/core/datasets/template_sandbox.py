@@ -65,12 +65,12 @@ def _measured(size: int) -> None:
 
 def _join(parts: Iterable[str]) -> str:
     """The parts as one text."""
-    found, size = [], 0
+    result, size = [], 0
     for part in parts:
         size += len(part)
         _measured(size)
-        found.append(part)
-    return "".join(found)
+        result.append(part)
+    return "".join(result)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

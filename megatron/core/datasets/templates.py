@@ -79,7 +79,7 @@ FORMATS: Mapping[str, str] = MappingProxyType({
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TemplateSegment:
     """Some text of a conversation. answer: it is learnt. mark: it is the name of a token."""
 
     text: str
@@ -111,18 +111,18 @@ class Template:
         """The conversation as one text; `DataError` when the template does not take it."""
         return "".join(piece.text for piece in self._pieces(self._run(messages, tools, add_generation_prompt), answers=()))
 
-    def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
         whole = self._run(messages, tools, False)
         return self._pieces(whole, () if self._tells_answers else self._answers(messages, tools, whole))
 
-    def invitation(self, messages: Sequence[Message], tools: Any = None) -> list[Piece]:
+    def invitation(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `pieces`."""
         return self._pieces(self._run(messages, tools, True), answers=())
 
     def _answers(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
         """Where in the text the answers are, for a template that does not say."""
-        found: list[tuple[int, int]] = []
+        result: list[tuple[int, int]] = []
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._run(messages[:place], tools, True)
@@ -131,8 +131,8 @@ class Template:
                     raise DataError(f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
                                     "so that what the answer adds cannot be told; put {% generation %} ... {% endgeneration %} "
                                     "around the answers in it")
-                found.append((len(before), len(through)))
-        return found
+                result.append((len(before), len(through)))
+        return result
 
     def _run(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
         guarded = [_each_text(message, self._guard) for message in messages]
@@ -150,32 +150,32 @@ class Template:
         """The text with its imitations of marks taken apart by a character that `_pieces` removes."""
         if RESERVED.search(text):
             raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
-        return self._marks.sub(lambda found: found[0][0] + APART + found[0][1:], text)
+        return self._marks.sub(lambda match: match[0][0] + APART + match[0][1:], text)
 
-    def _pieces(self, text: str, answers: Sequence[tuple[int, int]]) -> list[Piece]:
+    def _pieces(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
         edges = {edge for span in answers for edge in span}
-        pieces: list[Piece] = []
+        pieces: list[TemplateSegment] = []
         opened, begin = False, 0
 
         def add(part: str, mark: bool) -> None:
             part = part.replace(APART, "")
             if part:
-                pieces.append(Piece(part, opened, mark))
+                pieces.append(TemplateSegment(part, opened, mark))
 
         cuts = {place: None for place in edges}
-        cuts.update({found.start(): found for found in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)})
+        cuts.update({result.start(): result for result in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)})
         for place in sorted(cuts):
-            found = cuts[place]
+            result = cuts[place]
             add(text[begin:place], False)
             begin = place
             if place in edges:
                 opened = any(first <= place < last for first, last in answers)
-            if found is not None:
-                begin = found.end()
-                if found[0] in (OPENS, CLOSES):
-                    opened = found[0] == OPENS
+            if result is not None:
+                begin = result.end()
+                if result[0] in (OPENS, CLOSES):
+                    opened = result[0] == OPENS
                 else:
-                    add(found[0], True)
+                    add(result[0], True)
         add(text[begin:], False)
         return pieces
 

@@ -42,11 +42,11 @@ def unmasked(sample: dict[str, np.ndarray]) -> list[int]:
 
 def parts(sample: dict[str, np.ndarray]) -> list[list[int]]:
     """The texts between the special tokens."""
-    found, ids = [[]], unmasked(sample)
+    result, ids = [[]], unmasked(sample)
     assert ids[0] == CLS and ids[-1] == SEP
     for token in ids[1:-1]:
-        found.append([]) if token == SEP else found[-1].append(token)
-    return found
+        result.append([]) if token == SEP else result[-1].append(token)
+    return result
 
 
 def test_a_sample_is_a_pair_of_texts_from_its_row_in_the_stated_form(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_text_too_long_loses_tokens_at_both_ends_and_the_longer_one_loses_firs
         (first, last, target), texts = data.map.row(index), data._texts(index)[1]
         front += sum(text.low for text in texts)
         back += sum(text.length - text.high for text in texts)
-        kept, cut = [text.high - text.low for text in texts], [text.high - text.low < text.length for text in texts]
-        assert sum(kept) <= target and (not all(cut) or abs(kept[0] - kept[1]) <= 1)
-        assert not any(cut) or kept[cut.index(True)] >= min(kept), "the shorter text is whole"
+        retained, cut = [text.high - text.low for text in texts], [text.high - text.low < text.length for text in texts]
+        assert sum(retained) <= target and (not all(cut) or abs(retained[0] - retained[1]) <= 1)
+        assert not any(cut) or retained[cut.index(True)] >= min(retained), "the shorter text is whole"
     assert abs(front / (front + back) - 0.5) < 3 * (0.25 / (front + back)) ** 0.5, (front, back)
 
 
@@ -100,10 +100,10 @@ def test_eighty_percent_are_masked_ten_random_ten_kept_and_half_of_the_pairs_swa
         text += sample["text"][at].tolist()
         swapped.append(int(sample["is_random"]))
     hidden, text = np.array(hidden), np.array(text)
-    count, masked, kept = len(hidden), (text == MASK).mean(), (text == hidden).mean()
+    count, masked, retained = len(hidden), (text == MASK).mean(), (text == hidden).mean()
     sigma = lambda share, n: 3 * (share * (1 - share) / n) ** 0.5  # noqa: E731
     assert abs(masked - (0.8 + 0.1 / 100)) < sigma(0.8, count)  # one in a hundred random ids is [MASK]
-    assert abs(kept - (0.1 + 0.1 / 100)) < sigma(0.1, count)
+    assert abs(retained - (0.1 + 0.1 / 100)) < sigma(0.1, count)
     random = text[(text != MASK) & (text != hidden)]
     assert abs(len(random) / count - 0.1 * 98 / 100) < sigma(0.1, count)
     assert set(random.tolist()) == set(range(100)) - {MASK}, "random ids come from the whole vocabulary"
@@ -158,11 +158,11 @@ def test_sources_say_where_every_token_came_from(tmp_path: Path, pairs: str | No
     data = dataset(tmp_path, pairs=pairs)
     for index in range(60):
         ids = unmasked(data[index])
-        told = [None] * len(ids)
+        message = [None] * len(ids)
         for span in data.sources(index):
-            told[span.start:span.start + span.length] = data.map.source.get(span.sequence, span.offset, span.length).tolist()
-        assert [token for token, at in zip(ids, told) if at is not None] == [token for token in told if token is not None]
-        assert {token for token, at in zip(ids, told) if at is None} <= {CLS, SEP} and len(told) == len(ids)
+            message[span.start:span.start + span.length] = data.map.source.get(span.sequence, span.offset, span.length).tolist()
+        assert [token for token, at in zip(ids, message) if at is not None] == [token for token in message if token is not None]
+        assert {token for token, at in zip(ids, message) if at is None} <= {CLS, SEP} and len(message) == len(ids)
 
 
 def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:

@@ -80,9 +80,9 @@ def test_weights_in_proportion_to_sizes_draw_every_sample_once():
     random = np.random.default_rng(1)
     for _ in range(30):
         sizes = random.integers(1, random.choice([3, 50, 800]), random.integers(1, 9)).tolist()
-        found = as_pairs(blend_order(np.array(sizes) / sum(sizes), sum(sizes)))
-        assert found == exhaustive(sizes)
-        assert sorted(found) == [(i, sample) for i, size in enumerate(sizes) for sample in range(size)]
+        result = as_pairs(blend_order(np.array(sizes) / sum(sizes), sum(sizes)))
+        assert result == exhaustive(sizes)
+        assert sorted(result) == [(i, sample) for i, size in enumerate(sizes) for sample in range(size)]
 
 
 def test_a_million_samples_of_eight_datasets_are_ordered():
@@ -125,9 +125,9 @@ def test_blend_lists_that_make_no_sense_are_refused(words, message):
     ("[.5/.25/.25]", [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]),
 ])
 def test_a_split_is_three_shares(text, shares):
-    found = parse_split(text)
-    assert [share is None for share in found] == [share is None for share in shares]
-    assert [share for share in found if share] == [pytest.approx(share) for share in shares if share]
+    result = parse_split(text)
+    assert [share is None for share in result] == [share is None for share in shares]
+    assert [share for share in result if share] == [pytest.approx(share) for share in shares if share]
 
 
 @pytest.mark.parametrize("text", ["", "0,0", "1,2,3,4", "90,-10,0", "1.2.3", "most of it"])
@@ -488,9 +488,9 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
     with IndexedDatasetBuilder(prefix, np.int32) as builder:
         for document, sequences in enumerate(lengths):
             for size in sequences:
-                own = [next(ids) for _ in range(size)]
-                home.update(dict.fromkeys(own, document))
-                builder.add_sequence(own)
+                local = [next(ids) for _ in range(size)]
+                home.update(dict.fromkeys(local, document))
+                builder.add_sequence(local)
             builder.end_document()
     source = IndexedDataset(prefix)
     dataset = GPTDataset(source, WindowOptions(sequence_length=length, vocab_size=tokens, eod=-2),

@@ -90,8 +90,8 @@ def theirs(text: str, messages: list[Message], **settings: Any) -> tuple[str, li
 def test_conversations_are_written_as_transformers_writes_them(name: str, kind: str) -> None:
     text, messages = TEMPLATES[name], CONVERSATIONS[kind]
     assert template(text).render(messages) == theirs(text, messages)[0]
-    asked = messages[:-1]
-    assert template(text).render(asked, add_generation_prompt=True) == theirs(text, asked, add_generation_prompt=True)[0]
+    requested = messages[:-1]
+    assert template(text).render(requested, add_generation_prompt=True) == theirs(text, requested, add_generation_prompt=True)[0]
 
 
 @pytest.mark.parametrize("name, kind", [pair for pair in EVERY if pair[0] != "foreign"])
@@ -101,8 +101,8 @@ def test_answers_are_where_transformers_finds_them(name: str, kind: str) -> None
     learnt = [False] * len(rendered)
     for first, last in places:
         learnt[first:last] = [True] * (last - first)
-    found = [(letter, piece.answer) for piece in template(text).pieces(messages) for letter in piece.text]
-    assert found == list(zip(rendered, learnt))
+    result = [(letter, piece.answer) for piece in template(text).pieces(messages) for letter in piece.text]
+    assert result == list(zip(rendered, learnt))
     assert len(places) == sum(message["role"] == "assistant" for message in messages)
 
 
@@ -116,20 +116,20 @@ def spelled(name: str, messages: list[Message]) -> list[tuple[str, bool]]:
     """The conversation by the words of each format's paper, as (text, is it learnt)."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     turns = messages[1:] if system is not None and name in ("llama2", "mistral") else messages
-    found = [("<s>", False)] if name in ("mistral", "llama3") else []
+    result = [("<s>", False)] if name in ("mistral", "llama3") else []
     for number, message in enumerate(turns):
         text, learnt = message["content"], message["role"] == "assistant"
         if name == "chatml":
-            found += [(f"<|im_start|>{message['role']}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)]
+            result += [(f"<|im_start|>{message['role']}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)]
         elif name == "llama3":
-            found += [(f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False), (f"{text.strip()}<|eot_id|>", learnt)]
+            result += [(f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False), (f"{text.strip()}<|eot_id|>", learnt)]
         elif name == "llama2":
             first = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system is not None and number == 0 else ""
-            found += [(f" {text.strip()} </s>", True)] if learnt else [(f"<s>[INST] {first}{text.strip()} [/INST]", False)]
+            result += [(f" {text.strip()} </s>", True)] if learnt else [(f"<s>[INST] {first}{text.strip()} [/INST]", False)]
         else:
             first = f"{system}\n\n" if system is not None and number == 0 else ""
-            found += [(f" {text.strip()}</s>", True)] if learnt else [(f"[INST] {first}{text} [/INST]", False)]
-    return found
+            result += [(f" {text.strip()}</s>", True)] if learnt else [(f"[INST] {first}{text} [/INST]", False)]
+    return result
 
 
 @pytest.mark.parametrize("name, kind", [pair for pair in EVERY if pair[0] in FORMATS])
@@ -364,8 +364,8 @@ def test_ids_are_made_once_and_again_when_what_they_come_from_changes(tokenizer:
         content = file.read_bytes()
         file.unlink()
         file.write_bytes(content[:-4])
-    found = read(path, tokenizer, cache)
-    assert [found.get(number).tolist() for number in range(20)] == expected
+    result = read(path, tokenizer, cache)
+    assert [result.get(number).tolist() for number in range(20)] == expected
 
 
 def run(tokenizer: Any, samples: int = 30, **changes: Any) -> Any:

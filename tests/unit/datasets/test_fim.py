@@ -62,8 +62,8 @@ def read_back(text: str, original: str) -> str:
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), min_size=1, max_size=12), min_size=1, max_size=4),
        st.integers(0, 10**9))
 def test_the_parts_of_a_rearranged_document_are_its_text(tokenizer: Any, documents: list[str], index: int) -> None:
-    found = tokenizer.detokenize(fill(tokenizer, fim_rate=1.0)(ids_of(tokenizer, *documents), index))
-    parts = found.split("<|endoftext|>")
+    result = tokenizer.detokenize(fill(tokenizer, fim_rate=1.0)(ids_of(tokenizer, *documents), index))
+    parts = result.split("<|endoftext|>")
     assert len(parts) == len(documents)
     assert all(read_back(part, document) for part, document in zip(parts, documents))
 
@@ -111,8 +111,8 @@ def test_fragments_are_rearranged_instead_of_a_document_that_is_cut(tokenizer: A
 def test_text_that_is_spared_stays(tokenizer: Any) -> None:
     rearrange = fill(tokenizer, fim_rate=1.0, fim_no_prefix="#!")
     ids = ids_of(tokenizer, "#!keep", "change", "#!keep too")
-    kept, changed, kept_too = tokenizer.detokenize(rearrange(ids, 3)).split("<|endoftext|>")
-    assert (kept, kept_too) == ("#!keep", "#!keep too") and PREFIX in changed
+    retained, changed, kept_too = tokenizer.detokenize(rearrange(ids, 3)).split("<|endoftext|>")
+    assert (retained, kept_too) == ("#!keep", "#!keep too") and PREFIX in changed
 
 
 def test_empty_documents_and_ends_stay_where_they_are(tokenizer: Any) -> None:
@@ -137,8 +137,8 @@ def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_sample(tokeni
 def test_pieces_of_a_character_that_the_window_cut_are_left_out(tokenizer: Any) -> None:
     whole = tokenizer.tokenize("\U0001f600mid\u20ac")
     window = np.array(whole[3:-1], np.int64)  # the last byte of a smile, and two of the three bytes of a Euro
-    found = tokenizer.detokenize(fill(tokenizer, fim_rate=1.0)(window, 2))
-    assert "\ufffd" not in found and read_back(found, "mid")
+    result = tokenizer.detokenize(fill(tokenizer, fim_rate=1.0)(window, 2))
+    assert "\ufffd" not in result and read_back(result, "mid")
 
 
 def test_a_tokenizer_without_the_tokens_is_refused_by_their_names() -> None:

@@ -71,8 +71,8 @@ def test_options_on_document_ends_equal_a_loop_over_positions(tmp_path):
             if token == EOD:
                 ends_seen.add(place)
         sample = marked[index]
-        found = zip(sample["position_ids"].tolist(), sample["document_ids"].tolist(), sample["loss_mask"].tolist())
-        assert list(found) == expected
+        result = zip(sample["position_ids"].tolist(), sample["document_ids"].tolist(), sample["loss_mask"].tolist())
+        assert list(result) == expected
         assert sample["tokens"].tolist() == tokens
         assert sample["document_ids"].dtype == np.int64 and sample["loss_mask"].dtype == np.float32
     assert ends_seen == set(range(8)), "documents end at every place, the first and the last too"
@@ -179,8 +179,8 @@ def test_a_cache_is_not_used_for_the_same_documents_in_another_order(tmp_path):
     place = next(place for place in range(20) if len(documents[place]) != len(documents[place + 1]))
     documents[place:place + 2] = reversed(documents[place:place + 2])
     source = write(tmp_path / "data", documents)
-    kept, built = dataset(source, samples=5, cache=cache), dataset(source, samples=5)
-    assert [kept[number]["tokens"].tolist() for number in range(len(kept))] == [
+    retained, built = dataset(source, samples=5, cache=cache), dataset(source, samples=5)
+    assert [retained[number]["tokens"].tolist() for number in range(len(retained))] == [
         built[number]["tokens"].tolist() for number in range(len(built))]
 
 

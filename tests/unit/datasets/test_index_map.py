@@ -76,18 +76,18 @@ def test_indices_equal_a_slow_walk_in_many_random_cases(monkeypatch, at_once):
         sequence_length = int(random.integers(1, 12))
         lengths = random.integers(0, 20, random.integers(1, 15)) * (random.random() < 0.9)
         lengths[random.integers(len(lengths))] += sequence_length + 1
-        wanted = None if random.random() < 0.2 else int(random.integers(1, 120))
+        requested = None if random.random() < 0.2 else int(random.integers(1, 120))
         first, seed = int(random.integers(0, 5)), int(random.integers(0, 1000))
         lengths = lengths.astype(np.int32)
-        plan = plan_epochs(int(lengths.sum()), wanted, sequence_length=sequence_length)
+        plan = plan_epochs(int(lengths.sum()), requested, sequence_length=sequence_length)
         built = build_indices(lengths, plan, first=first, sequence_length=sequence_length, seed=seed)
-        separate, order, rows, shuffled = reference(lengths.tolist(), first, wanted, sequence_length, seed)
-        case = (lengths, wanted, sequence_length)
+        separate, order, rows, shuffled = reference(lengths.tolist(), first, requested, sequence_length, seed)
+        case = (lengths, requested, sequence_length)
         assert plan.separates_last == separate, case
         assert built["document_index"].tolist() == order, case
         assert built["sample_index"].tolist() == [list(row) for row in rows], case
         assert built["shuffle_index"].tolist() == shuffled, case
-        assert plan.samples >= (wanted or 1), case
+        assert plan.samples >= (requested or 1), case
         shapes = {key: (array.shape, array.dtype.type) for key, array in built.items()}
         assert shapes == index_shapes(len(lengths), plan), case
         seen["separate"] += separate
@@ -159,7 +159,7 @@ def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, da
     (path,) = tmp_path.glob("*.npy")
     content = path.read_bytes()
     (description,) = tmp_path.glob("*.txt")
-    told = description.read_bytes()
+    message = description.read_bytes()
     if damage == "truncate":
         path.write_bytes(content[:-1])
     elif damage == "header":
@@ -169,7 +169,7 @@ def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, da
     elif damage == "content":
         path.write_bytes(content[:-500] + b"\xff" + content[-499:])
     elif damage == "checksums":
-        description.write_bytes(told[:-4])
+        description.write_bytes(message[:-4])
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "missing":
@@ -181,7 +181,7 @@ def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, da
     else:
         description.write_text("{")
     assert load_or_build(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
-    assert (path.read_bytes(), description.read_bytes()) == (content, told), "the cache is whole again"
+    assert (path.read_bytes(), description.read_bytes()) == (content, message), "the cache is whole again"
     assert "is damaged and is built again" in caplog.text
 
 
@@ -201,11 +201,11 @@ def build_many_times(folder: str, seed: int) -> None:
     lengths = np.full(200, 17, np.int32)
     for number in random.permutation(12).tolist():
         plan = plan_epochs(int(lengths.sum()), 300 + number, sequence_length=8)
-        found = load_or_build(
+        result = load_or_build(
             IndexCache(Path(folder)), "Race-train", {"n": number}, index_shapes(200, plan),
             lambda: build_indices(lengths, plan, first=0, sequence_length=8, seed=3))
         expected = build_indices(lengths, plan, first=0, sequence_length=8, seed=3)
-        assert all((found[key] == expected[key]).all() for key in expected)
+        assert all((result[key] == expected[key]).all() for key in expected)
         if number % 4 == 0:
             for path in Path(folder).glob("*-sample_index.npy"):
                 path.unlink(missing_ok=True)
@@ -235,8 +235,8 @@ def build_slowly(folder: str, seconds: float) -> None:
         time.sleep(seconds)
         return numbers()
 
-    found = load_or_build(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
-    assert found["ids"].tolist() == list(range(1000))
+    result = load_or_build(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
+    assert result["ids"].tolist() == list(range(1000))
 
 
 def start(*arguments: object) -> multiprocessing.Process:

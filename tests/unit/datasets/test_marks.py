@@ -10,7 +10,7 @@ from tokenizers import processors
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.run import RunConfig
-from megatron.core.datasets.ingest.encode import Encoder, Job
+from megatron.core.datasets.ingest.encode import Encoder, EncodeOptions
 from megatron.core.datasets.marks import bare_ids, refuse_frame
 from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind
 from megatron.core.tokenizers.build import build_tokenizer
@@ -46,9 +46,9 @@ def test_ids_of_texts_are_taken_out_of_their_frames(framing: TokenizerConfig) ->
 
 def test_sentences_are_not_written_with_a_frame_each(framing: TokenizerConfig) -> None:
     with pytest.raises(ConfigError, match="makes '<s> 1 </s>' of '1'.*give --tokenizer-hf-no-include-special-tokens"):
-        Encoder(Job(framing, language="english"))
-    Encoder(Job(framing))
-    Encoder(Job(without_frame(framing), language="english"))
+        Encoder(EncodeOptions(framing, language="english"))
+    Encoder(EncodeOptions(framing))
+    Encoder(EncodeOptions(without_frame(framing), language="english"))
 
 
 @pytest.mark.parametrize("kind", [bert_kind, t5_kind])

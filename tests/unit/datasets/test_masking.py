@@ -14,7 +14,7 @@ CONTINUES = word_continuations(TOKENIZER)
 
 def slow(ids: list[int], words: list[list[int]], options: MaskOptions, target: int, random: np.random.RandomState) -> tuple[dict, list]:
     """Positions and their labels, and the spans in the order of choice; replaced tokens are not looked at."""
-    wanted = min(options.probability * target, max(1, int(round(len(ids) * options.probability))))
+    requested = min(options.probability * target, max(1, int(round(len(ids) * options.probability))))
     sizes = np.arange(1, options.max_ngram + 1)
     shares = 1.0 / sizes
     shares /= shares.sum(keepdims=True)
@@ -24,13 +24,13 @@ def slow(ids: list[int], words: list[list[int]], options: MaskOptions, target: i
     random.shuffle(grams)
     labels, spans = {}, []
     for gram in grams:
-        if len(labels) >= wanted:
+        if len(labels) >= requested:
             break
         size = min(random.geometric(0.2), options.max_ngram) if options.geometric else random.choice(sizes, p=shares)
-        while size > 1 and len(labels) + len(sum(gram[size - 1], [])) > wanted:
+        while size > 1 and len(labels) + len(sum(gram[size - 1], [])) > requested:
             size -= 1
         span = sum(gram[size - 1], [])
-        if len(labels) + len(span) > wanted or any(position in labels for position in span):
+        if len(labels) + len(span) > requested or any(position in labels for position in span):
             continue
         labels.update((position, ids[position]) for position in span)
         spans.append(span)
@@ -51,26 +51,26 @@ def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 
                                      MaskOptions(0.2, 4, longer=True)])
 def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
     for seed in range(60):
-        ids, found = hidden(options, length=3 + seed, seed=seed)
+        ids, result = hidden(options, length=3 + seed, seed=seed)
         words = candidates(ids, CONTINUES, (CLS, SEP))
         labels, spans = slow(ids, words, options, 60, np.random.RandomState(seed + 1))
-        assert (found.labels, found.spans) == (labels, spans)
+        assert (result.labels, result.spans) == (labels, spans)
 
 
 def test_words_are_hidden_whole_and_special_tokens_never() -> None:
     for seed in range(200):
-        ids, found = hidden(MaskOptions(0.3), seed=seed)
+        ids, result = hidden(MaskOptions(0.3), seed=seed)
         for position, token in enumerate(ids[:-1]):
             if CONTINUES[ids[position + 1]] and token not in (CLS, SEP):
-                assert (position in found.labels) == (position + 1 in found.labels), "a word was torn apart"
-        assert not {0, len(ids) - 1} & set(found.labels)
-        assert all(found.ids[p] == (MASK if p in found.labels else token) for p, token in enumerate(ids))
+                assert (position in result.labels) == (position + 1 in result.labels), "a word was torn apart"
+        assert not {0, len(ids) - 1} & set(result.labels)
+        assert all(result.ids[p] == (MASK if p in result.labels else token) for p, token in enumerate(ids))
 
 
 def test_as_many_tokens_are_hidden_as_was_said() -> None:
-    for length, target, wanted in ((60, 60, 9), (60, 30, 4), (4, 60, 1), (200, 190, 28)):
+    for length, target, requested in ((60, 60, 9), (60, 30, 4), (4, 60, 1), (200, 190, 28)):
         counts = [len(hidden(MaskOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels) for seed in range(100)]
-        assert max(counts) == wanted and sum(count == wanted for count in counts) > 90, (length, target, set(counts))
+        assert max(counts) == requested and sum(count == requested for count in counts) > 90, (length, target, set(counts))
 
 
 def test_every_place_is_as_likely_as_any_other() -> None:
@@ -100,14 +100,14 @@ def test_permuted_tokens_change_places_and_draw_nothing_from_the_global_generato
     before = np.random.get_state()[1].tolist()
     moved = 0
     for seed in range(50):
-        ids, found = hidden(MaskOptions(0.15, permute=True), seed=seed)
+        ids, result = hidden(MaskOptions(0.15, permute=True), seed=seed)
         again = hidden(MaskOptions(0.15, permute=True), seed=seed)[1]
-        assert (found.ids, found.labels) == (again.ids, again.labels)
-        covered = {position for span in found.spans for position in span}
-        rest = sorted(set(found.labels) - covered)
-        assert sorted(ids[p] for p in rest) == sorted(found.ids[p] for p in rest)
-        assert all(found.labels[p] == ids[p] for p in found.labels)
-        moved += sum(found.ids[p] != ids[p] for p in rest)
+        assert (result.ids, result.labels) == (again.ids, again.labels)
+        covered = {position for span in result.spans for position in span}
+        rest = sorted(set(result.labels) - covered)
+        assert sorted(ids[p] for p in rest) == sorted(result.ids[p] for p in rest)
+        assert all(result.labels[p] == ids[p] for p in result.labels)
+        moved += sum(result.ids[p] != ids[p] for p in rest)
     assert moved > 100
     assert np.random.get_state()[1].tolist() == before
 

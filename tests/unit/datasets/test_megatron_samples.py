@@ -68,10 +68,10 @@ def differing(sample: dict[str, np.ndarray], peer: dict) -> list[str]:
     peer = dict(peer)
     seen = peer.pop("attention_mask", None)
     used = np.asarray(peer["loss_mask"]) == 1
-    found = [name for name, value in peer.items() if name != "labels" and not np.array_equal(sample[name], value)]
-    found += ["labels"] * (not np.array_equal(sample["labels"][used], np.asarray(peer["labels"])[used]))
+    result = [name for name, value in peer.items() if name != "labels" and not np.array_equal(sample[name], value)]
+    result += ["labels"] * (not np.array_equal(sample["labels"][used], np.asarray(peer["labels"])[used]))
     if seen is not None:
         documents = sample.get("document_ids", np.zeros(len(used), np.int64))
         mine = np.tril(documents[:, None] == documents[None, :])
-        found += ["attention_mask"] * (["".join("01"[int(one)] for one in row) for row in mine] != seen)
-    return found
+        result += ["attention_mask"] * (["".join("01"[int(one)] for one in row) for row in mine] != seen)
+    return result

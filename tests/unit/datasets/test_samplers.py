@@ -107,10 +107,10 @@ def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(dat
             micro, ranks = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 4), (6, 2), (1, 12), (12, 1)]))
             steps += global_batches(sampler, num_samples, batch=size, micro=micro, ranks=ranks, steps=1, consumed=consumed, **options)
             consumed += size
-        found = [sorted(sum(rows, [])) for rows in steps]
-        assert [len(step) for step in found] == sizes
-        expected = expected or found
-        assert found == expected
+        result = [sorted(sum(rows, [])) for rows in steps]
+        assert [len(step) for step in result] == sizes
+        expected = expected or result
+        assert result == expected
     drawn = sum(expected, [])
     assert len(set(drawn)) == len(drawn), "within an epoch no sample comes twice"
     if kind == "single":

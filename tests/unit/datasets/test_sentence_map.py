@@ -82,15 +82,15 @@ def test_the_map_is_the_slow_one(lengths: list, longest: int, short: float, leas
     flat, bounds = arrays(lengths)
     if not usable_documents(flat, bounds, least).any():
         return
-    found = build_map(flat, bounds, options, num_samples=wanted)
-    assert found["sample_index"].tolist() == slow_map(lengths, options, wanted)
+    result = build_map(flat, bounds, options, num_samples=wanted)
+    assert result["sample_index"].tolist() == slow_map(lengths, options, wanted)
 
 
 def test_the_map_of_a_part_of_the_documents_counts_sentences_of_the_whole() -> None:
     lengths = [[5, 6, 7], [3, 3], [9, 9, 9, 9], [4]]
     flat, bounds = arrays(lengths)
-    found = build_map(flat, bounds[1:4], MapOptions(8, 0.0, 1, 3), num_samples=None)["sample_index"]
-    assert sorted(found.tolist()) == [[3, 5, 8], [5, 6, 8], [6, 7, 8], [7, 9, 8]]
+    result = build_map(flat, bounds[1:4], MapOptions(8, 0.0, 1, 3), num_samples=None)["sample_index"]
+    assert sorted(result.tolist()) == [[3, 5, 8], [5, 6, 8], [6, 7, 8], [7, 9, 8]]
 
 
 def test_the_generators_are_those_of_the_cpp_standard() -> None:
@@ -138,13 +138,13 @@ def test_documents_that_make_no_sample_are_refused_with_the_mend(tmp_path: Path)
 
 def test_spans_and_samples_of_a_document_agree(tmp_path: Path) -> None:
     source = write(tmp_path / "data", some_documents(40))
-    found = sentence_map(source)
+    result = sentence_map(source)
     for document in range(40):
-        of_rows = [index for index in range(len(found)) if any(
-            span.document == document for span in found.spans(*found.row(index)[:2], 0, 10**6, 0))]
-        assert found.holding(document).tolist() == of_rows
-    for index in range(len(found)):
-        first, last, _ = found.row(index)
-        tokens = found.ids(first, last)
-        for span in found.spans(first, last, 2, 9, 0):
+        of_rows = [index for index in range(len(result)) if any(
+            span.document == document for span in result.spans(*result.row(index)[:2], 0, 10**6, 0))]
+        assert result.holding(document).tolist() == of_rows
+    for index in range(len(result)):
+        first, last, _ = result.row(index)
+        tokens = result.ids(first, last)
+        for span in result.spans(first, last, 2, 9, 0):
             assert source.get(span.sequence, span.offset, span.length).tolist() == tokens[2:9][span.start:span.start + span.length]

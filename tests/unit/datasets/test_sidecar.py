@@ -44,8 +44,8 @@ def test_a_written_pair_says_what_it_holds_and_the_checksums_of_its_bytes(prefix
 
 
 def test_what_was_written_is_read(tmp_path, prefix):
-    found = sidecar.read(prefix)
-    assert (found.documents, found.sequences, found.tokens, found.shard, found.tokenizer) == (2, 2, 3, (1, 3), GPT2)
+    result = sidecar.read(prefix)
+    assert (result.documents, result.sequences, result.tokens, result.shard, result.tokenizer) == (2, 2, 3, (1, 3), GPT2)
     other = Sidecar(5, 6, 7, "int32", BERT)
     sidecar.write(tmp_path / "other", other)
     assert sidecar.read(tmp_path / "other") == other
@@ -101,11 +101,11 @@ def test_damage_is_an_error_or_changes_nothing_that_is_read(tmp_path_factory, cu
     content[at : at + len(noise)] = noise
     path.write_bytes(content[: max(0, len(content) - cut)] if cut < 20 else content)
     try:
-        found = sidecar.read(prefix)
+        result = sidecar.read(prefix)
     except DataError as error:
         assert "data.json" in str(error)
     else:
-        assert found is None or isinstance(found, Sidecar)
+        assert result is None or isinstance(result, Sidecar)
 
 
 def test_another_json_file_is_left_alone_and_not_overwritten(tmp_path):

@@ -64,15 +64,15 @@ def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(t
 
 def test_about_the_stated_share_of_tokens_is_taken_out_in_runs_of_words(tmp_path: Path) -> None:
     data = dataset(tmp_path, samples=1500)
-    taken = total = wanted = spans = 0
+    taken = total = requested = spans = 0
     for index in range(len(data)):
         sample = data[index]
         decoder = sample["text_dec"][sample["dec_mask"] == 1].tolist()[1:]
         here = sum(token not in SENTINELS for token in decoder)
         spans += len(decoder) - here
         text = len(filled(sample))
-        taken, total, wanted = taken + here, total + text, wanted + max(1, round(0.15 * text))
-    assert 0.9 * wanted < taken <= wanted and abs(taken / total - 0.15) < 0.02
+        taken, total, requested = taken + here, total + text, requested + max(1, round(0.15 * text))
+    assert 0.9 * requested < taken <= requested and abs(taken / total - 0.15) < 0.02
     assert taken / spans > 2, "spans are longer than words"
 
 
@@ -80,8 +80,8 @@ def test_sources_say_where_the_text_came_from(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     for index in range(30):
         text = filled(data[index])
-        told = [token for span in data.sources(index) for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()]
-        assert told == text
+        message = [token for span in data.sources(index) for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()]
+        assert message == text
 
 
 def test_a_text_without_tokens_leaves_the_encoder_something_to_look_at(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, Place, Source, Span, Texts
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, SourcePosition, InputFile, InputSpan, Texts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -18,7 +18,7 @@ READ_BYTES = 2**16
 
 
 @contextmanager
-def _reading(source: Source) -> Iterator[pyarrow.NativeFile]:
+def _reading(source: InputFile) -> Iterator[pyarrow.NativeFile]:
     """The open file; what pyarrow says of damage becomes `DataError`."""
     try:
         import pyarrow
@@ -34,7 +34,7 @@ def _reading(source: Source) -> Iterator[pyarrow.NativeFile]:
         raise DataError(f"{source.path} is damaged, or not a {source.kind} file: {error}") from error
 
 
-def count_rows(source: Source) -> int:
+def count_rows(source: InputFile) -> int:
     """The number of rows of a table."""
     with _reading(source) as file:
         if source.kind == "parquet":
@@ -44,7 +44,7 @@ def count_rows(source: Source) -> int:
         return sum(batch.num_rows for batch, _, _ in _arrow_batches(source, file, (), 0))
 
 
-def read_rows(number: int, span: Span, place: Place, keys: Sequence[str]) -> Iterator[Chunk]:
+def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequence[str]) -> Iterator[Chunk]:
     """The text columns of a span's rows, from a place on. number: which span of the run it is."""
     source = span.source
     first = max(place.unit, span.start)
@@ -57,14 +57,14 @@ def read_rows(number: int, span: Span, place: Place, keys: Sequence[str]) -> Ite
             for low in range(skipped, stop, rows):
                 piece = batch.slice(low, min(rows, stop - low))
                 texts = [_bytes_of(piece.column(key)) for key in keys]
-                start, end = (Place(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows))
+                start, end = (SourcePosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows))
                 size = sum(len(text) for column in texts for text in column if text is not None)
                 yield Chunk(source.kind, texts, start, end, size, consumed)
             if span.stop is not None and at + batch.num_rows >= span.stop:
                 return
 
 
-def _parquet_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[str],
+def _parquet_batches(source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str],
                      first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """(batch, its first row, bytes of the file behind it), from the row group on in which row `first` lies."""
     from pyarrow import parquet
@@ -84,7 +84,7 @@ def _parquet_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[st
             row = after
 
 
-def _arrow_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[str],
+def _arrow_batches(source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str],
                    first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """The same of an IPC stream or file, whose batches must all be read to find the row `first`."""
     from pyarrow import ipc
@@ -101,16 +101,16 @@ def _arrow_batches(source: Source, file: pyarrow.NativeFile, keys: Sequence[str]
         row += batch.num_rows
 
 
-def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
+def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
     """A column that is missing or not text is the fault of the file, not of its rows."""
     from pyarrow import types
 
     for key in keys:
-        found = schema.get_all_field_indices(key)
-        if len(found) != 1:
-            raise DataError(f"{source.path} has {len(found) or 'no'} columns {key!r}; it has {', '.join(schema.names)}: "
+        result = schema.get_all_field_indices(key)
+        if len(result) != 1:
+            raise DataError(f"{source.path} has {len(result) or 'no'} columns {key!r}; it has {', '.join(schema.names)}: "
                             "name one of them with --json-keys")
-        kind = schema.field(found[0]).type
+        kind = schema.field(result[0]).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise DataError(f"{source.path}: column {key!r} holds {kind}, not text; name another with --json-keys")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.ingest.records import UNREADABLE, Drops, Records, read_records
+from megatron.core.datasets.ingest.records import UNREADABLE, Drops, RecordBatch, read_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
 from megatron.core.datasets.ingest.source import Chunk
 from megatron.core.datasets.marks import refuse_frame
@@ -21,7 +21,7 @@ MOST_GROWTH = 64 * 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EncodeOptions:
     """What is done with every record. language: sentences are split by its rules, and become sequences; None: not."""
 
     tokenizer: TokenizerConfig
@@ -58,7 +58,7 @@ class Encoder:
     `ConfigError` for a tokenizer that is not built, or whose ids are not those of a sentence alone.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EncodeOptions) -> None:
         self.job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
         if job.language:
@@ -71,14 +71,14 @@ class Encoder:
         """What it says of itself; keep no reference, or memory grows."""
         return self._tokenizer
 
-    def read(self, chunk: Chunk) -> tuple[Records, list[list[list[str]]]]:
+    def read(self, chunk: Chunk) -> tuple[RecordBatch, list[list[list[str]]]]:
         """The records of a chunk, and for each key the sentences of every document, when those are wanted."""
         records = read_records(chunk, self.job.keys)
         if self._split is None:
             return records, []
         return records, [[self._split(text) for text in texts] for texts in records.texts]
 
-    def encode(self, records: Records, sentences: list[list[list[str]]]) -> Encoded:
+    def encode(self, records: RecordBatch, sentences: list[list[list[str]]]) -> Encoded:
         """The ids of what `read` found. A document that the tokenizer cannot read is left out under every key."""
         documents = sentences or [[[text] for text in texts] for texts in records.texts]
         try:
@@ -88,9 +88,9 @@ class Encoder:
                    if not all(self._can_read(column[place]) for column in documents)]
             if not bad:
                 raise
-            kept = sorted(set(range(len(records.numbers))).difference(bad))
+            retained = sorted(set(range(len(records.numbers))).difference(bad))
             records = records.without(bad, UNREADABLE)
-            columns = [self._column([column[place] for place in kept]) for column in documents]
+            columns = [self._column([column[place] for place in retained]) for column in documents]
         self._renew()
         return Encoded(columns, records.drops)
 

@@ -14,7 +14,7 @@ import xxhash
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.columns import count_rows, read_rows
 from megatron.core.datasets.ingest.lines import count_bytes, lines_before, read_document, read_lines
-from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, Kind, Place, Source, Span
+from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, Kind, SourcePosition, InputFile, InputSpan
 
 HEAD_BYTES = 2**16
 
@@ -24,14 +24,14 @@ ENDINGS: Mapping[str, Format] = MappingProxyType({".jsonl": "jsonl", ".json": "j
                                                   ".arrow": "arrow", ".feather": "arrow"})
 
 
-def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[Source]:
+def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[InputFile]:
     """The inputs that names, patterns and folders stand for, in order; those of a pattern or folder sorted by name.
 
     format: of all inputs; "auto" goes by the ending of each name, and takes what has none of ours for JSON lines, where
     it begins like them.
     text_documents: whether a plain text file is one document, or each of its lines is.
     """
-    sources: list[Source] = []
+    sources: list[InputFile] = []
     for word in words:
         if word == STANDARD_INPUT:
             sources.append(_source(word, "jsonl" if format == "auto" else format, text_documents))
@@ -39,17 +39,17 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
         if os.path.isdir(word):
             sources += _of_folder(word, format, text_documents)
             continue
-        found = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
-        found = [path for path in found if not os.path.isdir(path)]
-        if not found:
+        result = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+        result = [path for path in result if not os.path.isdir(path)]
+        if not result:
             raise DataError(f"--input {word}: there is no such file")
-        sources += [_source(path, format, text_documents) for path in found]
+        sources += [_source(path, format, text_documents) for path in result]
     if sum(source.path == STANDARD_INPUT for source in sources) > 1:
         raise DataError("--input - names standard input twice")
     return sources
 
 
-def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[Source]:
+def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[InputFile]:
     """All files of a folder and its subfolders; with "auto", all must have an ending of ours."""
     paths = sorted(path for place, _, names in os.walk(folder) for name in names if not name.startswith(".")
                    and os.path.isfile(path := os.path.join(place, name)))
@@ -78,7 +78,7 @@ def _demand_json(path: str) -> None:
                         ".txt, or say --input-format txt (or jsonl, to read it as JSON lines nevertheless)")
 
 
-def _source(path: str, format: Format, text_documents: TextDocuments) -> Source:
+def _source(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
     ending, compression = _ending(path)
     if format == "auto":
         format = ENDINGS.get(ending, "jsonl")
@@ -87,10 +87,10 @@ def _source(path: str, format: Format, text_documents: TextDocuments) -> Source:
     if format in ("parquet", "arrow") and (compression or path == STANDARD_INPUT):
         raise DataError(f"--input {path}: {format} files are read in place; unpack it, and give its name")
     kind: Kind = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format
-    return Source(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
+    return InputFile(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
 
 
-def identity(source: Source) -> list[str | int]:
+def identity(source: InputFile) -> list[str | int]:
     """What is equal when the source is the same as before: path, size, time, and a hash of its two ends."""
     if source.path == STANDARD_INPUT:
         return [STANDARD_INPUT]
@@ -102,7 +102,7 @@ def identity(source: Source) -> list[str | int]:
     return [os.path.abspath(source.path), source.size, os.stat(source.path).st_mtime_ns, ends.hexdigest()]
 
 
-def spans_of(sources: Sequence[Source], shard: tuple[int, int] | None) -> list[Span]:
+def spans_of(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
     """What a run reads: everything, or shard (i, n), counted from 0, of n that hold about the same number of bytes.
 
     The inputs stand end to end and are cut in n, so that the shards in order hold what one run reads, in order. Where a
@@ -110,7 +110,7 @@ def spans_of(sources: Sequence[Source], shard: tuple[int, int] | None) -> list[S
     its length, and cut in the same proportion.
     """
     if shard is None:
-        return [Span(source, (0, source.size)) for source in sources]
+        return [InputSpan(source, (0, source.size)) for source in sources]
     if any(source.path == STANDARD_INPUT for source in sources):
         raise DataError("--shard: standard input cannot be cut into shards; give files")
     index, count = shard
@@ -125,26 +125,26 @@ def spans_of(sources: Sequence[Source], shard: tuple[int, int] | None) -> list[S
         if start == stop:
             continue
         if (start, stop) == (0, weight):
-            spans.append(Span(source, (0, source.size)))
+            spans.append(InputSpan(source, (0, source.size)))
             continue
         units = _count_units(source)
-        span = Span(source, (start, stop), units * start // weight, units * stop // weight)
+        span = InputSpan(source, (start, stop), units * start // weight, units * stop // weight)
         if span.start != span.stop:
             spans.append(span)
     return spans
 
 
-def _count_units(source: Source) -> int:
+def _count_units(source: InputFile) -> int:
     if source.has_lines:
         return count_bytes(source)
     return 1 if source.kind == "document" else count_rows(source)
 
 
-def read_spans(spans: Sequence[Span], keys: Sequence[str], place: Place) -> Iterator[Chunk]:
+def read_spans(spans: Sequence[InputSpan], keys: Sequence[str], place: SourcePosition) -> Iterator[Chunk]:
     """All chunks of all spans in order, from a place on."""
     for number in range(place.span, len(spans)):
         span = spans[number]
-        start = place if number == place.span else Place(number, span.start)
+        start = place if number == place.span else SourcePosition(number, span.start)
         if span.source.has_lines:
             yield from read_lines(number, span, start)
         elif span.source.kind == "document":
@@ -153,7 +153,7 @@ def read_spans(spans: Sequence[Span], keys: Sequence[str], place: Place) -> Iter
             yield from read_rows(number, span, start, keys)
 
 
-def name_record(span: Span, record: int) -> str:
+def name_record(span: InputSpan, record: int) -> str:
     """FILE:NUMBER of a record of a span, both counted from 1; the number is that of the whole file."""
     source = span.source
     before = lines_before(source, span.start) if source.has_lines else span.start

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed import DataError, Marks
-from megatron.core.datasets.ingest.source import Place
+from megatron.core.datasets.indexed import DataError, BuilderProgress
+from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.datasets.storage import replacing
 
 VERSION = 1
@@ -51,11 +51,11 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class JournalState:
     """A point from which a run can go on. marks: of each pair. done: all input is behind it."""
 
-    place: Place
-    marks: list[Marks]
+    place: SourcePosition
+    marks: list[BuilderProgress]
     totals: Totals
     done: bool = False
 
@@ -87,14 +87,14 @@ def journal_path(prefix: str) -> Path:
     return Path(f"{prefix}.journal.{PARTIAL}")
 
 
-def save(prefix: str, command: Mapping[str, Any], state: State) -> None:
+def save(prefix: str, command: Mapping[str, Any], state: JournalState) -> None:
     """Write down how far a run has come; what `state` names is on disk already."""
     content = {"version": VERSION, "command": command, **dataclasses.asdict(state)}
     with replacing(journal_path(prefix)) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def load(prefix: str, command: Mapping[str, Any]) -> State | None:
+def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
     """Where the run before stopped; None when nothing is unfinished. Raises `DataError` when it was another command."""
     path = journal_path(prefix)
     try:
@@ -103,7 +103,7 @@ def load(prefix: str, command: Mapping[str, Any]) -> State | None:
             raise DataError(f"{path} has version {content['version']!r}; this programme knows version {VERSION}: {RESTART}")
         before, totals = content["command"], content["totals"]
         dropped = {reason: Dropped(**drop) for reason, drop in totals.pop("dropped").items()}
-        state = State(Place(**content["place"]), [Marks(**marks) for marks in content["marks"]],
+        state = JournalState(SourcePosition(**content["place"]), [BuilderProgress(**marks) for marks in content["marks"]],
                       Totals(**totals, dropped=dropped), content["done"])
     except FileNotFoundError:
         return None

@@ -14,7 +14,7 @@ import xxhash
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, Place, Source, Span
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, SourcePosition, InputFile, InputSpan
 
 COMPRESSED_PIECE = 2**11  # zstd can blow this up to 64 MB, if it wants to do harm
 
@@ -57,7 +57,7 @@ class _ZstdBytes(io.RawIOBase):
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def opened(source: InputFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(the content, the file on disk under it) of a source that is not a table; damage is told as `DataError`."""
     if source.path == STANDARD_INPUT:
         yield sys.stdin.buffer, sys.stdin.buffer
@@ -79,7 +79,7 @@ def opened(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             raise
 
 
-def read_lines(number: int, span: Span, place: Place) -> Iterator[Chunk]:
+def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[Chunk]:
     """The lines of a span, from a place on. number: which span of the run it is."""
     source = span.source
     with opened(source) as (file, raw):
@@ -96,26 +96,26 @@ def read_lines(number: int, span: Span, place: Place) -> Iterator[Chunk]:
                 break
             if not content.endswith(b"\n"):
                 content += file.readline()
-            start = Place(number, position, records)
+            start = SourcePosition(number, position, records)
             position += len(content)
             records += content.count(b"\n") + (not content.endswith(b"\n"))
             if digest:
                 digest.update(content)
-            end = Place(number, position, records, digest.hexdigest() if digest else "")
+            end = SourcePosition(number, position, records, digest.hexdigest() if digest else "")
             consumed = raw.tell() if source.compression else position
             yield Chunk(source.kind, content, start, end, len(content), consumed)
 
 
-def read_document(number: int, span: Span, place: Place) -> Iterator[Chunk]:
+def read_document(number: int, span: InputSpan, place: SourcePosition) -> Iterator[Chunk]:
     """A plain text file as one document."""
     if place.unit:
         return
     with opened(span.source) as (file, _):
         content = file.read()
-    yield Chunk("document", [[content]], Place(number), Place(number, 1, 1), len(content), span.source.size)
+    yield Chunk("document", [[content]], SourcePosition(number), SourcePosition(number, 1, 1), len(content), span.source.size)
 
 
-def count_bytes(source: Source) -> int:
+def count_bytes(source: InputFile) -> int:
     """The size of a file after decompression."""
     if not source.compression:
         return source.size
@@ -123,7 +123,7 @@ def count_bytes(source: Source) -> int:
         return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
-def lines_before(source: Source, position: int) -> int:
+def lines_before(source: InputFile, position: int) -> int:
     """How many lines of a file begin before a byte of it."""
     if position == 0:
         return 0
@@ -135,7 +135,7 @@ def lines_before(source: Source, position: int) -> int:
     return lines
 
 
-def _skip(file: BinaryIO, source: Source, start: int) -> int:
+def _skip(file: BinaryIO, source: InputFile, start: int) -> int:
     """Go to the first line that begins at `start` or later; returns where that is."""
     if start == 0:
         return 0
@@ -148,7 +148,7 @@ def _skip(file: BinaryIO, source: Source, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def _skip_again(file: BinaryIO, place: Place, digest: xxhash.xxh3_128) -> None:
+def _skip_again(file: BinaryIO, place: SourcePosition, digest: xxhash.xxh3_128) -> None:
     """Read once more what standard input gave to the run that is continued."""
     left = place.unit
     while left and (content := file.read(min(left, CHUNK_BYTES))):

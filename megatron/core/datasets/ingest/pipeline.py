@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder, Marks, best_dtype, bin_path, idx_path
+from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder, BuilderProgress, best_dtype, bin_path, idx_path
 from megatron.core.datasets.ingest import journal
-from megatron.core.datasets.ingest.encode import Encoded, Encoder, Job
+from megatron.core.datasets.ingest.encode import Encoded, Encoder, EncodeOptions
 from megatron.core.datasets.ingest.inputs import identity, name_record, read_spans, spans_of
-from megatron.core.datasets.ingest.journal import PARTIAL, Dropped, State, Totals
+from megatron.core.datasets.ingest.journal import PARTIAL, Dropped, JournalState, Totals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
 from megatron.core.datasets.ingest.sentences import version
-from megatron.core.datasets.ingest.source import Chunk, Place, Source
+from megatron.core.datasets.ingest.source import Chunk, SourcePosition, InputFile
 from megatron.core.datasets.ingest.workers import encode_all
 from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
 from megatron.core.tokenizers.base import fingerprint
@@ -33,11 +33,11 @@ Report = Callable[[Totals], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PreprocessOptions:
     """What is wanted. shard: (i, n), counted from 0. journal_seconds: between points from which a killed run goes on."""
 
-    sources: Sequence[Source]
-    job: Job
+    sources: Sequence[InputFile]
+    job: EncodeOptions
     output_prefix: str
     shard: tuple[int, int] | None = None
     on_bad_line: Literal["fail", "skip"] = "fail"
@@ -64,7 +64,7 @@ class Order:
         return [f"{self.prefix}_{key}_{self.level}" for key in self.job.keys]
 
 
-def preprocess(order: Order, start: Start, report: Report) -> Totals:
+def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals:
     """Write the pairs. Returns the totals.
 
     start: called once with what a run that was stopped had done already, and a sentence on the tokenizer's engine;
@@ -98,10 +98,10 @@ def preprocess(order: Order, start: Start, report: Report) -> Totals:
         return totals
 
 
-def measure(order: Order, max_documents: int) -> tuple[int, float]:
+def measure(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
     """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
     documents, began = 0, time.perf_counter()
-    chunks = _first(read_spans(spans_of(order.sources, order.shard), order.job.keys, Place()), max_documents)
+    chunks = _first(read_spans(spans_of(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents)
     for _, encoded in encode_all(chunks, order.job, order.workers):
         documents += len(encoded.columns[0].sequences)
     return documents, time.perf_counter() - began
@@ -116,7 +116,7 @@ def _first(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
             return
 
 
-def _command(order: Order, mark: Fingerprint) -> dict[str, Any]:
+def _command(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
     """All that the output depends on, by the words of the command line."""
     job = order.job
     return {
@@ -131,8 +131,8 @@ def _command(order: Order, mark: Fingerprint) -> dict[str, Any]:
 
 
 @contextmanager
-def _builders(order: Order, mark: Fingerprint, dtype: np.dtype,
-              marks: Sequence[Marks] | None) -> Iterator[list[IndexedDatasetBuilder]]:
+def _builders(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype,
+              marks: Sequence[BuilderProgress] | None) -> Iterator[list[IndexedDatasetBuilder]]:
     """A builder for each key. When the block raises, what they wrote stays if the journal names it, else it goes."""
     builders: list[IndexedDatasetBuilder] = []
     try:
@@ -140,13 +140,13 @@ def _builders(order: Order, mark: Fingerprint, dtype: np.dtype,
             builders.append(_builder(order, pair, mark, dtype, marks[number] if marks else None))
         yield builders
     except BaseException:
-        kept = journal.journal_path(order.prefix).exists()
+        retained = journal.journal_path(order.prefix).exists()
         for builder in builders:
-            builder.close() if kept else builder.discard()
+            builder.close() if retained else builder.discard()
         raise
 
 
-def _builder(order: Order, pair: str, mark: Fingerprint, dtype: np.dtype, marks: Marks | None) -> IndexedDatasetBuilder:
+def _builder(order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None) -> IndexedDatasetBuilder:
     try:
         return IndexedDatasetBuilder(pair, dtype, tokenizer=mark, shard=order.shard, level=order.level, partial=PARTIAL,
                                      marks=marks)
@@ -154,7 +154,7 @@ def _builder(order: Order, pair: str, mark: Fingerprint, dtype: np.dtype, marks:
         raise DataError(f"{error}; {journal.RESTART}" if marks else str(error)) from error
 
 
-def _finish_again(order: Order, mark: Fingerprint, dtype: np.dtype, marks: Sequence[Marks]) -> None:
+def _finish_again(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress]) -> None:
     """Finish the pairs of a run that died after its last document.
 
     A builder renames the ids first and the index last, and only when all files of the pair are complete. So a pair
@@ -176,15 +176,15 @@ def _finish_again(order: Order, mark: Fingerprint, dtype: np.dtype, marks: Seque
 class _Writer:
     """Puts encoded chunks into the pairs, in order, and keeps the account and the journal."""
 
-    def __init__(self, order: Order, command: Mapping[str, Any], builders: Sequence[IndexedDatasetBuilder],
-                 state: State | None) -> None:
+    def __init__(self, order: PreprocessOptions, command: Mapping[str, Any], builders: Sequence[IndexedDatasetBuilder],
+                 state: JournalState | None) -> None:
         self.totals = state.totals if state else Totals(empty=[0] * len(order.job.keys))
         self._order, self._command, self._builders = order, command, builders
-        self._place = state.place if state else Place()
+        self._place = state.place if state else SourcePosition()
         self._spans = spans_of(order.sources, order.shard)
         self._marked = time.monotonic()
 
-    def write_all(self, report: Report, work: Encoder | Job) -> None:
+    def write_all(self, report: Report, work: Encoder | EncodeOptions) -> None:
         """Read, encode and write everything from the place on."""
         self._refuse_bad_lines()
         chunks = read_spans(self._spans, self._order.job.keys, self._place)
@@ -226,13 +226,13 @@ class _Writer:
 
     def _save(self, done: bool) -> None:
         marks = [builder.flush() for builder in self._builders]
-        journal.save(self._order.prefix, self._command, State(self._place, marks, self.totals, done))
+        journal.save(self._order.prefix, self._command, JournalState(self._place, marks, self.totals, done))
         self._marked = time.monotonic()
 
 
 def describe_drops(totals: Totals) -> str:
     """How many lines were left out, and for each reason how many and where the first of them are."""
     reasons = sorted(totals.dropped.items(), key=lambda item: -item[1].count)
-    told = "; ".join(f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"
+    message = "; ".join(f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"
                      for reason, drop in reasons)
-    return f"{sum(drop.count for drop in totals.dropped.values())} lines left out" + f": {told}" * bool(told)
+    return f"{sum(drop.count for drop in totals.dropped.values())} lines left out" + f": {message}" * bool(message)

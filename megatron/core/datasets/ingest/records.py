@@ -15,7 +15,7 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(slots=True)
-class Drop:
+class DroppedRecord:
     """Records left out for one reason: how many, and the numbers of the first, counted from 1 in their span."""
 
     count: int = 0
@@ -28,11 +28,11 @@ class Drop:
             self.records.append(record)
 
 
-Drops = dict[str, Drop]
+Drops = dict[str, DroppedRecord]
 
 
 @dataclass(slots=True)
-class Records:
+class RecordBatch:
     """The documents of a chunk.
 
     texts: for each key the text of every document. numbers: which record of its span each document is, from 1.
@@ -42,20 +42,20 @@ class Records:
     numbers: list[int]
     drops: Drops
 
-    def without(self, bad: Sequence[int], reason: str) -> Records:
+    def without(self, bad: Sequence[int], reason: str) -> RecordBatch:
         """The same without the documents at these places."""
         drops, gone = dict(self.drops), set(bad)
-        drops[reason] = Drop()
+        drops[reason] = DroppedRecord()
         for place in sorted(gone):
             drops[reason].add(self.numbers[place])
-        kept = [place for place in range(len(self.numbers)) if place not in gone]
-        return Records([[column[place] for place in kept] for column in self.texts],
-                       [self.numbers[place] for place in kept], drops)
+        retained = [place for place in range(len(self.numbers)) if place not in gone]
+        return RecordBatch([[column[place] for place in retained] for column in self.texts],
+                       [self.numbers[place] for place in retained], drops)
 
 
-def read_records(chunk: Chunk, keys: Sequence[str]) -> Records:
+def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:
     """The documents of a chunk, with one text under each key."""
-    records = Records([[] for _ in keys], [], {})
+    records = RecordBatch([[] for _ in keys], [], {})
     if isinstance(chunk.content, bytes):
         rows = chunk.content.split(b"\n")
         if not rows[-1]:
@@ -68,7 +68,7 @@ def read_records(chunk: Chunk, keys: Sequence[str]) -> Records:
         try:
             texts = read(row, keys)
         except ValueError as error:
-            records.drops.setdefault(str(error), Drop()).add(number)
+            records.drops.setdefault(str(error), DroppedRecord()).add(number)
             continue
         records.numbers.append(number)
         for column, text in zip(records.texts, texts):

@@ -32,11 +32,11 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
         sentences: list[str] = []
         for low in range(0, len(text), WINDOW):
             window = text[low : low + WINDOW] if len(text) > WINDOW else text
-            found = spans(window)
-            if keep_newlines and found:
-                ends = [start for start, _ in found[1:]] + [len(window if low + WINDOW < len(text) else window.rstrip())]
-                found = [(start, end) for (start, _), end in zip(found, ends)]
-            sentences += [window[start:end] for start, end in found]
+            result = spans(window)
+            if keep_newlines and result:
+                ends = [start for start, _ in result[1:]] + [len(window if low + WINDOW < len(text) else window.rstrip())]
+                result = [(start, end) for (start, _), end in zip(result, ends)]
+            sentences += [window[start:end] for start, end in result]
         return sentences
 
     return split

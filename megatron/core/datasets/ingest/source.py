@@ -18,7 +18,7 @@ Texts = list[list[bytes | None]]  # for each key the text of every row
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputFile:
     """One input. kind: how its records are found; "lines" and "document" are plain text. size: bytes on disk."""
 
     path: str
@@ -33,17 +33,17 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class InputSpan:
     """Units [start, stop) of a source; to its end when `stop` is None. disk: about where they lie in the file."""
 
-    source: Source
+    source: InputFile
     disk: tuple[int, int]
     start: int = 0
     stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePosition:
     """Where a run stands: before this unit of this span, with so many records of the span behind it.
 
     digest: of all bytes that standard input gave so far; empty for files, which are known by size and time.
@@ -65,7 +65,7 @@ class Chunk:
 
     kind: Kind
     content: bytes | Texts
-    start: Place
-    end: Place
+    start: SourcePosition
+    end: SourcePosition
     num_bytes: int
     consumed: int

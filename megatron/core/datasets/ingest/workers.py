@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.encode import Encoded, Encoder, Job
+from megatron.core.datasets.ingest.encode import Encoded, Encoder, EncodeOptions
 from megatron.core.datasets.ingest.source import Chunk
 
 DEPTH = 2  # chunks that wait for each stage
@@ -33,7 +33,7 @@ PATIENCE = 5.0  # seconds for a worker to end by itself
 Item = TypeVar("Item")
 
 
-def encode_all(chunks: Iterator[Chunk], work: Encoder | Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+def encode_all(chunks: Iterator[Chunk], work: Encoder | EncodeOptions, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Every chunk, its content left out, with what it became. work: for one worker, an encoder that is there already."""
     if workers > 1:
         yield from _encode_by_processes(chunks, work.job if isinstance(work, Encoder) else work, workers)
@@ -98,7 +98,7 @@ class _Worker:
     results: Connection
 
 
-def _encode_by_processes(chunks: Iterator[Chunk], job: Job, count: int) -> Iterator[tuple[Chunk, Encoded]]:
+def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int) -> Iterator[tuple[Chunk, Encoded]]:
     room = threading.Semaphore(DEPTH * count)
     unwanted = threading.Event()
     with _started(job, count) as workers:
@@ -124,7 +124,7 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: Job, count: int) -> Itera
 
 
 @contextmanager
-def _started(job: Job, count: int) -> Iterator[list[_Worker]]:
+def _started(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
     """So many processes at work; they end with the block."""
     # Not forked: the threads of a tokenizer's engine do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -148,7 +148,7 @@ def _started(job: Job, count: int) -> Iterator[list[_Worker]]:
                 worker.process.kill()
 
 
-def _work(job: Job, work: Connection, results: Connection) -> None:
+def _work(job: EncodeOptions, work: Connection, results: Connection) -> None:
     """The life of a worker: it ends when its pipe does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
     try:

@@ -55,9 +55,9 @@ def test_shards_that_are_joined_have_the_bytes_of_one_run(tool, merger, folder, 
         tool.main([*words, "--shard", f"{index}/{count}", "--output-prefix", str(tmp_path / "parts" / "o"), *BYTES])
     merger.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "whole")])
     assert pair_at(tmp_path / "whole") == bytes_of(kind)
-    told = [json.loads((tmp_path / f"parts/o-{index:05d}-of-{count:05d}_text_document.json").read_text()) for index in range(count)]
-    assert [facts["shard"] for facts in told] == [[index, count] for index in range(count)]
-    assert count > 2 or min(facts["documents"] for facts in told) > 2, "each shard has its share"
+    message = [json.loads((tmp_path / f"parts/o-{index:05d}-of-{count:05d}_text_document.json").read_text()) for index in range(count)]
+    assert [facts["shard"] for facts in message] == [[index, count] for index in range(count)]
+    assert count > 2 or min(facts["documents"] for facts in message) > 2, "each shard has its share"
 
 
 def test_more_shards_than_lines_are_joined_too(tool, merger, folder, tmp_path):
@@ -83,8 +83,8 @@ def test_a_bad_record_of_a_shard_is_named_by_its_number_in_the_file(tool, folder
     for index in range(3):
         tool.main(["--input", str(folder / name), "--shard", f"{index}/3", "--on-bad-line", "skip", "--output-prefix",
                    str(tmp_path / "o"), *BYTES])
-    told = capsys.readouterr().out
-    assert [f"{name}:{number + 1})" in told for number in bad] == [True] * 3, told
+    message = capsys.readouterr().out
+    assert [f"{name}:{number + 1})" in message for number in bad] == [True] * 3, message
 
 
 class Stop(BaseException):
@@ -119,8 +119,8 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bytes(tool, folder, tmp
                 break
             except Stop:
                 assert not list(tmp_path.glob("o*.idx"))
-    found, = (pair_at(str(path)[:-4]) for path in tmp_path.glob("o*.idx"))
-    assert found == expected
+    result, = (pair_at(str(path)[:-4]) for path in tmp_path.glob("o*.idx"))
+    assert result == expected
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -286,8 +286,8 @@ def test_rows_without_text_and_of_broken_utf8_are_bad_records(tool, folder, tmp_
     with pyarrow.ipc.new_stream(folder / "a.arrow", pyarrow.schema([("text", pyarrow.string())])) as writer:
         writer.write_batch(pyarrow.record_batch([broken], ["text"]))
     tool.main(["--input", str(folder / "a.arrow"), "--on-bad-line", "skip", "--output-prefix", str(tmp_path / "o"), *BYTES])
-    told = capsys.readouterr().out
-    assert "1 not UTF-8 (" in told and "a.arrow:2)" in told and "1 the value of 'text' is not text (" in told, told
+    message = capsys.readouterr().out
+    assert "1 not UTF-8 (" in message and "a.arrow:2)" in message and "1 the value of 'text' is not text (" in message, message
 
 
 def test_a_frame_that_blows_up_is_unpacked_in_pieces(folder):

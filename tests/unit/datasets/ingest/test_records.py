@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.ingest.encode import Encoder, Job
+from megatron.core.datasets.ingest.encode import Encoder, EncodeOptions
 from megatron.core.datasets.ingest.records import PLACES, read_records
-from megatron.core.datasets.ingest.source import Chunk, Place
+from megatron.core.datasets.ingest.source import Chunk, SourcePosition
 
 # JSON values of all kinds, objects with the keys in question more often than others.
 ANY = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)
@@ -48,7 +48,7 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
     content = b"\n".join(lines) + b"\n" * ends
     rows = content.split(b"\n")
     rows = rows[:-1] if not rows[-1] else rows
-    chunk = Chunk("jsonl", content, Place(records=100), Place(records=100 + len(rows)), len(content), len(content))
+    chunk = Chunk("jsonl", content, SourcePosition(records=100), SourcePosition(records=100 + len(rows)), len(content), len(content))
     records = read_records(chunk, keys)
     expected = [(number, texts) for number, line in enumerate(rows, 101) if (texts := plainly(line, keys)) is not None]
     assert records.numbers == [number for number, _ in expected]
@@ -60,13 +60,13 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
 
 def test_all_bad_lines_are_counted_and_the_first_are_named():
     content = b"{}\n" * 7 + b'{"text": "a"}\n' + b"{}\n"
-    drop, = read_records(Chunk("jsonl", content, Place(), Place(), 0, 0), ("text",)).drops.values()
+    drop, = read_records(Chunk("jsonl", content, SourcePosition(), SourcePosition(), 0, 0), ("text",)).drops.values()
     assert (drop.count, drop.records) == (8, [1, 2, 3, 4, 5][:PLACES])
 
 
 def numbers_encoder(**facts):
     """An encoder of texts that are numbers below 100; it cannot read others."""
-    return Encoder(Job(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101), **facts))
+    return Encoder(EncodeOptions(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101), **facts))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -74,7 +74,7 @@ def numbers_encoder(**facts):
 def test_what_the_tokenizer_cannot_read_is_left_out_under_every_key(rows, append_eod):
     encoder = numbers_encoder(keys=("a", "b"), append_eod=append_eod)
     content = b"".join(json.dumps({"a": a, "b": b}).encode() + b"\n" for a, b in rows)
-    chunk = Chunk("jsonl", content, Place(), Place(), len(content), len(content))
+    chunk = Chunk("jsonl", content, SourcePosition(), SourcePosition(), len(content), len(content))
     encoded = encoder.encode(*encoder.read(chunk))
     good = [(a, b) for a, b in rows if not {a, b} & {"x", "101"}]
     for column, texts in zip(encoded.columns, zip(*good) if good else [(), ()]):
@@ -91,7 +91,7 @@ def test_a_tokenizer_whose_memory_grows_is_built_again(monkeypatch):
     memory = iter([100, 110, 100 + 2**27, 300, 310, 300 + 2**27])
     monkeypatch.setattr("megatron.core.datasets.ingest.encode._resident_bytes", lambda: next(memory))
     encoder = numbers_encoder()
-    chunk = Chunk("jsonl", b'{"text": "7"}', Place(), Place(), 0, 0)
+    chunk = Chunk("jsonl", b'{"text": "7"}', SourcePosition(), SourcePosition(), 0, 0)
     seen = []
     for _ in range(6):
         seen.append(encoder.tokenizer)

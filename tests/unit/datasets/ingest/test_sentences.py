@@ -50,9 +50,9 @@ SPLIT = {keep: sentence_splitter("english", keep) for keep in (True, False)}
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from(list(" \n\tab.!?\"')A1-\u201d\u3002")), max_size=60))
 def test_with_newlines_kept_the_sentences_are_the_text_without_its_end(text):
-    kept, bare = SPLIT[True](text), SPLIT[False](text)
-    assert "".join(kept) == text.rstrip()
-    assert [sentence.rstrip() for sentence in kept] == [sentence.rstrip() for sentence in bare]
+    retained, bare = SPLIT[True](text), SPLIT[False](text)
+    assert "".join(retained) == text.rstrip()
+    assert [sentence.rstrip() for sentence in retained] == [sentence.rstrip() for sentence in bare]
 
 
 def test_the_newline_after_a_sentence_stays_with_it_on_request():
