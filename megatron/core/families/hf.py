@@ -164,7 +164,7 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
         family = family_of(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)
     variant, rows, formats = _planned(chosen, model, source)
-    config = {**ids, **_config(chosen, model, earlier if earlier.get("model_type") == chosen.model_type else {}, formats),
+    config = {**ids, **_config(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
               "architectures": [variant.architecture]}
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
@@ -341,10 +341,16 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
     return variant, rows, {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
 
 
+def _is_of(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether an earlier config.json is of a family: by its class, whatever a model calls its type (Kimi K2: `kimi_k2`)."""
+    named = classes_of(config)
+    return bool(family.variant(named)) if named else config.get("model_type") == family.model_type
+
+
 def _config(family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]) -> dict[str, Any]:
     """The config.json."""
     word = _WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
-    config = {**family.config_out(model, like), "model_type": family.model_type}
+    config = {**family.config_out(model, like), "model_type": like.get("model_type", family.model_type)}
     config["dtype" if "dtype" in like else "torch_dtype"] = word
     return config
 

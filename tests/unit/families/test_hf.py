@@ -243,6 +243,14 @@ def test_weights_change_their_dtype_when_asked_and_not_when_it_cannot_hold_them(
         hf.export(Cast(hf.open_folder(tmp_path / "large"), torch.float16), tmp_path / "out")
 
 
+def test_keys_of_a_folder_of_the_same_class_and_another_model_type_are_kept(llama: Path, tmp_path: Path) -> None:
+    kept = {"model_type": "kimi_k2", "eos_token_id": 7, "pretraining_tp": 2, "auto_map": {"AutoConfig": "there.Config"}}
+    edit(llama / "config.json", **kept)
+    hf.export(Made(LLAMA), tmp_path / "out", like=llama)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: config.get(name) for name in kept} == kept and config.keys() >= json.loads((llama / "config.json").read_text()).keys()
+
+
 def test_files_of_the_tokenizer_and_ids_of_tokens_come_from_the_folder_that_is_like_it(llama: Path, tmp_path: Path) -> None:
     edit(llama / "config.json", eos_token_id=7, rope_theta=5.0)
     for name in ("tokenizer.json", "generation_config.json", "training_args.bin"):
