@@ -117,7 +117,7 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
     norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
     apply_layernorm_1p: bool = flag(
-        False, "store each norm's weight minus one, where half precision has finer steps; norms have no weight decay either way", role="network")
+        False, "store each norm's weight minus one, where half precision has finer steps, and add the one in fp32", role="network")
     add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear", role="network")
     add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.model import ModelConfig
+from megatron.core.kernels.reference import wide
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
@@ -29,14 +30,20 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]. Returns the same shape."""
-        scale = self._scale(x.dtype)
+        scale = scale_of(self.weight, x.dtype, one_plus=self.one_plus)
+        x = x.to(scale.dtype)
         if self.bias is None:
             return self.kernels.rms_norm(x, scale, self.epsilon).to(self.weight.dtype)
         return self.kernels.layer_norm(x, scale, self.bias.to(x.dtype), self.epsilon).to(self.weight.dtype)
 
     def of_sum(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
-        return self.kernels.residual_norm(x, update, self._scale(x.dtype), self.bias, self.epsilon)
+        return self.kernels.residual_norm(x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon)
 
-    def _scale(self, dtype: torch.dtype) -> Tensor:
-        return (self.weight + 1.0 if self.one_plus else self.weight).to(dtype)
+
+def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
+    """What multiplies a normed x of a format. one_plus: the weight is the scale minus one, and the sum stays in fp32.
+
+    In bf16, numbers near 1 are 0.008 apart, and near 0 as fine as one likes: rounding the sum would undo what the weight holds.
+    """
+    return weight.to(wide(dtype)) + 1.0 if one_plus else weight.to(dtype)

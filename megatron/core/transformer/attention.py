@@ -23,6 +23,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.norm import scale_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import Pass
 from megatron.core.transformer.qk_clip import Peaks
@@ -124,13 +125,13 @@ class NormAcrossHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, heads of this rank, d]. Returns the same shape."""
         flat, tp, epsilon = x.flatten(2), self.build.mesh.tp, self.build.model.norm_epsilon
-        scale = (self.weight + 1.0 if self.one_plus else self.weight).to(x.dtype)
+        scale = scale_of(self.weight, x.dtype, one_plus=self.one_plus)
         if tp.size == 1:
-            return self.build.kernels.rms_norm(flat, scale, epsilon).view_as(x)
+            return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
         own = flat.to(wide(x.dtype))
         total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
         mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.copies)
-        return ((own * torch.rsqrt(mean + epsilon)).to(x.dtype) * scale).view_as(x)
+        return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
 def sinks(build: Build) -> nn.Parameter:

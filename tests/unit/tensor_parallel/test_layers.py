@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.model import ModelConfig
+from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Axis
+from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from tests.helpers.world import Worlds
@@ -73,6 +76,29 @@ def test_a_norm_of_one_plus_starts_as_the_norm_itself() -> None:
     ids = (data("ids", ranks.B, S) * 10).long().remainder(V)
     before = module.words.weight[ids.t()] + module.places.weight[2:, None]
     close(output, before.detach() / (before.detach().square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> None:
+    norm = Norm(H, ModelConfig(normalization=normalization, apply_layernorm_1p=True), sum_over=(), kernels=Kernels(), mesh=ranks.here(1),
+                dtype=torch.bfloat16)
+    ranks.name_all(norm)
+    ranks.materialize(norm, ranks.here(1), seed=1)
+    with torch.no_grad():
+        norm.weight.fill_(0.0029)  # in bf16, 1.0029 would be 1
+    x = data("x", S, ranks.B, H).bfloat16().requires_grad_()
+    own, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    centred = own - own.mean(-1, keepdim=True) if normalization == "LayerNorm" else own
+    expected = centred / (centred.square().mean(-1, keepdim=True) + norm.epsilon).sqrt() * (1 + weight)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert (y == expected.bfloat16()).double().mean() > 0.99
+    gradient = data("weight of the loss", S, ranks.B, H).bfloat16()
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    for found, right in ((x.grad, own.grad), (norm.weight.grad, weight.grad)):
+        assert found is not None and right is not None and found.dtype == torch.bfloat16
+        assert (found.double() - right).norm() < 4e-3 * right.norm()
 
 
 def test_a_region_says_what_lies_outside_it() -> None:
