@@ -49,6 +49,11 @@ def test_the_fused_gelu_is_the_tanh_formula(given: dict[str, Any], expected: str
     assert model(**given).activation == expected
 
 
+@pytest.mark.parametrize("written_by, applied", [({}, False), ({"use_legacy_models": True}, True), ({"use_mcore_models": True}, False)])
+def test_megatron_core_never_started_its_residual_after_the_norm(written_by: dict[str, Any], applied: bool) -> None:
+    assert model(apply_residual_connection_post_layernorm=True, **written_by).apply_residual_connection_post_layernorm == applied
+
+
 def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
     args = namespace({**GIVEN, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}, rank=0, world_size=1, iteration=1)
     found = run_settings_of(vars(args))

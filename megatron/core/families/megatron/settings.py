@@ -36,6 +36,8 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         found["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
     if arguments.get("encoder_num_layers") and not found.get("num_layers"):
         found["num_layers"] = arguments["encoder_num_layers"]
+    if _is_of_core(arguments):  # which has the argument, and never starts a residual after the norm
+        found.pop("apply_residual_connection_post_layernorm", None)
     if _fuses_gelu(arguments):
         found["openai_gelu"] = True
     unused = _unused(found)
@@ -68,6 +70,12 @@ def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
     others = ("swiglu", "squared_relu", "quick_geglu", "geglu", "num_experts")
     return bool(arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True)
                 and not any(arguments.get(name) for name in others))
+
+
+def _is_of_core(arguments: Mapping[str, Any]) -> bool:
+    """Whether Megatron Core's layers made the network, and not those that Megatron-LM had before."""
+    newer = "deprecated_use_mcore_models" in arguments and not arguments.get("use_legacy_models")
+    return newer or bool(arguments.get("use_mcore_models"))
 
 
 def _unused(found: Mapping[str, Any]) -> frozenset[str]:
