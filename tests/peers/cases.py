@@ -50,6 +50,7 @@ class Case:
 
 _EP = {"expert_model_parallel_size": 2}
 _TORCH = {"ckpt_format": "torch"}
+_BF16 = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
 CASES = {case.name: case for case in (
     Case("dense"), Case("dense-torch", _TORCH),
     Case("gqa", GQA), Case("gqa-torch", {**GQA, **_TORCH}),
@@ -63,6 +64,10 @@ CASES = {case.name: case for case in (
     Case("gqa-distributed", GQA, optimizer="distributed"), Case("gqa-reshardable", GQA, optimizer="reshardable"),
     Case("gqa-distributed-torch", {**GQA, **_TORCH}, optimizer="distributed"),
     Case("dense-distributed-torch", _TORCH, optimizer="distributed"),
+    # Weights in bf16, whose fp32 masters are the optimizer's.
+    Case("bf16", {**GQA, **_BF16}),
+    Case("bf16-distributed", {**GQA, **_BF16}, ranks=2, optimizer="distributed"),
+    Case("bf16-distributed-torch", {**GQA, **_BF16, **_TORCH}, optimizer="distributed"),
     # In the layout of Megatron FSDP, which itself runs on GPUs alone: see `fsdp_state` in run_peer.py.
     Case("gqa-fsdp", {**GQA, "ckpt_format": "fsdp_dtensor"}, ranks=2), Case("deepseek-fsdp", {**DEEPSEEK, "ckpt_format": "fsdp_dtensor"}, ranks=2),
     # Flat buffers of two data-parallel ranks, of two expert ranks, of two tensor ranks.

@@ -45,6 +45,7 @@ from megatron.core.models.gpt import gpt_layer_specs as specs  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
 def arguments(given: dict[str, Any], iteration: int) -> argparse.Namespace:
@@ -91,6 +92,7 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
         position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
         mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
+    model = Float16Module(config, model) if args.bf16 else model
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
     wrapped = DistributedDataParallel(config, ddp, model)
     config.finalize_model_grads_func = finalize_model_grads
