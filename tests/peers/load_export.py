@@ -119,7 +119,7 @@ def run(requests: list[dict[str, Any]]) -> None:
         without_gpu.forget_statistics()
         try:
             found = answer(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer (torch's CheckpointException is no Exception)
             found = {"error": f"{type(error).__name__}: {error}"}
             if os.environ.get("TRACE"):
                 raise

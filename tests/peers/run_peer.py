@@ -71,6 +71,12 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
                "bias_dropout_fusion": False, "gated_linear_unit": args.swiglu}
     if args.swiglu:
         values["activation_func"] = torch.nn.functional.silu
+    if args.squared_relu or args.quick_geglu:
+        from megatron.core.activations import quick_gelu, squared_relu
+
+        values["activation_func"] = squared_relu
+    if args.quick_geglu:
+        values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     if args.rope_type is None:
         values.pop("rope_type", None)
     return known(kind, **values)
@@ -80,10 +86,12 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
     """The network, as `gpt_builder` of Megatron-LM makes it with --transformer-impl local."""
     config = transformer_config(args)
     if args.num_experts:
-        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        spec = known(specs.get_gpt_decoder_block_spec, config=config, use_transformer_engine=False, normalization=args.normalization,
+                     qk_l2_norm=args.qk_l2_norm)
     else:
         spec = known(specs.get_gpt_layer_local_spec, qk_layernorm=args.qk_layernorm,
-                     multi_latent_attention=args.multi_latent_attention, normalization=args.normalization)
+                     multi_latent_attention=args.multi_latent_attention, normalization=args.normalization,
+                     qk_l2_norm=args.qk_l2_norm)
     mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
     model = known(
         GPTModel, config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,

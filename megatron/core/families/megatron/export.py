@@ -78,7 +78,7 @@ class _Export:
             "padded_vocab_size": padded(rows, self.source.settings, self.tensor_size), "iteration": self.iteration,
             "tensor_model_parallel_size": self.tensor_size, "pipeline_model_parallel_size": pipeline_size, "ckpt_format": ckpt_format,
             "transformer_impl": "transformer_engine" if self.fused else "local",
-            **({} if ckpt_format == "torch_dist" else {"moe_grouped_gemm": False})})
+            "moe_grouped_gemm": None if ckpt_format == "torch_dist" else False})  # whole tensors serve both
         return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
 
     def finish(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -50,16 +51,21 @@ def flags_beside(model: ModelConfig) -> str:
     words = [f"{spelling(name)}{_shown(values[name])}" for name in network_fields()
              if name not in _TAKEN | _OURS | idle and values[name] != usual[name]
              and not (name == "rope_type" and values[name] == "rope" and not model.mla.multi_latent_attention)]
-    if model.activation == "gelu":
+    if model.add_bias_linear and not model.swiglu and not fuses_gelu(model):
         words.append("--no-bias-gelu-fusion")
-    if model.swiglu and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
+    if model.moe.moe_grouped_gemm and not model.add_bias_linear and model.activation in ("silu", "gelu"):
+        words.append("--moe-grouped-gemm")  # where Megatron has that; without it the network is the same
+    biased_experts = bool(model.moe.num_experts and model.add_bias_linear)
+    if model.swiglu and (model.activation_func_clamp_value is not None or model.glu_linear_offset or biased_experts):
         words.append("--no-bias-swiglu-fusion")
     return " ".join(words)
 
 
 def _shown(value: Any) -> str:
-    return "" if value is True else f" {' '.join(map(str, value))}" if isinstance(value, (tuple, list)) else f" '{value}'" if (
-        isinstance(value, str) and not value.replace("-", "").isalnum()) else f" {value}"
+    """A value behind its flag, as a shell has it."""
+    if value is True:
+        return ""
+    return f" {' '.join(map(str, value))}" if isinstance(value, (tuple, list)) else f" {shlex.quote(str(value))}"
 
 
 def _plain(name: str, value: Any, layers: int) -> Any:

@@ -42,9 +42,20 @@ def without_counterpart(model: ModelConfig) -> list[str]:
     lines = [f"{spelling(name)}{_value(values[name])}: Megatron builds no such network" for name in network_fields()
              if name not in idle and values[name] != usual[name]
              and (name not in table or (allowed := table[name]) is not None and values[name] not in allowed)]
-    if model.activation == "gelu_tanh" and not fuses_gelu(model):
-        lines.append("--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates")
-    return lines
+    return lines + [line for line, holds in _together(model).items() if holds]
+
+
+def _together(model: ModelConfig) -> dict[str, bool]:
+    """What is there by itself, and not with another part of the network."""
+    ahead = bool(model.mtp.mtp_num_layers)
+    return {
+        "--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates":
+            model.activation == "gelu_tanh" and not fuses_gelu(model),
+        "--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear":
+            bool(model.moe.num_experts and model.moe.moe_shared_expert_intermediate_size and model.add_bias_linear),
+        "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases":
+            ahead and model.window is not None and model.window_attn_skip_freq is not None,
+        "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead and model.rope.rotates and model.rope.no_rope_freq is not None}
 
 
 def fuses_gelu(model: ModelConfig) -> bool:
