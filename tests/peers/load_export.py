@@ -67,7 +67,7 @@ def arguments(common: dict[str, Any], request: dict[str, Any]) -> argparse.Names
     args = upstream_arguments.namespace({**flags, **taken}, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                                         iteration=common["iteration"])
     args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as validation has it
-    args.attention_backend = run_peer.AttnBackend.auto
+    args.attention_backend = run_peer.module("transformer.enums").AttnBackend.auto
     args.params_dtype = args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
     return args
 

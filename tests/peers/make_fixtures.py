@@ -38,7 +38,7 @@ def install(folder: Path, version: str) -> Path:
         # What a release has compiled is for some versions of Python; `releases.py` does without it.
         found = subprocess.run([*pip, "--no-deps", f"megatron-core=={version}"], capture_output=True)
         if found.returncode:
-            subprocess.run([*pip, "--no-deps", *NEWER_PYTHON, f"megatron-core=={version}"], check=True)
+            subprocess.run([*pip, "--no-deps", *NEWER_PYTHON, "--ignore-requires-python", f"megatron-core=={version}"], check=True)
         subprocess.run([*pip, "psutil"], check=True)
     return target
 
