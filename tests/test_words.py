@@ -31,7 +31,7 @@ LOCALS: Mapping[str, str] = MappingProxyType({
 })
 
 # Packages whose variables have names that say what they hold.
-PACKAGES: Sequence[str] = ("megatron/core/tokenizers", "megatron/core/datasets")
+PACKAGES: Sequence[str] = ("megatron/core/tokenizers", "megatron/core/datasets", "megatron/core/dist_checkpointing")
 
 
 @cache

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
-from megatron.core.dist_checkpointing.saver import Rules, Saver
+from megatron.core.dist_checkpointing.saver import SaveRules, Saver
 from megatron.core.dist_checkpointing.store import Description, walk
 from megatron.core.optimizer.clip import counted_ranges, first_homes
 from megatron.core.parallel import collectives
@@ -123,6 +123,6 @@ def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     mesh = trainer.run.mesh
     state = Checkpoint(trainer).weights(rounded=True)
     state["run.progress"] = asdict(trainer.progress)
-    saver = Saver(str(target / WEIGHTS), mesh.world, rules=Rules(), device=mesh.device)
+    saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
     saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))
     return list(saver.finish().problems)

@@ -27,7 +27,7 @@ from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver
+from megatron.core.dist_checkpointing.saver import SaveOutcome, SaveRules, Saver
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
@@ -90,7 +90,7 @@ class Checkpoint:
         if ended[-1].problems:
             raise CheckpointError(f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems)
 
-    def begin_save(self) -> list[Outcome]:
+    def begin_save(self) -> list[SaveOutcome]:
         """Begin to save the state of the run. Waits for a save that is still on its way.
 
         On a CPU the copy to write from is made beside the next passes; the trainer waits for it before its next update.
@@ -110,17 +110,17 @@ class Checkpoint:
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
         writer, aside = self._writer(), self.mesh.device.type == "cpu"
-        writer.start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_settled=aside)
-        self.trainer.before_update = writer.settle
+        writer.start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside)
+        self.trainer.before_update = writer.wait_for_staging
         if not self.config.checkpoint.async_save:
             ended.append(self.finish())
         return ended
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveOutcome | None:
         """Bring a save on its way forward, without waiting for it. Returns how it ended, once."""
         return None if self.on_its_way is None else self._ended(self._writer().poll())
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> SaveOutcome | None:
         """Wait for a save on its way. Returns how it ended."""
         return None if self.on_its_way is None else self._ended(self._writer().finish())
 
@@ -330,11 +330,11 @@ class Checkpoint:
         asked = self.config.checkpoint
         assert asked.save is not None, "saves are made when --save is given"
         if self._saver is None:
-            rules = Rules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
+            rules = SaveRules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
             self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
         return self._saver
 
-    def _ended(self, outcome: Outcome | None) -> Outcome | None:
+    def _ended(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
         """Tell how a save ended, if it did."""
         if outcome is None:
             return None
@@ -352,7 +352,7 @@ class Checkpoint:
         self._say(f"saved checkpoint {outcome.folder}: {_speed(outcome.size, outcome.seconds)}{waited}")
         return outcome
 
-    def _export(self, outcome: Outcome) -> None:
+    def _export(self, outcome: SaveOutcome) -> None:
         """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
         asked = self.config.checkpoint
         if asked.export_hf is None or not self.mesh.world.is_first:

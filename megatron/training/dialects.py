@@ -17,7 +17,7 @@ from megatron.core.config.flags import flag_fields
 from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import COMMIT, FREE, CheckpointError, Step, candidates, read_commit, walk
+from megatron.core.dist_checkpointing.store import COMMIT, FREE, CheckpointError, SavedStep, candidates, read_commit, walk
 from megatron.core.families.hf import is_folder, model_settings, open_folder
 from megatron.core.families.megatron.legacy import LegacySource
 from megatron.core.families.megatron.open import find_megatron, open_megatron
@@ -82,11 +82,11 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
             {name: value for name, value in beside.items() if name not in unread})
 
 
-def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[Step]:
+def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
     """Our checkpoints that a path means, in the order in which they are tried: one folder, or those of `--save`."""
     path = Path(path)
     if (path / COMMIT).is_file():
-        return [Step(path, read_commit(path))]
+        return [SavedStep(path, read_commit(path))]
     return candidates(path, step, required=required)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.core.dist_checkpointing.saver import Outcome
+from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
@@ -267,7 +267,7 @@ class Session:
                 self._settle(outcome)
             self.since += time.perf_counter() - paused
 
-    def _settle(self, outcome: Outcome | None) -> None:
+    def _settle(self, outcome: SaveOutcome | None) -> None:
         """Record how a save ended, if one did."""
         if outcome is None:
             return

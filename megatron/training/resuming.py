@@ -18,7 +18,7 @@ from megatron.core.config.run import CheckpointConfig, RunConfig
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.load import open_sound
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError, Step
+from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.dialects import FOREIGN, Dialect, find_foreign, own_steps
@@ -36,7 +36,7 @@ class Wanted:
 
     path: str
     weights_only: bool
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SavedStep, ...] = ()
     dialect: str = ""
     place: Path | None = None
     notes: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Opened:
 
     source: Source
     weights_only: bool
-    step: Step | None = None
+    step: SavedStep | None = None
     world_size: int | None = None
     size: int = 0
     refused: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
     except CheckpointError as error:
         raise CheckpointError(f"{wanted.path} holds no sound checkpoint" if len(wanted.steps) > 1 else
                               f"{wanted.steps[0].folder} is damaged, and no other is to be loaded", error.problems) from None
-    step = Step(saved.folder, saved.commit)
+    step = SavedStep(saved.folder, saved.commit)
     return Opened(saved, wanted.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.manifest import WIDTHS, parsed
-from megatron.core.dist_checkpointing.store import COMMIT, MANIFEST, Step, candidates, describe, read_commit, read_sealed, walk
+from megatron.core.dist_checkpointing.store import COMMIT, MANIFEST, SavedStep, candidates, describe, read_commit, read_committed, walk
 
 OWN = "this project"  # the dialect of our own
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -91,14 +91,14 @@ def own_step(path: str | Path, step: int | None = None) -> Path | None:
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    found: Sequence[Step] = candidates(path, step) if walk(path).steps else ()
+    found: Sequence[SavedStep] = candidates(path, step) if walk(path).steps else ()
     return found[0].folder if found else None
 
 
 def own_contents(folder: Path) -> Contents:
     """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
     description, commit = describe(folder), read_commit(folder)
-    manifest = parsed(read_sealed(folder, MANIFEST, commit.manifest))
+    manifest = parsed(read_committed(folder, MANIFEST, commit.manifest))
     tensors = tuple(Entry(name, one.dtype, one.shape, math.prod(one.shape) * WIDTHS[one.dtype],
                           tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces))
                     for name, one in manifest.tensors.items())

@@ -26,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.saver import Rules, Saver, save
+from megatron.core.dist_checkpointing.saver import SaveRules, Saver, save
 from megatron.core.dist_checkpointing.store import Description, candidates
 
 NUM_TENSORS = 300
@@ -141,7 +141,7 @@ def timed(action: Callable[[], object]) -> float:
 
 def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that the memory takes, then those that each save blocks training; and seconds to the commits."""
-    saver = Saver(folder, rules=Rules(asynchronous=True))
+    saver = Saver(folder, rules=SaveRules(asynchronous=True))
     taking = timed(lambda: saver.prepare(dict(state)))
     blocked, whole = [taking], []
     for iteration in range(repeats):
@@ -156,7 +156,7 @@ def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float],
 
 def beside_work(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that a save blocks training which has work before its next update, and by which that work gets longer."""
-    saver, factor = Saver(folder, rules=Rules(asynchronous=True)), torch.rand(1024, 1024)
+    saver, factor = Saver(folder, rules=SaveRules(asynchronous=True)), torch.rand(1024, 1024)
 
     def work() -> None:
         for _ in range(60):
@@ -166,9 +166,9 @@ def beside_work(state: State, folder: Path, repeats: int) -> tuple[list[float], 
     blocked, longer = [], []
     for iteration in range(repeats):
         alone, started = timed(work), time.perf_counter()
-        saver.start(dict(state), iteration, ABOUT, until_settled=True)
+        saver.start(dict(state), iteration, ABOUT, until_staged=True)
         work()
-        saver.settle()
+        saver.wait_for_staging()
         longer.append(max(0.0, time.perf_counter() - started - alone))
         outcome = saver.finish()
         shutil.rmtree(folder / f"iter_{iteration - 1:07d}", ignore_errors=True)

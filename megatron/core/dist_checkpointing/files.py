@@ -22,7 +22,7 @@ POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_..., which Python's mmap does not
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class FolderEntry:
     """A name in a folder. is_folder: what it is, or what a link leads to."""
 
     name: str
@@ -59,7 +59,7 @@ class Files(Protocol):
     def make_folder(self, path: Path, *, durable: bool) -> None:
         """Make a folder, and those above it; nothing happens when it is there. durable: it outlives a loss of power."""
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path: Path) -> list[FolderEntry]:
         """What lies in a folder, by name."""
 
     def size(self, path: Path) -> int:
@@ -103,10 +103,10 @@ class Disk:
         if durable:
             self.sync_folder(path.parent)
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path: Path) -> list[FolderEntry]:
         """See `Files`."""
         with os.scandir(path) as entries:
-            return sorted(Entry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
+            return sorted(FolderEntry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
 
     def size(self, path: Path) -> int:
         """See `Files`."""

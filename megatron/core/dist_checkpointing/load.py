@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.memory import copy_all
 from megatron.core.dist_checkpointing.plan import placed
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError, Step
+from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.dist_checkpointing.tree import Placed, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
@@ -30,15 +30,15 @@ def load(state: Tree, source: Source, axis: Axis = _ALONE, *, complete: tuple[st
     problems = [_unfit(instead.get(name, name), tensors.get(name), source) for name in state]
     expected = sorted(name for name in (*source.formats, *source.values) if name.startswith(complete)) if complete else []
     here = sum(1 << place for place, name in enumerate(expected) if name in state)
-    found = collectives.gather_objects((list(filter(None, problems)), here), axis)
-    asked = 0
-    for _, names in found:
-        asked |= names
-    said = list(dict.fromkeys(problem for theirs, _ in found for problem in theirs))
-    said += [f"{name}: unexpected, the checkpoint has it and this run does not"
-             for place, name in enumerate(expected) if not asked >> place & 1]
-    if said:
-        raise CheckpointError(f"{len(said)} names of the checkpoint do not fit this run", said)
+    result = collectives.gather_objects((list(filter(None, problems)), here), axis)
+    requested = 0
+    for _, names in result:
+        requested |= names
+    message = list(dict.fromkeys(problem for theirs, _ in result for problem in theirs))
+    message += [f"{name}: unexpected, the checkpoint has it and this run does not"
+             for place, name in enumerate(expected) if not requested >> place & 1]
+    if message:
+        raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
     failures = collectives.gather_objects(_fill(tensors, source, instead), axis)
     if any(failures):
         raise CheckpointError(f"{source.where} cannot be read", list(dict.fromkeys(filter(None, failures))))
@@ -47,11 +47,11 @@ def load(state: Tree, source: Source, axis: Axis = _ALONE, *, complete: tuple[st
 
 def verify(source: Saved, axis: Axis = _ALONE) -> list[str]:
     """Read every byte of a checkpoint once, each rank its share; what is wrong, the same list on all ranks."""
-    found = collectives.gather_objects(source.verify(part=axis.rank, parts=axis.size), axis)
-    return list(dict.fromkeys(problem for theirs in found for problem in theirs))
+    result = collectives.gather_objects(source.verify(part=axis.rank, parts=axis.size), axis)
+    return list(dict.fromkeys(problem for theirs in result for problem in theirs))
 
 
-def open_sound(steps: Sequence[Step], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK) -> tuple[Saved, list[str]]:
+def open_sound(steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK) -> tuple[Saved, list[str]]:
     """The first of these checkpoints that is sound, and what is wrong with those before it: the same on all ranks.
 
     verified: every byte is read; otherwise only what opening reads. Raises `CheckpointError` with all that was found when
@@ -66,14 +66,14 @@ def open_sound(steps: Sequence[Step], axis: Axis = _ALONE, *, verified: bool = T
         except CheckpointError as error:
             problems = error.problems or (str(error),)
         seen = collectives.gather_objects((save, problems), axis)
-        found = list(dict.fromkeys(problem for _, theirs in seen for problem in theirs))
-        if not found and len({save for save, _ in seen}) > 1:
-            found = [f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"]
-        if not found and saved is not None:
-            found = verify(saved, axis) if verified else []
-            if not found:
+        result = list(dict.fromkeys(problem for _, theirs in seen for problem in theirs))
+        if not result and len({save for save, _ in seen}) > 1:
+            result = [f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"]
+        if not result and saved is not None:
+            result = verify(saved, axis) if verified else []
+            if not result:
                 return saved, refused
-        refused += [f"the checkpoint of iteration {step.iteration} is refused:", *(f"  {problem}" for problem in found)]
+        refused += [f"the checkpoint of iteration {step.iteration} is refused:", *(f"  {problem}" for problem in result)]
     raise CheckpointError("no checkpoint is sound", refused)
 
 

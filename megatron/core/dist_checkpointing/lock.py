@@ -210,8 +210,8 @@ def _content(path: Path) -> tuple[Owner | None, int]:
 
 def _parsed(content: bytes) -> Owner | None:
     try:
-        found = Owner(**json.loads(content))
-        return found if isinstance(found.process, int) and found.process > 0 else None
+        result = Owner(**json.loads(content))
+        return result if isinstance(result.process, int) and result.process > 0 else None
     except (ValueError, TypeError):
         return None  # cut short, or another program's
 

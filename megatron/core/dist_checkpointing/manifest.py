@@ -36,7 +36,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredShard:
     """One box of a tensor: its bytes begin at `start` of a file."""
 
     file: str
@@ -46,12 +46,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class StoredTensor:
     """A tensor: its pieces cover it, each element once."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Manifest:
     save: str
     iteration: int
     files: Mapping[str, FileFacts]
-    tensors: Mapping[str, Whole]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def text(self) -> bytes:
@@ -109,7 +109,7 @@ def _facts(name: str, size: int, header_length: int, header_hash: str) -> FileFa
     return FileFacts(size, header_length, header_hash)
 
 
-def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) -> Whole:
+def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     _demand(dtype in WIDTHS and _natural(*shape), f"dtype and shape of {name}")
     pieces = []
@@ -119,9 +119,9 @@ def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) 
         _demand(all(low + count <= size for low, count, size in zip(offset, extent, shape, strict=True)), f"a box inside {name}")
         _demand(start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size, f"a place in {file} for {name}")
         _demand(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
-        pieces.append(Piece(file, start, box, hash_))
+        pieces.append(StoredShard(file, start, box, hash_))
     _demand(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
-    return Whole(dtype, shape, tuple(pieces))
+    return StoredTensor(dtype, shape, tuple(pieces))
 
 
 def _natural(*numbers: Any) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.manifest import WIDTHS, FileFacts, Piece, Whole, file_name, key_of
+from megatron.core.dist_checkpointing.manifest import WIDTHS, FileFacts, StoredShard, StoredTensor, file_name, key_of
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.shard import Part, Range, header_of
+from megatron.core.dist_checkpointing.shard import TensorHeader, Range, header_of
 from megatron.core.dist_checkpointing.store import hash_of
 from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_tensor
 from megatron.core.parallel.boxes import Box
@@ -31,15 +31,15 @@ class Offer:
         return self.box.size * WIDTHS[self.dtype]
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TensorHeader:
         """What it is in a file."""
-        return Part(key_of(self.name, self.box, self.shape), self.dtype, self.box.shape)
+        return TensorHeader(key_of(self.name, self.box, self.shape), self.dtype, self.box.shape)
 
 
 def placed(state: Tree) -> dict[str, Placed]:
     """The tensors of a tree."""
-    found = {name: placed_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    return {name: value for name, value in found.items() if isinstance(value, Placed)}
+    result = {name: placed_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {name: value for name, value in result.items() if isinstance(value, Placed)}
 
 
 def values_of(state: Tree) -> Tree:
@@ -88,38 +88,38 @@ def file_header(rank: int, share: Sequence[Offer], *, save: str, iteration: int)
 
 def ranges_of(rank: int, share: Sequence[Offer], header: bytes, hashes: Sequence[str]) -> list[Range]:
     """Every byte of a rank's data file, as it was written."""
-    found, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
+    result, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
     for offer, hash_ in zip(share, hashes[1:], strict=True):
-        found.append(Range(file_name(rank), place, offer.length, hash_, offer.part.key))
+        result.append(Range(file_name(rank), place, offer.length, hash_, offer.part.key))
         place += offer.length
-    return found
+    return result
 
 
 def described(shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]], *, save: str,
-              iteration: int) -> tuple[dict[str, FileFacts], dict[str, Whole]]:
+              iteration: int) -> tuple[dict[str, FileFacts], dict[str, StoredTensor]]:
     """Files and tensors of the manifest. hashes: of each rank's header and boxes, as `shard.write_shard` returns them."""
     files: dict[str, FileFacts] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredShard]] = {}
     facts: dict[str, Offer] = {}
-    for rank, (share, found) in enumerate(zip(shares, hashes, strict=True)):
+    for rank, (share, result) in enumerate(zip(shares, hashes, strict=True)):
         if not share:
             continue
         header = file_header(rank, share, save=save, iteration=iteration)
-        assert found[0] == hash_of(header), "the ranks agree about the headers"
-        head, *rest = ranges_of(rank, share, header, found)
+        assert result[0] == hash_of(header), "the ranks agree about the headers"
+        head, *rest = ranges_of(rank, share, header, result)
         for offer, one in zip(share, rest, strict=True):
-            pieces.setdefault(offer.name, []).append(Piece(one.file, one.start, offer.box, one.hash))
+            pieces.setdefault(offer.name, []).append(StoredShard(one.file, one.start, offer.box, one.hash))
             facts.setdefault(offer.name, offer)
         files[head.file] = FileFacts(head.length + sum(one.length for one in rest), head.length, head.hash)
-    tensors = {name: Whole(facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
+    tensors = {name: StoredTensor(facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
                for name in sorted(pieces)}
     return files, tensors
 
 
-def _demand_whole(found: Sequence[Offer]) -> None:
+def _demand_whole(offers: Sequence[Offer]) -> None:
     held: dict[str, int] = {}
-    for offer in found:
+    for offer in offers:
         held[offer.name] = held.get(offer.name, 0) + offer.box.size
-    for offer in found:
+    for offer in offers:
         size = math.prod(offer.shape)
         assert held[offer.name] == size, f"{offer.name}: the ranks' boxes hold {held[offer.name]} elements, the tensor has {size}"

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import shard
 from megatron.core.dist_checkpointing.files import DISK, Files, read_file
-from megatron.core.dist_checkpointing.manifest import Manifest, Piece, is_file_name, key_of, parsed
+from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_file_name, key_of, parsed
 from megatron.core.dist_checkpointing.shard import Range
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import (
-    COMMIT, CONFIG, MANIFEST, CheckpointError, Commit, Description, describe, read_commit, read_sealed)
+    COMMIT, CONFIG, MANIFEST, CheckpointError, Commit, Description, describe, read_commit, read_committed)
 from megatron.core.parallel.boxes import Box, intersect
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -51,7 +51,7 @@ class Saved:
     def read(self, name: str, box: Box) -> Tensor:
         """See `Source`. A view of mapped memory where one saved piece holds the box, as it does in the layout that saved."""
         whole = self.manifest.tensors[name]
-        result, found = torch.empty(0), 0
+        result, results = torch.empty(0), 0
         for piece in whole.pieces if box.size else ():
             common = intersect(box, piece.box)
             if common is None:
@@ -59,13 +59,13 @@ class Saved:
             saved = self._bytes(piece, DTYPES[whole.dtype])[_inside(common, piece.box)]
             if common == box:
                 return saved
-            if not found:
+            if not results:
                 result = torch.empty(box.shape, dtype=saved.dtype)
             result[_inside(common, box)] = saved
-            found += common.size
-        if found != box.size:
+            results += common.size
+        if results != box.size:
             raise CheckpointError(f"{self.where} lacks a part of {name}")
-        return result if found else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
+        return result if results else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
 
     def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
         """Read the `part`th of `parts` equal parts of all bytes; everything that is wrong with them, in words."""
@@ -79,7 +79,7 @@ class Saved:
                                 key_of(name, piece.box, whole.shape))
                           for name, whole in self.manifest.tensors.items() for piece in whole.pieces]
 
-    def _bytes(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def _bytes(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
         """A piece, as a view of its file."""
         if piece.file not in self._maps:
             path = self.folder / piece.file
@@ -104,7 +104,7 @@ def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
     except CheckpointError as error:
         problems.append(str(error))
     try:
-        manifest = parsed(read_sealed(folder, MANIFEST, commit.manifest, files=files))
+        manifest = parsed(read_committed(folder, MANIFEST, commit.manifest, files=files))
         if (manifest.save, manifest.iteration) != (commit.save, commit.iteration):
             problems.append(f"{folder / MANIFEST} belongs to another save, of iteration {manifest.iteration}")
     except CheckpointError as error:
@@ -132,14 +132,14 @@ def as_today(settings: Mapping[str, Any], names: Collection[str], where: str) ->
     return {**settings, "qk_layernorm": True, "rotary_interleaved": False}
 
 
-def _of_another_save(folder: Path, said: str, commit: Commit, files: Files) -> str:
-    """The complaint about a manifest that is not the sealed one: a stale one is called so."""
+def _of_another_save(folder: Path, complaint: str, commit: Commit, files: Files) -> str:
+    """The complaint about a manifest that is not the committed one: a stale one is called so."""
     try:
         other = parsed(json.loads(read_file(files, folder / MANIFEST)))
     except (OSError, ValueError, RecursionError, CheckpointError):
-        return said
+        return complaint
     if other.save == commit.save:
-        return said
+        return complaint
     return f"{folder / MANIFEST} is stale: it belongs to another save, of iteration {other.iteration}"
 
 
@@ -156,8 +156,8 @@ def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
     for name, size in sorted(sizes.items()):
         expected = manifest.files[name].size
         if size != expected:
-            said = shard.stray(files, folder, name, save=manifest.save)
-            problems.append(said or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
+            message = shard.stray(files, folder, name, save=manifest.save)
+            problems.append(message or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
                             f"says {expected}")
     return problems
 

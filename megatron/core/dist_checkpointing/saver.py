@@ -1,13 +1,13 @@
 """Saving, beside training: copy, go on, and commit when every rank has written.
 
-    start    all ranks: agree on who writes what; copy that to host memory; let a thread write and hash it
-    settle   a rank that lets the copy be made beside its work waits for it here, before it changes what is copied
-    poll     all ranks, after every step while a save is on its way: has every rank written? then rank 0 commits, in its
-             thread too; is that done? then all are told
-    finish   the same, waiting
+    start              all ranks: agree on who writes what; copy that to host memory; let a thread write and hash it
+    wait_for_staging   a rank whose copy is made beside its work waits for it here, before it changes what is copied
+    poll               all ranks, after every step while a save is in flight: has every rank written? then rank 0 commits,
+                       in its thread too; is that done? then all ranks learn of it
+    finish             the same, waiting
 
 Collectives come from the calling thread only, and every rank calls these functions at the same points, so that nothing
-can wait for what never comes. At most one save is on its way, and host memory holds one copy of what this rank writes.
+can wait for what never comes. At most one save is in flight, and host memory holds one copy of what this rank writes.
 A save that fails leaves the run and all older checkpoints as they were, and says why.
 """
 
@@ -44,7 +44,7 @@ _MOST_OF_MEMORY = 0.8  # of what is free on this machine: more is not taken for 
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SaveRules:
     """How saves go. asynchronous: training goes on while they are written. interval, keep_last: see `store.doomed`."""
 
     asynchronous: bool = False
@@ -58,10 +58,10 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended. problems: why it failed, else empty. notes: what else went wrong. size: bytes on disk.
 
-    blocked, seconds: while training waited for `start` and `settle`, and until the commit.
+    blocked, seconds: while training waited for `start` and `wait_for_staging`, and until the commit.
     """
 
     iteration: int
@@ -73,7 +73,7 @@ class Outcome:
     seconds: float
 
 
-class Job:
+class BackgroundJob:
     """Something that runs in a thread, or at once, and its result or the words of its failure."""
 
     def __init__(self, action: Callable[[], Any], *, aside: bool) -> None:
@@ -133,13 +133,13 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlightSave:
     """A save on its way. shares: what each rank writes."""
 
     iteration: int
     save: str
     shares: list[list[Offer]]
-    job: Job
+    job: BackgroundJob
     values: dict[str, Any]
     description: Description
     started: float
@@ -152,7 +152,8 @@ class _Flight:
 class Saver:
     """Writes the checkpoints of a run into a folder. Every method is called by all ranks of the axis together."""
 
-    def __init__(self, folder: str | Path, axis: Axis = _ALONE, *, rules: Rules = Rules(), device: torch.device = torch.device("cpu"),
+    def __init__(self, folder: str | Path, axis: Axis = _ALONE, *, rules: SaveRules = SaveRules(),
+                 device: torch.device = torch.device("cpu"),
                  files: Files = DISK, lock: FolderLock | None = None) -> None:
         """lock: has been acquired; the first rank looks whether it still holds. Left out: nobody else can know the folder."""
         self.lock = lock if axis.is_first else None
@@ -160,25 +161,25 @@ class Saver:
         self._snapshot = Snapshot()
         self._plan: tuple[list[Offer], list[list[Offer]]] | None = None
         self._copies = rules.asynchronous
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlightSave | None = None
         self._notes: list[str] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is on its way."""
-        return self._flight is not None
+        return self._in_flight is not None
 
     def prepare(self, state: Tree) -> None:
         """Do what the first save would take its time for: agree on who writes what, and take the memory for a copy."""
         self._shares(plan.placed(state))
 
-    def start(self, state: Tree, iteration: int, description: Description, *, until_settled: bool = False) -> None:
+    def start(self, state: Tree, iteration: int, description: Description, *, until_staged: bool = False) -> None:
         """Begin to save the tree that the ranks hold together. When this returns, the tree may change.
 
-        until_settled: only when `settle` has returned: the copy is made beside whatever this rank does until then. No save
+        until_staged: only when `wait_for_staging` has returned: the copy is made beside whatever this rank does until then. No save
         may be on its way. Raises `CheckpointError` on all ranks when another job owns the folder now.
         """
-        assert self._flight is None, "one save at a time; finish() the other first"
+        assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
         tensors = plan.placed(state)
         shares = self._shares(tensors)
@@ -190,18 +191,18 @@ class Saver:
         # Values that change later must not leak in either.
         values = json.loads(json.dumps(plan.values_of(state))) if self.axis.is_first else {}
         copied = threading.Event()
-        contents = self._contents(sources, copied, aside=until_settled)
-        job = Job(lambda: self._write(iteration, save, share, contents), aside=self._copies)
-        self._flight = _Flight(iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied)
+        contents = self._contents(sources, copied, aside=until_staged)
+        job = BackgroundJob(lambda: self._write(iteration, save, share, contents), aside=self._copies)
+        self._in_flight = _InFlightSave(iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied)
         self._notes = []
-        self._flight.blocked = time.perf_counter() - started
+        self._in_flight.blocked = time.perf_counter() - started
 
-    def settle(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the copy of the save on its way is made: from now on the tree may change. No other rank is needed."""
-        if self._flight is not None and not self._flight.copied.is_set():
+        if self._in_flight is not None and not self._in_flight.copied.is_set():
             started = time.perf_counter()
-            self._flight.copied.wait()
-            self._flight.blocked += time.perf_counter() - started
+            self._in_flight.copied.wait()
+            self._in_flight.blocked += time.perf_counter() - started
 
     def _contents(self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool) -> Callable[[], Iterable[memoryview]]:
         """What gives the bytes to write. aside: the copy is made by whoever asks for them, else before this returns."""
@@ -221,18 +222,18 @@ class Saver:
 
         return take
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveOutcome | None:
         """Bring the save on its way forward, without waiting. Returns how it ended, once."""
-        if self._flight is None:
+        if self._in_flight is None:
             return None
-        done = torch.tensor(int(self._flight.job.done), device=self.device)
+        done = torch.tensor(int(self._in_flight.job.done), device=self.device)
         return self._forward() if bool(collectives.all_reduce(done, self.axis, "min")) else None
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> SaveOutcome | None:
         """Wait for the save on its way. Returns how it ended; None when there was none."""
         outcome = None
-        while self._flight is not None:
-            self._flight.job.wait()
+        while self._in_flight is not None:
+            self._in_flight.job.wait()
             outcome = self._forward()
         return outcome
 
@@ -291,41 +292,42 @@ class Saver:
                 raise CheckpointError("what was written does not read back", problems)
         return hashes
 
-    def _forward(self) -> Outcome | None:
+    def _forward(self) -> SaveOutcome | None:
         """All ranks' jobs are done: take the next step."""
-        flight = self._flight
-        assert flight is not None, "a save is on its way"
-        if flight.commits:
-            failure, result = collectives.broadcast_object((flight.job.failure, flight.job.result), self.axis)
+        in_flight = self._in_flight
+        assert in_flight is not None, "a save is on its way"
+        if in_flight.commits:
+            failure, result = collectives.broadcast_object((in_flight.job.failure, in_flight.job.result), self.axis)
             size, notes = result or (0, [])
             return self._end([failure] if failure else [], notes, size)
-        results = collectives.gather_objects((flight.job.failure, flight.job.result), self.axis)
+        results = collectives.gather_objects((in_flight.job.failure, in_flight.job.result), self.axis)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
-                store.abandon(self.folder, flight.iteration, flight.save, files=self.files)
+                store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             return self._end(failures, [], 0)
-        flight.commits = True
-        hashes = [found for _, found in results]
-        action = (lambda: self._commit(flight, hashes)) if self.axis.is_first else (lambda: None)
-        flight.job = Job(action, aside=self._copies and self.axis.is_first)
+        in_flight.commits = True
+        hashes = [written for _, written in results]
+        action = (lambda: self._commit(in_flight, hashes)) if self.axis.is_first else (lambda: None)
+        in_flight.job = BackgroundJob(action, aside=self._copies and self.axis.is_first)
         return None
 
-    def _commit(self, flight: _Flight, hashes: list[list[str]]) -> tuple[int, list[str]]:
-        """On the first rank: seal what all have written, and delete what may go. Returns its size, and what went wrong beside."""
+    def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:
+        """On the first rank: commit what all have written, and delete what may go. Returns its size, and what went wrong beside."""
         try:
-            files, tensors = plan.described(flight.shares, hashes, save=flight.save, iteration=flight.iteration)
-            manifest = Manifest(flight.save, flight.iteration, files, tensors, flight.values).text()
+            files, tensors = plan.described(in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration)
+            manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).text()
             if self.lock is not None:
                 self.lock.demand()
-            step, note = store.commit(self.folder, flight.iteration, save=flight.save, manifest=manifest,
-                                      sizes={name: one.size for name, one in files.items()}, description=flight.description, files=self.files)
+            step, note = store.commit(self.folder, in_flight.iteration, save=in_flight.save, manifest=manifest,
+                                      sizes={name: one.size for name, one in files.items()}, description=in_flight.description,
+                                      files=self.files)
         except Exception:
-            store.abandon(self.folder, flight.iteration, flight.save, files=self.files)
+            store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             raise
         notes = [note] if note else []
         try:
-            doomed = store.doomed(self.folder, saved=flight.iteration, interval=self.rules.interval, keep_last=self.rules.keep_last,
+            doomed = store.doomed(self.folder, saved=in_flight.iteration, interval=self.rules.interval, keep_last=self.rules.keep_last,
                                   files=self.files)
             if doomed:
                 open_saved(step.folder, files=self.files)
@@ -334,11 +336,11 @@ class Saver:
             notes.append(f"no older checkpoint is deleted: {error}")
         return store.bytes_in(step.folder, files=self.files), notes
 
-    def _end(self, problems: list[str], notes: list[str], size: int) -> Outcome:
-        flight, self._flight = self._flight, None
-        assert flight is not None, "a save is on its way"
-        return Outcome(flight.iteration, store.iteration_folder(self.folder, flight.iteration), tuple(problems),
-                       (*flight.notes, *notes), size, flight.blocked, time.perf_counter() - flight.started)
+    def _end(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+        in_flight, self._in_flight = self._in_flight, None
+        assert in_flight is not None, "a save is on its way"
+        return SaveOutcome(in_flight.iteration, store.iteration_folder(self.folder, in_flight.iteration), tuple(problems),
+                       (*in_flight.notes, *notes), size, in_flight.blocked, time.perf_counter() - in_flight.started)
 
 
 def save(state: Tree, folder: str | Path, iteration: int, description: Description, axis: Axis = _ALONE, *,

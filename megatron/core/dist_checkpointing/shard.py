@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 22  # bytes that are fetched and hashed
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorHeader:
     """One piece of the file: what it is called there, its dtype in safetensors' word, its shape."""
 
     key: str
@@ -52,7 +52,7 @@ class Range:
     what: str
 
 
-def header_of(parts: Sequence[Part], *, save: str, iteration: int, name: str) -> bytes:
+def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
     """The first bytes of the file. The parts stand in it in the order given: wide elements first, so that all are aligned."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}}
     end = 0
@@ -73,7 +73,7 @@ def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memo
             hashes.append(hasher.submit(hash_of, content))
             write_all(file, content)
         file.sync()
-        return [found.result() for found in hashes]
+        return [result.result() for result in hashes]
 
 
 def check(files: Files, folder: Path, ranges: Sequence[Range], *, save: str, threads: int,
@@ -110,17 +110,17 @@ def check(files: Files, folder: Path, ranges: Sequence[Range], *, save: str, thr
 
 def _wrong(files: Files, content: memoryview, one: Range) -> str:
     """Why a range of a file is not as it should be, or nothing."""
-    found, stop = xxhash.xxh3_128(), one.start + one.length
+    result, stop = xxhash.xxh3_128(), one.start + one.length
     if stop > len(content):
         return f"is cut short: it has {len(content)} bytes"
     try:
         for place in range(one.start, stop, _AT_ONCE):
             length = min(_AT_ONCE, stop - place)
             files.fetch(content, place, length)
-            found.update(content[place:place + length])
+            result.update(content[place:place + length])
     except OSError as error:
         return _unreadable(error)
-    if found.hexdigest() != one.hash:
+    if result.hexdigest() != one.hash:
         return f"is damaged: bytes {one.start} to {stop}, {one.what}, have not the hash that they were saved with"
     return ""
 
@@ -137,11 +137,11 @@ def stray(files: Files, folder: Path, name: str, *, save: str) -> str:
             file.read_into(memoryview(start), 0)
             text = bytearray(min(int.from_bytes(start, "little"), files.size(folder / name)))
             file.read_into(memoryview(text), 8)
-        said = json.loads(text)["__metadata__"]
-        if said["save"] != save:
-            return f"{folder / name} belongs to another save, of iteration {said['iteration']}: the folder mixes two checkpoints"
-        if said["file"] != name:
-            return f"{folder / name} is {said['file']} of the same save, under a wrong name"
+        message = json.loads(text)["__metadata__"]
+        if message["save"] != save:
+            return f"{folder / name} belongs to another save, of iteration {message['iteration']}: the folder mixes two checkpoints"
+        if message["file"] != name:
+            return f"{folder / name} is {message['file']} of the same save, under a wrong name"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
         pass
     return ""

@@ -13,7 +13,7 @@
 
 A save fills a folder under another name, makes every byte of it durable, and renames it: whoever finds the name finds
 everything. Whatever moment a save dies at, the folder under the right name is the former one or the new one, whole.
-Remains are inert, and the next save collects them. Every byte is sealed: commit.txt by its own last line, manifest and
+Remains are inert, and the next save collects them. Every byte is committed: commit.txt by its own last line, manifest and
 config by commit.txt, and the tensors' files, headers included, by the manifest.
 
 The newest checkpoint is the one committed last, not the one with the highest iteration: a run that goes back and trains
@@ -59,10 +59,10 @@ class CheckpointError(Exception):
         self.summary, self.problems = summary, tuple(problems)
 
     def __str__(self) -> str:
-        shown = [f"  {problem}" for problem in self.problems[:_SHOWN]]
+        formatted = [f"  {problem}" for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
-            shown.append(f"  ... and {len(self.problems) - _SHOWN} more")
-        return "\n".join([self.summary, *shown])
+            formatted.append(f"  ... and {len(self.problems) - _SHOWN} more")
+        return "\n".join([self.summary, *formatted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class CommittedFile:
     """What a file must be: its bytes, and their hash."""
 
     size: int
@@ -88,19 +88,19 @@ class Commit:
     save: str
     iteration: int
     sequence: int
-    manifest: Sealed
-    config: Sealed
+    manifest: CommittedFile
+    config: CommittedFile
 
     def text(self) -> str:
         """The file's content; its last line is the hash of the others."""
         lines = [f"{_FIRST_LINE} {FORMAT_VERSION}", f"save {self.save}", f"iteration {self.iteration}", f"sequence {self.sequence}",
-                 *(f"{name} {sealed.size} {sealed.hash}" for name, sealed in ((MANIFEST, self.manifest), (CONFIG, self.config)))]
+                 *(f"{name} {committed.size} {committed.hash}" for name, committed in ((MANIFEST, self.manifest), (CONFIG, self.config)))]
         body = "".join(line + "\n" for line in lines)
         return f"{body}seal {hash_of(body.encode())}\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SavedStep:
     """A committed checkpoint."""
 
     folder: Path
@@ -113,10 +113,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class FolderScan:
     """What lies in a folder of checkpoints. steps: newest first. damaged: (iteration, why) of what has lost its commit."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[SavedStep, ...]
     damaged: tuple[tuple[int, str], ...]
 
 
@@ -140,7 +140,7 @@ def check_writable(folder: str | Path) -> None:
         refuse([f"--save {folder} cannot be written: {error.strerror or error}; give a folder that this user may write"])
 
 
-def walk(folder: str | Path, *, files: Files = DISK) -> Walk:
+def walk(folder: str | Path, *, files: Files = DISK) -> FolderScan:
     """Everything in a folder that is named like a checkpoint; nothing if there is no folder."""
     steps, damaged = [], []
     for iteration, path in _named(folder, files):
@@ -148,11 +148,11 @@ def walk(folder: str | Path, *, files: Files = DISK) -> Walk:
             commit = read_commit(path, files=files)
             if commit.iteration != iteration:
                 raise CheckpointError(f"{path} was renamed: its {COMMIT} says iteration {commit.iteration}")
-            steps.append(Step(path, commit))
+            steps.append(SavedStep(path, commit))
         except CheckpointError as error:
             damaged.append((iteration, str(error)))
     steps.sort(key=lambda step: (step.commit.sequence, step.iteration), reverse=True)
-    return Walk(tuple(steps), tuple(sorted(damaged, reverse=True)))
+    return FolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)))
 
 
 def complete_iterations(folder: str | Path) -> list[int]:
@@ -173,34 +173,34 @@ def tracked(folder: str | Path, *, files: Files = DISK) -> int | None:
         return None
 
 
-def candidates(folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK) -> list[Step]:
+def candidates(folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK) -> list[SavedStep]:
     """What may be loaded, in the order in which it is tried: newest first. Empty in a folder without checkpoints.
 
     step: this iteration and no other (`--ckpt-step`). required: the newest, which must be this one
     (`--require-iteration`). Raises `CheckpointError` when these are not there, and when a folder has lost what it held.
     """
-    found = walk(folder, files=files)
-    there = ", ".join(str(one.iteration) for one in sorted(found.steps, key=lambda one: one.iteration)) or "none"
-    complaints = [text for iteration, text in found.damaged if iteration in (step, required)]
+    result = walk(folder, files=files)
+    there = ", ".join(str(one.iteration) for one in sorted(result.steps, key=lambda one: one.iteration)) or "none"
+    complaints = [text for iteration, text in result.damaged if iteration in (step, required)]
     if step is not None:
-        chosen = [one for one in found.steps if one.iteration == step]
+        chosen = [one for one in result.steps if one.iteration == step]
         if not chosen:
             raise CheckpointError(f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}", complaints)
         return chosen
-    if required is not None and (not found.steps or found.steps[0].iteration != required):
+    if required is not None and (not result.steps or result.steps[0].iteration != required):
         raise CheckpointError(f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration; "
                               f"it has: {there}", complaints)
-    if not found.steps:
-        texts = [text for _, text in found.damaged]
+    if not result.steps:
+        texts = [text for _, text in result.damaged]
         if texts:
             raise CheckpointError(f"{folder} holds no complete checkpoint", texts)
         if any(entry.name == TRACKER for entry in _entries(folder, files)):
             raise CheckpointError(f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
                                   f"iter_... folder back, or remove {TRACKER} to start afresh")
-    return list(found.steps[:1] if required is not None else found.steps)
+    return list(result.steps[:1] if required is not None else result.steps)
 
 
-def find(folder: str | Path, step: int | None = None) -> Step | None:
+def find(folder: str | Path, step: int | None = None) -> SavedStep | None:
     """The checkpoint of an iteration, or the newest; None in an empty folder. It is not verified."""
     return next(iter(candidates(folder, step)), None)
 
@@ -246,7 +246,7 @@ def collect(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
 
 
 def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, sizes: Mapping[str, int], description: Description,
-           files: Files = DISK) -> tuple[Step, str]:
+           files: Files = DISK) -> tuple[SavedStep, str]:
     """Declare the checkpoint begun for `iteration` complete: from here on it is the newest.
 
     All tensors must be written and durable. sizes: bytes of every file of theirs, without which nothing is committed. Returns the
@@ -256,7 +256,7 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, si
     made, former = being_written(folder, iteration, save), target.with_suffix(".old")
     config = _as_json({"world_size": description.world_size, "values": dict(description.values)})
     sequence = 1 + max((step.commit.sequence for step in walk(folder, files=files).steps), default=0)
-    done = Commit(save, iteration, sequence, Sealed(len(manifest), hash_of(manifest)), Sealed(len(config), hash_of(config)))
+    done = Commit(save, iteration, sequence, CommittedFile(len(manifest), hash_of(manifest)), CommittedFile(len(config), hash_of(config)))
     try:
         _demand_sizes(made, sizes, files)
         for name, content in ((MANIFEST, manifest), (CONFIG, config), (COMMIT, done.text().encode())):
@@ -277,16 +277,16 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, si
         files.rename(hint.with_suffix(".tmp"), hint)
         files.sync_folder(Path(folder))
     except OSError as error:
-        return Step(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
-    return Step(target, done), ""
+        return SavedStep(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
+    return SavedStep(target, done), ""
 
 
 def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
     """Refuse to commit a folder that lacks what its ranks have written."""
     there = {entry.name for entry in files.list(made) if not entry.is_folder}
-    found = {name: files.size(made / name) if name in there else None for name in sizes}
-    wrong = [f"{name} has {'gone' if found[name] is None else f'{found[name]} bytes'}, where {size} were written"
-             for name, size in sizes.items() if found[name] != size]
+    result = {name: files.size(made / name) if name in there else None for name in sizes}
+    wrong = [f"{name} has {'gone' if result[name] is None else f'{result[name]} bytes'}, where {size} were written"
+             for name, size in sizes.items() if result[name] != size]
     if wrong:
         raise CheckpointError(f"{made} is not what the ranks have written; does another job write into this folder?", wrong)
 
@@ -299,7 +299,7 @@ def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DIS
         pass  # it is inert, and the next save tries again
 
 
-def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK) -> list[Step]:
+def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK) -> list[SavedStep]:
     """What retention deletes when iteration `saved` is committed: older ones that neither rule keeps. Links are kept.
 
     interval: multiples of it stay (`--save-retain-interval`). keep_last: so many stay, `saved` included
@@ -313,7 +313,7 @@ def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: i
             if not (interval and step.iteration % interval == 0) and step.folder.name not in links]
 
 
-def retain(folder: str | Path, steps: Sequence[Step], *, files: Files = DISK) -> str:
+def retain(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DISK) -> str:
     """Delete checkpoints. Returns why some could not be, "" as a rule: that is no reason for a run to end."""
     complaints = []
     for step in steps:
@@ -341,16 +341,16 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
         raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one")
     try:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
-        found = Commit(*fields["save"], int(*fields["iteration"]), int(*fields["sequence"]),
-                       *(Sealed(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)))
+        result = Commit(*fields["save"], int(*fields["iteration"]), int(*fields["sequence"]),
+                       *(CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)))
     except (KeyError, ValueError, TypeError, IndexError):
-        found = None
-    if found is None or found.text() != text:
+        result = None
+    if result is None or result.text() != text:
         raise CheckpointError(f"{path} is damaged: it does not say what its seal was put on")
-    return found
+    return result
 
 
-def read_sealed(folder: Path, name: str, sealed: Sealed, *, files: Files = DISK) -> dict[str, Any]:
+def read_committed(folder: Path, name: str, committed: CommittedFile, *, files: Files = DISK) -> dict[str, Any]:
     """The object in a JSON file that commit.txt vouches for."""
     path = folder / name
     try:
@@ -359,8 +359,8 @@ def read_sealed(folder: Path, name: str, sealed: Sealed, *, files: Files = DISK)
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    if (len(content), hash_of(content)) != (sealed.size, sealed.hash):
-        raise CheckpointError(f"{path} is {'cut short' if len(content) < sealed.size else 'damaged'}, changed, or of another save: "
+    if (len(content), hash_of(content)) != (committed.size, committed.hash):
+        raise CheckpointError(f"{path} is {'cut short' if len(content) < committed.size else 'damaged'}, changed, or of another save: "
                               f"it has not the bytes that {COMMIT} was put on")
     try:
         value = json.loads(content)
@@ -374,7 +374,7 @@ def read_sealed(folder: Path, name: str, sealed: Sealed, *, files: Files = DISK)
 def describe(folder: str | Path, *, files: Files = DISK) -> Description:
     """Read what a committed folder says of itself."""
     folder = Path(folder)
-    config = read_sealed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
+    config = read_committed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
     if not isinstance(config.get("values"), dict) or not isinstance(config.get("world_size"), int):
         raise CheckpointError(f"{folder / CONFIG} is damaged: it must hold values and world_size")
     return Description(config["values"], config["world_size"])
@@ -384,10 +384,10 @@ def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, 
     """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name."""
     values = saved_values(folder, step)
     names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
-    found = {name: values[name] for name in names if name in values and name not in FREE}
-    if "vocab_size" in found:
-        found["vocab_size"] = null_vocab_size(found["vocab_size"], values)
-    return found
+    result = {name: values[name] for name in names if name in values and name not in FREE}
+    if "vocab_size" in result:
+        result["vocab_size"] = null_vocab_size(result["vocab_size"], values)
+    return result
 
 
 def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
@@ -414,8 +414,8 @@ def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:
 
 def _named(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
     """(iteration, path) of everything named like a checkpoint."""
-    found = [(_STEP.fullmatch(entry.name), entry) for entry in _entries(folder, files) if entry.is_folder]
-    return [(int(match[1]), Path(folder) / entry.name) for match, entry in found if match]
+    result = [(_STEP.fullmatch(entry.name), entry) for entry in _entries(folder, files) if entry.is_folder]
+    return [(int(match[1]), Path(folder) / entry.name) for match, entry in result if match]
 
 
 def _entries(folder: str | Path, files: Files) -> list[Any]:

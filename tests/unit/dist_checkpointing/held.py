@@ -38,7 +38,7 @@ class Layout:
 def specs(seed: int, tp: int) -> list[ParamSpec]:
     """Random parameters. Their shapes follow from the seed alone; how they are cut, from tp too."""
     choose = random.Random(seed)
-    found = []
+    result = []
     for number in range(choose.randint(4, 7)):
         rest = tuple(choose.randint(1, 6) for _ in range(choose.randint(0, 2)))
         kind = choose.choice(("whole", "rows", "columns", "heads", "vocabulary"))
@@ -60,8 +60,8 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
         else:
             shape = (choose.randint(1, 5), 4 * choose.randint(1, 3))
             cuts = (Cut(1, "tp", (Part(shape[1]),)),)
-        found.append(ParamSpec(shape, constant(0.0), "matrix", cuts, name=name, tied=number == 0))
-    return found
+        result.append(ParamSpec(shape, constant(0.0), "matrix", cuts, name=name, tied=number == 0))
+    return result
 
 
 def whole_tensor(name: str, slot: str, shape: tuple[int, ...]) -> Tensor:

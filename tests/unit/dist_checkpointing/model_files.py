@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import Entry
+from megatron.core.dist_checkpointing.files import FolderEntry
 
 
 class Crash(BaseException):
@@ -49,8 +49,8 @@ class Folder:
         self.durable, self.pending = dict(self.names), []
 
     def after_power_loss(self, chosen: list[bool]) -> None:
-        for names, kept in zip(self.pending, chosen, strict=True):
-            if kept:
+        for names, retained in zip(self.pending, chosen, strict=True):
+            if retained:
                 _apply(self.durable, names)
         self.names, self.pending = dict(self.durable), []
 
@@ -76,8 +76,8 @@ class ModelFiles:
                         node.sync()
             node = self._folder(node.names[name], path)
 
-    def list(self, path: Path) -> list[Entry]:
-        return sorted(Entry(name, isinstance(node, Folder), False) for name, node in self._folder_at(path).names.items())
+    def list(self, path: Path) -> list[FolderEntry]:
+        return sorted(FolderEntry(name, isinstance(node, Folder), False) for name, node in self._folder_at(path).names.items())
 
     def size(self, path: Path) -> int:
         return len(self._file_at(path).content)
@@ -151,12 +151,12 @@ class ModelFiles:
 
     def without_power(self, random_: random.Random, samples: int) -> Iterator[ModelFiles]:
         """Some of what the next process may find on a machine that lost power."""
-        for kept in ("none", "all", "half", "zeros"):
+        for retained in ("none", "all", "half", "zeros"):
             for names in ("none", "all", "last", "but last", *range(samples)):
                 survivor = self._survivor()
                 for node in survivor._nodes():  # before any name changes: nodes that only the system showed count too
                     if isinstance(node, File):
-                        node.after_power_loss(kept if names in ("none", "all") else random_.choice(("none", "all", "half", "zeros")))
+                        node.after_power_loss(retained if names in ("none", "all") else random_.choice(("none", "all", "half", "zeros")))
                 for node in [node for node in survivor._nodes() if isinstance(node, Folder)]:
                     count = len(node.pending)
                     node.after_power_loss({"none": [False] * count, "all": [True] * count,
@@ -177,16 +177,16 @@ class ModelFiles:
 
     def _nodes(self) -> list[File | Folder]:
         """Everything that the system shows, or the disk holds."""
-        found: dict[int, File | Folder] = {}
+        result: dict[int, File | Folder] = {}
         waiting: list[File | Folder] = [self.root]
         while waiting:
             node = waiting.pop()
-            if id(node) not in found:
-                found[id(node)] = node
+            if id(node) not in result:
+                result[id(node)] = node
                 if isinstance(node, Folder):
                     changed = [other for names in node.pending for other in names.values() if other is not None]
                     waiting += [*node.names.values(), *node.durable.values(), *changed]
-        return list(found.values())
+        return list(result.values())
 
     def _folder(self, node: File | Folder | None, path: Path) -> Folder:
         if node is None:
@@ -220,9 +220,9 @@ class _Open:
         return len(content)
 
     def read_into(self, content: memoryview, place: int) -> int:
-        found = self._file.content[place:place + len(content)]
-        content[:len(found)] = found
-        return len(found)
+        result = self._file.content[place:place + len(content)]
+        content[:len(result)] = result
+        return len(result)
 
     def sync(self) -> None:
         self._files._step(f"sync {self._path}")

@@ -47,8 +47,8 @@ def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> N
     bits = [(place, random_.randrange(8)) for place in range(len(file.content))]
     for place, bit in bits:
         file.content[place] ^= 1 << bit
-        said = refusal(files)
-        assert str(FOLDER / name) in said or (name == store.COMMIT and str(FOLDER) in said), f"bit {bit} of byte {place}: {said}"
+        message = refusal(files)
+        assert str(FOLDER / name) in message or (name == store.COMMIT and str(FOLDER) in message), f"bit {bit} of byte {place}: {message}"
         file.content[place] ^= 1 << bit
     assert version_in(SAVE, files=files) == (20, 2), "as it was, it is loaded"
 
@@ -195,7 +195,7 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path,
     bad = HOSTILE[name](text).encode(errors="surrogateescape")
     assert bad != text.encode()
     (step.folder / store.MANIFEST).write_bytes(bad)
-    sealed = store.Sealed(len(bad), store.hash_of(bad))
+    sealed = store.CommittedFile(len(bad), store.hash_of(bad))
     commit = store.Commit(step.commit.save, 10, 1, sealed, step.commit.config)
     (step.folder / store.COMMIT).write_text(commit.text())
     with pytest.raises(CheckpointError, match="manifest.json"):
@@ -216,15 +216,15 @@ def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_
 
     folder = save_as_two(tmp_path, 10, 1).folder
     manifest = parsed(json.loads((folder / store.MANIFEST).read_text()))
-    found = {name: torch.full_like(value, float("nan")) for name, value in content(1).items()}
+    result = {name: torch.full_like(value, float("nan")) for name, value in content(1).items()}
     for name, whole in manifest.tensors.items():
         for piece in whole.pieces:
             with safe_open(folder / piece.file, "pt") as file:
                 keys = [key for key in file.keys() if key == name or key.startswith(name + "[")]
                 assert file.metadata()["save"] == manifest.save
                 (key,) = keys
-                found[name][piece.box.slices()] = file.get_tensor(key)
-    assert all(torch.equal(found[name], value) for name, value in content(1).items())
+                result[name][piece.box.slices()] = file.get_tensor(key)
+    assert all(torch.equal(result[name], value) for name, value in content(1).items())
     target = {name: torch.zeros_like(value) for name, value in content(1).items()}
     load(target, open_saved(folder))
-    assert all(torch.equal(target[name], found[name]) for name in found)
+    assert all(torch.equal(target[name], result[name]) for name in result)

@@ -87,12 +87,12 @@ def violations(story: Story, *, samples: int = 2, **weaknesses: bool) -> list[st
             allowed = {story.old, story.new}
         where = f"before {trial.log[crash_at]}" if crash_at < len(trial.log) else "at the end"
         for what, survivor in (("killed", files.killed()), *(("power lost", other) for other in files.without_power(random_, samples))):
-            shown = survivor.shown()
-            if shown not in known:
-                known[shown] = seen(survivor), unfit_for_more(survivor)
-            found, problem = known[shown]
-            if found not in allowed or problem:
-                wrong.append(f"{what} {where}: {problem or found}")
+            formatted = survivor.shown()
+            if formatted not in known:
+                known[formatted] = seen(survivor), unfit_for_more(survivor)
+            result, problem = known[formatted]
+            if result not in allowed or problem:
+                wrong.append(f"{what} {where}: {problem or result}")
     return wrong
 
 
@@ -116,9 +116,9 @@ def unfit_for_more(files: ModelFiles) -> str:
         save_as_two(SAVE, 50, 9, files=files)
     except CheckpointError as error:
         return str(error)
-    found = seen(files)
+    result = seen(files)
     remains = [entry.name for entry in files.list(SAVE) if entry.name.endswith((".tmp", ".old", ".gone")) and entry.is_folder]
-    return f"a further save leaves {remains} and loads {found}" if remains or found != (50, 9) else ""
+    return f"a further save leaves {remains} and loads {result}" if remains or result != (50, 9) else ""
 
 
 @pytest.mark.parametrize("name", STORIES)

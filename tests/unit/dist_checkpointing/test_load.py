@@ -56,15 +56,15 @@ def test_four_ranks_load_what_one_process_saved(world: Worlds, tmp_path: Path) -
 @pytest.mark.parametrize("layout", FOUR, ids=str)
 def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(4).run(save_bag, 3, layout, tmp_path)
-    found = open_saved(candidates(tmp_path)[0].folder)
+    result = open_saved(candidates(tmp_path)[0].folder)
     names = {f"{start}{spec.name}" for spec in specs(3, 1) for start in ("model.", "optimizer.exp_avg.", "optimizer.master.")}
-    assert set(found.formats) == names
-    for name, whole in found.manifest.tensors.items():
+    assert set(result.formats) == names
+    for name, whole in result.manifest.tensors.items():
         boxes = [piece.box for piece in whole.pieces]
         assert sum(box.size for box in boxes) == math.prod(whole.shape), name
         assert not any(intersect(a, b) for place, a in enumerate(boxes) for b in boxes[:place]), name
-    stored = sum(facts.size - facts.header_length for facts in found.manifest.files.values())
-    assert stored == sum(4 * math.prod(whole.shape) for whole in found.manifest.tensors.values())
+    stored = sum(facts.size - facts.header_length for facts in result.manifest.files.values())
+    assert stored == sum(4 * math.prod(whole.shape) for whole in result.manifest.tensors.values())
 
 
 def save_large(folder: Path) -> None:
@@ -134,17 +134,17 @@ def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Pat
 
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     source = saved({"model.a": torch.ones(2, 3), "model.b": torch.ones(4), "model.c": torch.ones(1), "other": [1]}, tmp_path)
-    kept = torch.zeros(4)
-    asked = {"model.a": torch.zeros(3, 2), "model.b": kept, "model.d": torch.zeros(1), "other": torch.zeros(1)}
+    retained = torch.zeros(4)
+    requested = {"model.a": torch.zeros(3, 2), "model.b": retained, "model.d": torch.zeros(1), "other": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
-        load(asked, source, complete=("model.",))
+        load(requested, source, complete=("model.",))
     assert caught.value.problems == (
         "model.a: shape (2, 3) in the checkpoint, (3, 2) expected",
         "model.d: missing in the checkpoint",
         "other: the checkpoint holds a value, not a tensor",
         "model.c: unexpected, the checkpoint has it and this run does not",
     )
-    assert torch.equal(kept, torch.zeros(4)), "nothing is loaded when something does not fit"
+    assert torch.equal(retained, torch.zeros(4)), "nothing is loaded when something does not fit"
 
 
 def load_with_one_odd_rank(folder: Path) -> str:
@@ -159,18 +159,18 @@ def load_with_one_odd_rank(folder: Path) -> str:
 
 def test_all_ranks_hear_what_one_rank_misses(world: Worlds, tmp_path: Path) -> None:
     folder = saved({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path).folder
-    said = world(4).run(load_with_one_odd_rank, folder)
-    assert said == ["2 names of the checkpoint do not fit this run\n  odd: missing in the checkpoint\n"
+    message = world(4).run(load_with_one_odd_rank, folder)
+    assert message == ["2 names of the checkpoint do not fit this run\n  odd: missing in the checkpoint\n"
                     "  b: unexpected, the checkpoint has it and this run does not"] * 4
 
 
 def open_here(folder: Path) -> tuple[int, list[str]] | str:
     """On every rank: the iteration that is found sound and what was refused, or the error."""
     try:
-        found, refused = open_sound(candidates(folder), mesh_of(ALONE).world)
+        result, refused = open_sound(candidates(folder), mesh_of(ALONE).world)
     except CheckpointError as error:
         return str(error)
-    return found.commit.iteration, refused
+    return result.commit.iteration, refused
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -181,9 +181,9 @@ def test_all_ranks_go_back_together_whichever_file_is_damaged(world: Worlds, tmp
     content = bytearray(path.read_bytes())
     content[-3] ^= 16
     path.write_bytes(content)
-    said = world(4).run(open_here, tmp_path)
-    assert all(result == said[0] for result in said)
-    iteration, refused = said[0]
+    message = world(4).run(open_here, tmp_path)
+    assert all(result == message[0] for result in message)
+    iteration, refused = message[0]
     assert iteration == 1 and refused[0] == "the checkpoint of iteration 2 is refused:" and str(path) in refused[1] and len(refused) == 2
 
 
@@ -206,14 +206,14 @@ def open_own_folder(folder: Path) -> str:
 def test_ranks_that_see_different_files_are_told_so(world: Worlds, tmp_path: Path) -> None:
     for name in ("0", "1"):
         saved({"a": torch.ones(2)}, tmp_path / name)
-    assert all("the ranks see different checkpoints" in said for said in world(2).run(open_own_folder, tmp_path))
+    assert all("the ranks see different checkpoints" in message for message in world(2).run(open_own_folder, tmp_path))
 
 
 def test_what_one_rank_cannot_open_is_refused_by_all(world: Worlds, tmp_path: Path) -> None:
     saved({"a": torch.ones(2)}, tmp_path / "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     (tmp_path / "1" / "iter_0000001" / "rank_00000.safetensors").unlink()
-    assert all("1/iter_0000001/rank_00000.safetensors is missing" in said for said in world(2).run(open_own_folder, tmp_path))
+    assert all("1/iter_0000001/rank_00000.safetensors is missing" in message for message in world(2).run(open_own_folder, tmp_path))
 
 
 class Broken:

@@ -87,8 +87,8 @@ def test_of_several_that_find_a_lock_left_behind_one_gets_it(tmp_path: Path, sta
     processes = [start(tmp_path) for _ in range(4)]
     for process in processes:
         go(process)
-    said = [told(process) for process in processes]
-    assert sorted(line.split()[0] for line in said) == ["note", "refused", "refused", "refused"], said
+    message = [told(process) for process in processes]
+    assert sorted(line.split()[0] for line in message) == ["note", "refused", "refused", "refused"], message
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 

@@ -16,13 +16,13 @@ from megatron.core.dist_checkpointing import saver as saver_module
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.saver import Outcome, Rules, Saver, save
+from megatron.core.dist_checkpointing.saver import SaveOutcome, SaveRules, Saver, save
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates, complete_iterations
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of
 
-ASIDE = Rules(asynchronous=True)
+ASIDE = SaveRules(asynchronous=True)
 ABOUT = Description({}, 1)
 
 
@@ -118,9 +118,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("rules", [Rules(keep_last=1), Rules(True, keep_last=1)], ids=["waiting", "aside"])
+@pytest.mark.parametrize("rules", [SaveRules(keep_last=1), SaveRules(True, keep_last=1)], ids=["waiting", "aside"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(tmp_path: Path, name: str, rules: Rules) -> None:
+def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(tmp_path: Path, name: str, rules: SaveRules) -> None:
     faults, words = FAULTS[name]
     saver = Saver(tmp_path, rules=rules)
     assert ended(saver, 10, 1.0).problems == ()
@@ -133,7 +133,7 @@ def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", store.TRACKER]
 
 
-def ended(saver: Saver, iteration: int, value: float) -> Outcome:
+def ended(saver: Saver, iteration: int, value: float) -> SaveOutcome:
     saver.start(state_of(value), iteration, ABOUT)
     outcome = saver.finish()
     assert outcome is not None
@@ -159,7 +159,7 @@ def test_a_tracker_that_cannot_be_written_is_a_note_and_the_checkpoint_counts(tm
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_note(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=Rules(keep_last=1))
+    saver = Saver(tmp_path, rules=SaveRules(keep_last=1))
     ended(saver, 10, 1.0)
     saver.files = Faulty("iter_0000010", fault=errno.EACCES, on="rename")
     outcome = ended(saver, 20, 2.0)
@@ -178,7 +178,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(tmp_path: P
                 file.write = lambda content: write(memoryview(bytes(content[:-1]) + bytes([content[-1] ^ 1])))
             return file
 
-    for rules in (Rules(keep_last=1), Rules(interval=100)):
+    for rules in (SaveRules(keep_last=1), SaveRules(interval=100)):
         folder = tmp_path / str(rules.interval)
         saver = Saver(folder, rules=rules)
         ended(saver, 10, 1.0)
@@ -196,8 +196,8 @@ def test_what_cannot_be_saved_at_once_is_an_error_for_those_who_wait(tmp_path: P
 def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
     """On four ranks: rank 2's disk is full in the second save; each rank's outcomes."""
     mesh = mesh_of(Layout(1, 1, False))
-    saver = Saver(folder, mesh.world, rules=Rules(asynchronous, keep_last=1))
-    found = []
+    saver = Saver(folder, mesh.world, rules=SaveRules(asynchronous, keep_last=1))
+    result = []
     for iteration in (1, 2, 3):
         saver.files = Faulty("rank_00002", fault=FULL) if iteration == 2 else DISK
         state = {f"t{number}": torch.full((100,), float(iteration)) for number in range(8)}
@@ -205,15 +205,15 @@ def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
         outcome = None
         while outcome is None:  # as a loop of training does
             outcome = saver.poll()
-        found.append((outcome.iteration, outcome.problems, complete_iterations(folder)))
-    return found
+        result.append((outcome.iteration, outcome.problems, complete_iterations(folder)))
+    return result
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "aside"])
 def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
-    found = world(4).run(save_with_one_bad_rank, tmp_path, asynchronous)
-    assert all(result == found[0] for result in found)
-    (_, good, _), (_, (failure,), left), last = found[0]
+    results = world(4).run(save_with_one_bad_rank, tmp_path, asynchronous)
+    assert all(result == results[0] for result in results)
+    (_, good, _), (_, (failure,), left), last = results[0]
     assert good == () and left == [1] and last == (3, (), [3])
     assert re.fullmatch(r"rank 2: \[Errno 28\] No space left on device: '.*/iter_0000002\.\w{8}\.tmp/rank_00002.safetensors'", failure)
 

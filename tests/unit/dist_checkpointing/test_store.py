@@ -163,12 +163,12 @@ def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_pat
 def test_the_shape_and_the_tokenizer_come_from_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     config = RunConfig(model=ModelConfig(num_layers=3, hidden_size=64, swiglu=True, hidden_dropout=0.3, padded_vocab_size=128))
     save(tmp_path, 100, **to_values(config))
-    found = store.checkpoint_values(tmp_path)
-    assert {name: found[name] for name in ("num_layers", "hidden_size", "swiglu", "position_embedding_type")} == {
+    result = store.checkpoint_values(tmp_path)
+    assert {name: result[name] for name in ("num_layers", "hidden_size", "swiglu", "position_embedding_type")} == {
         "num_layers": 3, "hidden_size": 64, "swiglu": True, "position_embedding_type": "learned_absolute"}
-    assert {"tokenizer_type", "vocab_size", "merge_file", "rotary_base"} <= found.keys()
-    assert not {"lr", "seed", "hidden_dropout", "padded_vocab_size", "true_vocab_size"} & found.keys()
-    assert "tensor_model_parallel_size" not in found
+    assert {"tokenizer_type", "vocab_size", "merge_file", "rotary_base"} <= result.keys()
+    assert not {"lr", "seed", "hidden_dropout", "padded_vocab_size", "true_vocab_size"} & result.keys()
+    assert "tensor_model_parallel_size" not in result
     with pytest.raises(CheckpointError, match="--use-checkpoint-args: .* holds no complete checkpoint"):
         store.checkpoint_values(tmp_path / "none")
 
@@ -184,7 +184,7 @@ def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, con
     folder = save(tmp_path, 100)
     commit = store.read_commit(folder)
     (folder / "config.json").write_text(content)
-    sealed = store.Sealed(len(content), store.hash_of(content.encode()))
+    sealed = store.CommittedFile(len(content), store.hash_of(content.encode()))
     (folder / store.COMMIT).write_text(dataclasses.replace(commit, config=sealed).text())
     with pytest.raises(CheckpointError, match=said):
         store.describe(folder)
@@ -269,8 +269,8 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     assert store.tracked(tmp_path) == (None if name == store.TRACKER else 5)
-    found = store.walk(tmp_path)
-    assert bool(found.steps) == (not name.endswith(store.COMMIT))
+    result = store.walk(tmp_path)
+    assert bool(result.steps) == (not name.endswith(store.COMMIT))
     if name.endswith(store.CONFIG):
         with pytest.raises(CheckpointError, match="config.json cannot be read: it is no file"):
             store.describe(tmp_path / "iter_0000005")

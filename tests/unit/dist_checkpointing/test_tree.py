@@ -31,12 +31,12 @@ def mesh_at(tp: int, rank: int) -> Mesh:
 
 def spread(placed: Placed) -> Tensor:
     """The global tensor as far as it is held, NaN elsewhere."""
-    found = torch.full(placed.shape, float("nan"))
+    result = torch.full(placed.shape, float("nan"))
     for box, tensor in placed.pieces:
         assert tensor.shape == box.shape
-        assert found[box.slices()].isnan().all(), f"{box} is held twice"
-        found[box.slices()] = tensor
-    return found
+        assert result[box.slices()].isnan().all(), f"{box} is held twice"
+        result[box.slices()] = tensor
+    return result
 
 
 def with_nan(tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 
 
 def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
-    choose, found = random.Random(0), 0
+    choose, result = random.Random(0), 0
     for seed in range(60):
         tp = choose.choice((1, 2, 4))
         mesh = mesh_at(tp, choose.randrange(tp))
@@ -58,8 +58,8 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
             expected = torch.where(mine, whole, torch.full_like(whole, float("nan")))
             assert torch.equal(with_nan(spread(placed)), with_nan(expected)), f"{spec.name} [{low}, {high}) on {mesh.tp}"
             assert len(placed.pieces) <= (2 * len(local.shape) - 1) * 3
-            found += len(placed.pieces)
-    assert found > 300
+            result += len(placed.pieces)
+    assert result > 300
 
 
 def test_parameters_are_placed_without_their_padding() -> None:

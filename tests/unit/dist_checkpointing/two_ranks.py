@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.files import DISK, Files
 from megatron.core.dist_checkpointing.load import load, open_sound
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
 from megatron.core.dist_checkpointing.saved import Saved
-from megatron.core.dist_checkpointing.store import Description, Step
+from megatron.core.dist_checkpointing.store import Description, SavedStep
 from megatron.core.dist_checkpointing.tree import Placed, Tree
 from megatron.core.parallel.boxes import Box
 
@@ -34,7 +34,7 @@ def states(version: int) -> list[Tree]:
              "run.version": version} for row in (0, 2)]
 
 
-def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK) -> Step:
+def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK) -> SavedStep:
     """What `Saver` does on two ranks, one rank after the other."""
     ranks = [plan.placed(state) for state in states(version)]
     shares = plan.share_out([plan.offers(tensors) for tensors in ranks])
@@ -67,9 +67,9 @@ def version_in(folder: Path, *, files: Files = DISK, step: int | None = None) ->
 
 def checked(saved: Saved) -> int:
     """The version that a checkpoint holds, if it holds all of it."""
-    found: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    version = load({**found, "run.version": None}, saved, complete=("",))["run.version"]
+    result: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    version = load({**result, "run.version": None}, saved, complete=("",))["run.version"]
     assert saved.settings == {"version": version}, "the config is of the same save"
     for name, expected in content(version).items():
-        assert torch.equal(found[name], expected), f"{name} is not that of version {version}"
+        assert torch.equal(result[name], expected), f"{name} is not that of version {version}"
     return version
