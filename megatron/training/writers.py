@@ -2,7 +2,8 @@
 
 `Writers` is given resolved steps, reports, validation results, memory and timers, and knows the words each place uses.
 Only one rank speaks (Megatron's last rank, since the loss is there); on the others every call does nothing. A place that cannot be
-written is told of once and never ends the run: a file is tried again with the next line, a board is given up.
+written is told of once and never ends the run: a file is tried again with the next line, TensorBoard every minute, in a new file of
+its own; W&B, which may wait for a network, is given up.
 
     JSONL        every step and every report, one object a line, whatever the other switches say: the full record
     TensorBoard  Megatron's scalar names, many of them once more as `X vs samples`, by the --log-...-to-tensorboard flags
@@ -16,9 +17,12 @@ import dataclasses
 import html
 import importlib.util
 import json
+import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,6 +33,8 @@ from megatron.core.config.run import LogConfig
 from megatron.training.ledger import LogFile, plain
 from megatron.training.metrics import Report, Step, perplexity, report_line, time_left_line, validation_text
 
+TENSORBOARD = "--tensorboard-dir"
+RETRY_SECONDS = 60.0
 MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
                 "max allocated": "mem-max-allocated-bytes", "allocated count": "mem-allocated-count"}
 
@@ -74,8 +80,10 @@ class Writers:
         self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
         self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print)
-        for name, opened in _boards(log, settings or {}) if speaks else ():
-            self._attempt(name, partial(self._open, name, opened))
+        self._openers = _openers(log, settings or {}) if speaks else {}
+        self._failed: dict[str, float] = {}  # name of a board -> when to try it again
+        for name in self._openers:
+            self._attempt(name, partial(self._open, name))
         self._record("start", iteration=start_iteration, world_size=world_size)
 
     def text(self, text: str | None) -> None:
@@ -89,7 +97,7 @@ class Writers:
             if self._bar:
                 self._bar.update(step.iteration - self._bar.n)
             self._record("step", **dataclasses.asdict(step))
-            if self._boards and step.iteration % self._log.tensorboard_log_interval == 0:
+            if self._openers and step.iteration % self._log.tensorboard_log_interval == 0:
                 values = self._step_scalars(step)
                 self._write(values, iteration=step.iteration, samples=step.consumed_samples)
 
@@ -190,20 +198,27 @@ class Writers:
         if values:
             self._on_boards(lambda board: board.write(values, iteration=iteration, samples=samples))
 
-    def _open(self, name: str, board: Callable[[], Board]) -> None:
-        self._boards[name] = board()
+    def _open(self, name: str) -> None:
+        self._boards[name] = self._openers[name]()
 
     def _on_boards(self, action: Callable[[Board], None]) -> None:
+        for name, due in list(self._failed.items()):
+            if name not in self._boards and time.monotonic() >= due:
+                self._attempt(name, partial(self._open, name))
         for name, board in list(self._boards.items()):
             self._attempt(name, partial(action, board))
 
     def _attempt(self, name: str, action: Callable[[], None]) -> None:
-        """Let a board do something. One that fails, for a full disk or want of a network, is told of and given up; the run goes on."""
+        """Let a board do something. One that fails, for a full disk or want of a network, is told of once; the run goes on."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever another package raises
             self._boards.pop(name, None)
-            self.text(f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it")
+            again = name.startswith(TENSORBOARD)
+            if name not in self._failed:
+                self.text(f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it"
+                          + ", and tries it again every minute" * again)
+            self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
 
     def _record(self, kind: str, **fields: Any) -> None:
         if self._journal:
@@ -225,12 +240,20 @@ class Journal:
         self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
-def _boards(log: LogConfig, settings: Mapping[str, Any]) -> Iterable[tuple[str, Callable[[], Board]]]:
+def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], Board]]:
     """What the flags ask for: a name, and what opens it."""
+    found: dict[str, Callable[[], Board]] = {}
     if log.tensorboard_dir:
-        yield f"--tensorboard-dir {log.tensorboard_dir}", lambda: TensorBoard(log)
+        found[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
     if log.wandb_project:
-        yield f"--wandb-project {log.wandb_project}", lambda: WeightsAndBiases(log, settings)
+        found[f"--wandb-project {log.wandb_project}"] = lambda: WeightsAndBiases(log, settings)
+    return found
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Say what ended a thread, but for TensorBoard's own: what ends it is raised at the next write too, and is told then."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
 
 
 class TensorBoard:
@@ -239,6 +262,8 @@ class TensorBoard:
     def __init__(self, log: LogConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = _thread_failed
         self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:

@@ -245,10 +245,11 @@ def test_a_board_that_fails_is_told_of_and_given_up(tmp_path, shown, monkeypatch
     monkeypatch.setattr(writers_module.TensorBoard, fails, failing)
     everything(make(shown, tensorboard_dir=str(tmp_path)))
     told = [line for line in shown if line.startswith("WARNING")]
-    assert told == [f"WARNING: --tensorboard-dir {tmp_path} cannot be written: {type(error).__name__}: {error}; the run goes on without it"]
+    assert told == [f"WARNING: --tensorboard-dir {tmp_path} cannot be written: {type(error).__name__}: {error}; "
+                    "the run goes on without it, and tries it again every minute"]
 
 
-def test_a_disk_that_fills_up_under_tensorboard_ends_no_run(tmp_path, shown, monkeypatch):
+def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path, shown, monkeypatch, capsys):
     class Full:
         """A file on it."""
 
@@ -257,16 +258,22 @@ def test_a_disk_that_fills_up_under_tensorboard_ends_no_run(tmp_path, shown, mon
 
         flush = close = write
 
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # TensorBoard's own thread ends with it
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     writers = make(shown, tensorboard_dir=str(tmp_path))
-    writers._boards[f"--tensorboard-dir {tmp_path}"]._writer.file_writer.event_writer._async_writer._worker._record_writer._writer = Full()
+    name = f"--tensorboard-dir {tmp_path}"
+    writers._boards[name]._writer.file_writer.event_writer._async_writer._worker._record_writer._writer = Full()
     for _ in range(100):
         writers.steps(STEPS)
         time.sleep(0.01)
         if not writers._boards:
             break
-    everything(writers)
+    assert not writers._boards and "Traceback" not in capsys.readouterr().err, "TensorBoard's own thread ends with it"
+    monkeypatch.setattr(writers_module, "RETRY_SECONDS", 0.0)
+    writers._failed[name] = 0.0  # a minute has gone
+    writers.steps([dataclasses.replace(STEPS[0], iteration=77)])
+    writers.close()
     assert len([line for line in shown if "No space left" in line]) == 1
+    assert 77 in dict(curves(tmp_path)["lm loss"]), "and there is room again"
 
 
 def test_a_standard_output_that_cannot_be_written_ends_no_run(monkeypatch):
