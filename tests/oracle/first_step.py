@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.model import ModelConfig, RopeConfig
 from megatron.core.config.plan import LayerPlan, layer_rows
 
 Weights = Mapping[str, Tensor]
@@ -135,7 +135,7 @@ class Decoder:
         elif model.qk_layernorm:
             q, k = self.norm(f"{here}q_layernorm", q), self.norm(f"{here}k_layernorm", k)
         if model.rope.rotates and plan.rope:
-            q, k = (rotated(part, model.rope.rotary_base, pairs=model.rope.rotary_interleaved) for part in (q, k))
+            q, k = (rotated(part, model.rope, pairs=model.rope.rotary_interleaved) for part in (q, k))
         if model.qk_l2_norm:
             q, k = (part / torch.sqrt(part.square().mean(-1, keepdim=True) + model.norm_epsilon) for part in (q, k))
         mixed = self.weighed(here, plan, q, k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2))
@@ -158,7 +158,7 @@ class Decoder:
         q, q_turned = q.view(b, s, n, -1).split([still, turned], dim=-1)
         shared = shared[:, :, None]
         if plan.rope and model.rope.rotates:
-            q_turned, shared = (rotated(part, model.rope.rotary_base, pairs=True) for part in (q_turned, shared))
+            q_turned, shared = (rotated(part, model.rope, pairs=True) for part in (q_turned, shared))
         q, k = torch.cat((q, q_turned), dim=-1), torch.cat((k, shared.expand(b, s, n, turned)), dim=-1)
         return self.linear(f"{here}linear_proj", self.weighed(here, plan, q, k, v))
 
@@ -166,6 +166,8 @@ class Decoder:
         """Causal attention of [b, s, n, d] each: [b, s, n * d of v]. A sink is one more score, that brings nothing."""
         model, s = self.model, q.shape[1]
         scale = model.softmax_scale if model.softmax_scale is not None else q.shape[-1] ** -0.5
+        if plan.mixer == "mla" and model.softmax_scale is None:  # DeepSeek-V2's code: YaRN's growth of the scores
+            scale = scale * growth(model.rope, model.rope.mscale_all_dim) ** 2
         scores = torch.einsum("bqnd,bknd->bnqk", q, k) * scale
         if model.attention_logit_softcap:
             scores = model.attention_logit_softcap * torch.tanh(scores / model.attention_logit_softcap)
@@ -189,13 +191,15 @@ class Decoder:
         if not self.model.gated:
             return act(wide)
         gate, up = wide.chunk(2, dim=-1)
-        return act(gate) * up
+        if (bound := self.model.activation_func_clamp_value) is not None:  # gpt-oss (2025)
+            gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+        return act(gate) * (up + self.model.glu_linear_offset)
 
     def experts(self, here: str, x: Tensor, side: Side, number: int) -> Tensor:
         """A mixture of experts, token by token: [b, s, h] to the same. Its losses are noted beside."""
         model, moe, (b, s, h) = self.model, self.model.moe, x.shape
         scores = self.linear(f"{here}router", x).transpose(0, 1).reshape(s * b, -1)  # token i is of sequence i % b
-        chosen, weights = self.choice(scores)
+        chosen, weights = self.choice(scores, self.weights.get(f"{here}router.expert_bias"))
         self.balance(here, scores, b, side, number)
         load = torch.zeros(moe.num_experts, dtype=torch.int64).index_add_(0, chosen.flatten(), torch.ones(chosen.numel(), dtype=torch.int64))
         key = f"load_layer_{number}"
@@ -219,28 +223,47 @@ class Decoder:
             output = output + shared
         return output
 
-    def choice(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts [t, k] of tokens with scores [t, e], and how much of each is taken."""
+    def choice(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Experts [t, k] of tokens with scores [t, e], and how much of each is taken. bias: [e], for the choice alone (DeepSeek-V3)."""
         moe = self.model.moe
-        if moe.moe_router_score_function == "sigmoid":
-            shares = scores.sigmoid()
-            weights, chosen = shares.topk(moe.moe_router_topk, dim=-1)
+        among = scores.softmax(-1) if moe.moe_router_pre_softmax else self.positive(scores)
+        ranked = among.detach() if bias is None else among.detach() + bias
+        if moe.moe_router_num_groups:
+            ranked = self.of_best_groups(ranked)
+        chosen = ranked.topk(moe.moe_router_topk, dim=-1).indices
+        weights = among.gather(1, chosen)
+        if moe.moe_router_score_function != "softmax":
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if moe.moe_router_topk > 1 else weights
-        elif moe.moe_router_pre_softmax:
-            weights, chosen = scores.softmax(-1).topk(moe.moe_router_topk, dim=-1)
-        else:
-            best, chosen = scores.topk(moe.moe_router_topk, dim=-1)
-            weights = best.softmax(-1)
+        elif not moe.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
         return chosen, weights * (moe.moe_router_topk_scaling_factor or 1.0)
 
+    def positive(self, scores: Tensor) -> Tensor:
+        """Scores by a function of each alone; of softmax, as they are."""
+        return {"softmax": lambda x: x, "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: torch.log1p(x.exp()).sqrt()}[
+            self.model.moe.moe_router_score_function](scores)
+
+    def of_best_groups(self, ranked: Tensor) -> Tensor:
+        """Experts of other groups than a token's best are out, [t, e] (DeepSeek-V2: by the best expert; V3: by the sum of the best)."""
+        moe, groups = self.model.moe, []
+        for group in ranked.chunk(moe.moe_router_num_groups, dim=-1):
+            best = group.sort(-1, descending=True).values
+            count = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
+            groups.append(best[:, :count].sum(-1))
+        totals = torch.stack(groups, dim=-1)
+        worst = totals.sort(-1, descending=True).values[:, moe.moe_router_group_topk - 1]
+        inside = (totals >= worst[:, None]).repeat_interleave(moe.num_experts // moe.moe_router_num_groups, dim=-1)
+        return ranked.where(inside, -torch.inf)
+
     def kept(self, chosen: Tensor, weights: Tensor) -> Tensor:
-        """1 for choices that an expert has room for, 0 for the others, [t, k]: those of most weight stay (GShard, 2020)."""
+        """1 for choices that an expert has room for, 0 for the others, [t, k]: those of most weight stay, or those that come first."""
         moe = self.model.moe
         room = math.ceil(chosen.numel() / moe.num_experts * moe.moe_expert_capacity_factor)
         keep = torch.zeros_like(weights)
         for expert in range(moe.num_experts):
             row, place = (chosen == expert).nonzero(as_tuple=True)
-            best = weights[row, place].argsort(descending=True, stable=True)[:room]
+            first = moe.moe_token_drop_policy == "position"
+            best = (row if first else -weights[row, place]).argsort(stable=True)[:room]
             keep[row[best], place[best]] = 1.0
         return keep
 
@@ -248,7 +271,7 @@ class Decoder:
         """Balancing losses, E * sum of share of choices * mean score (Switch, 2022), and the z-loss (ST-MoE, 2022)."""
         moe, total = self.model.moe, scores.shape[0]
         shares = scores.softmax(-1) if moe.moe_router_score_function == "softmax" else (
-            scores.sigmoid() / (scores.sigmoid().sum(-1, keepdim=True) + 1e-20))
+            self.positive(scores) / (self.positive(scores).sum(-1, keepdim=True) + 1e-20))
         hits = torch.zeros_like(shares).scatter(1, shares.topk(moe.moe_router_topk, dim=-1).indices, 1.0)
 
         def note(name: str, loss: Tensor, coefficient: float) -> None:
@@ -272,14 +295,45 @@ class Decoder:
             note("z_loss", torch.logsumexp(scores, dim=-1).square().mean(), moe.moe_z_loss_coeff)
 
 
-def rotated(x: Tensor, base: float, *, pairs: bool) -> Tensor:
-    """RoFormer (Su et al., 2021): channels [b, s, n, d], turned in pairs by their position; pairs: neighbours, or halves."""
-    d = x.shape[-1]
-    angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * base ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+def rotated(x: Tensor, rope: RopeConfig, *, pairs: bool) -> Tensor:
+    """RoFormer (Su et al., 2021): channels [b, s, n, d], the first of them turned in pairs by their position; pairs: neighbours, or halves."""
+    d = int(x.shape[-1] * rope.rotary_percent) // 2 * 2
+    x, rest = x[..., :d], x[..., d:]
+    places = torch.arange(x.shape[1], dtype=x.dtype) / (rope.rotary_seq_len_interpolation_factor or 1.0)
+    angle = places[:, None] * torch.tensor([turn(rope, number, d) for number in range(d // 2)], dtype=x.dtype)
+    size = growth(rope, rope.mscale) / growth(rope, rope.mscale_all_dim)
+    turns = torch.polar(torch.full_like(angle, size), angle)[:, None]
     left, right = (x[..., 0::2], x[..., 1::2]) if pairs else x.chunk(2, dim=-1)
-    turned = torch.complex(left.contiguous(), right.contiguous()) * turn
-    return torch.cat((turned.real, turned.imag), dim=-1)  # the same order of channels for queries and keys
+    turned = torch.complex(left.contiguous(), right.contiguous()) * turns
+    return torch.cat((turned.real, turned.imag, rest), dim=-1)  # the same order of channels for queries and keys
+
+
+def turn(rope: RopeConfig, number: int, d: int) -> float:
+    """By how much a position turns one pair of d channels: plain, as Llama 3.1 slows it, or by YaRN (Peng et al., 2023, section 3.2)."""
+    plain = rope.rotary_base ** (-2 * number / d)
+    if rope.is_yarn:
+        length = rope.yarn_original_max_position_embeddings
+        ends = [d * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rope.rotary_base)) for turns in (rope.yarn_beta_fast, rope.yarn_beta_slow)]
+        if rope.yarn_correction_range_round_to_int:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        low, high = max(ends[0], 0), min(ends[1], d - 1)
+        share = min(max((number - low) / (high - low or 0.001), 0.0), 1.0)
+        return plain * (1 - share) + plain / rope.rotary_scaling_factor * share
+    if rope.use_rope_scaling:
+        length, low, high = rope.rope_scaling_original_length, rope.rope_scaling_low_freq_factor, rope.rope_scaling_high_freq_factor
+        wave = 2 * math.pi / plain
+        if wave < length / high:
+            return plain
+        if wave > length / low:
+            return plain / rope.rope_scaling_factor
+        share = (length / wave - low) / (high - low)
+        return (1 - share) * plain / rope.rope_scaling_factor + share * plain
+    return plain
+
+
+def growth(rope: RopeConfig, share: float) -> float:
+    """YaRN's growth of what is rotated with the logarithm of its factor."""
+    return 1.0 + 0.1 * share * math.log(rope.rotary_scaling_factor) if rope.is_yarn and rope.rotary_scaling_factor > 1 else 1.0
 
 
 def shifted(rows: Tensor, places: int) -> Tensor:
