@@ -29,7 +29,7 @@ from megatron.core.distributed.finalize import copied_ranges
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import seed_of
-from megatron.core.parallel.spec import is_shared_over_tensor, pieces, spec_of, tensor_axis
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.training.failures import name_of_rank
 from megatron.training.stages import Trainer
@@ -116,8 +116,8 @@ class Sentinel:
                 if spec.tied:
                     homes[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
-                shared = (piece for piece in pieces(spec, mesh) if piece.copies > 1)
-                yield from (Item(f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.copies)
+                shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
+                yield from (Item(f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas)
                             for part, piece in enumerate(shared))
             for share in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
                 if is_shared_over_tensor(share.spec):

@@ -21,7 +21,7 @@ from megatron.core.models.describe import count_parameters, parameter_shapes
 from megatron.core.models.on_meta import network_on
 from megatron.core.parallel.grid import RankLists, axis_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import pieces, spec_of
+from megatron.core.parallel.spec import local_shards, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
         for param in tensors:
             spec = spec_of(param)
             shapes[spec.name] = spec.shape
-            held.setdefault(spec.name, set()).update((p.box.offset, p.box.shape) for p in pieces(spec, mesh) if p.is_first_copy)
+            held.setdefault(spec.name, set()).update((p.box.offset, p.box.shape) for p in local_shards(spec, mesh) if p.is_first_replica)
     counted = count_parameters(config.model).total
     if len(shown) == len(places):
         problems += [f"{name} is {shape}, and the ranks hold {size:,} of its elements" for name, shape in sorted(shapes.items())

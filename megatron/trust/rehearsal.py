@@ -33,7 +33,7 @@ from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import pieces, spec_of
+from megatron.core.parallel.spec import local_shards, spec_of
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import Stack
 from megatron.training.batch import Batch, LossFunction
@@ -293,5 +293,5 @@ def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return {}
-    boxes = [piece.box for piece in pieces(spec_of(weight), mesh)]
+    boxes = [piece.box for piece in local_shards(spec_of(weight), mesh)]
     return {cut.dim: tuple((box.offset[cut.dim], box.offset[cut.dim] + box.shape[cut.dim]) for box in boxes) for cut in spec_of(weight).cuts}

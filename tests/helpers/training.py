@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import seed_of
-from megatron.core.parallel.spec import pieces, spec_of
+from megatron.core.parallel.spec import local_shards, spec_of
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
@@ -79,7 +79,7 @@ def fill_gradients(trainer: Trainer, factor: float = 1.0) -> None:
                 spec = spec_of(param)
                 whole = factor * whole_gradient(spec.name, spec.shape)
                 view.zero_()
-                for piece in pieces(spec, trainer.run.mesh):
+                for piece in local_shards(spec, trainer.run.mesh):
                     view[piece.local.slices()] = whole[piece.box.slices()].to(view.dtype)
 
 

@@ -34,7 +34,7 @@ from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import FusedSegment
 from megatron.core.pipeline_parallel.executor import _Walk
 from megatron.core.tensor_parallel import linear, loss
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding
@@ -141,14 +141,14 @@ def _skip_the_last_layer(self: Stack) -> list[tuple[list[Any], bool]]:
     return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
 
 
-def _one_part(input_size: int, parts: tuple[Part, ...], **keywords: Any) -> ColumnLinear:
-    return ColumnLinear(input_size, (Part(sum(part.size for part in parts)),), **keywords)
+def _one_part(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnLinear:
+    return ColumnLinear(input_size, (FusedSegment(sum(part.size for part in parts)),), **keywords)
 
 
 # Forward and backward of cut layers.
 
 def _bias_before_the_sum(self: RowLinear, x: Tensor) -> Tensor:
-    return self.region.exit(F.linear(x, self.weight, self.bias))
+    return self.region.reduce_from_region(F.linear(x, self.weight, self.bias))
 
 
 def _keep_own_piece(output: Tensor, whole: Tensor, axis: Axis, op: str = "sum") -> None:
@@ -174,7 +174,7 @@ def _own_product(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
 
 def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
     local = ids.t() - self.first
-    return self.region.exit(F.embedding(local.clamp(0, self.rows - 1), self.weight))
+    return self.region.reduce_from_region(F.embedding(local.clamp(0, self.rows - 1), self.weight))
 
 
 def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:

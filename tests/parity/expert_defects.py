@@ -17,7 +17,7 @@ from megatron.core.parallel import collectives, rng
 from megatron.core.parallel.collectives import Journey
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import seed_of
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, pieces
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, local_shards
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import dispatch, moe
 from megatron.core.transformer.dispatch import AllGather, AllToAll, Order, Parcel, Rows
@@ -26,7 +26,7 @@ from megatron.core.transformer.router import Routing
 from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
-    clip.counted_ranges, ddp.make_buckets, DataParallel._launch, dispatch.order_of, moe.Cut)
+    clip.counted_ranges, ddp.make_buckets, DataParallel._launch, dispatch.order_of, moe.Shard)
 _forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
 _gathered, _sent, _depart = AllGather.send, AllToAll.send, collectives.depart
 
@@ -52,15 +52,15 @@ def _divide_by_the_ranks_of_the_bucket(self: DataParallel) -> None:
 
 
 def _draw_by_place(value: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
-    held = pieces(spec, mesh)
+    held = local_shards(spec, mesh)
     for place in range(len(value)):
         whole = spec.init(spec.shape[1:], torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, place)))
         for piece in held:
             value[piece.local.slices()][place].copy_(whole[piece.box.slices()[1:]].to(value))
 
 
-def _one_part(dim: int, axis: str, parts: tuple[Part, ...]) -> Cut:
-    return _cut(dim, axis, (Part(sum(part.size for part in parts)),))
+def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
+    return _cut(dim, axis, (FusedSegment(sum(part.size for part in parts)),))
 
 
 # On the way.
@@ -131,7 +131,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect("experts are drawn by their place on the rank", (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
            ((rng, "_draw_stack", _draw_by_place),)),
     Defect("gates and linear halves of experts are cut as one matrix", (("etp2 ep2 dp4 alltoall zero", "moe-shared-bias"),),
-           ((moe, "Cut", _one_part),)),
+           ((moe, "Shard", _one_part),)),
     Defect("rows come back one off", (("tp2 etp1 ep2", "moe"), ("ep4 dp4 alltoall grouped", "moe")),
            ((dispatch, "collect", _collect_one_row_off),)),
     Defect("rows meet the expert beside their own", (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
@@ -144,7 +144,7 @@ EXPERTS: tuple[Defect, ...] = (
            ((dispatch, "collectives", collectives_with(depart=_without_a_way_back)),)),
     Defect("tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)),
     Defect("every tensor rank sends all tokens", (("tp2 etp1 alltoall mb2", "moe-bias"),),
-           ((Region, "own_tokens", lambda self, x: x), (Region, "whole_tokens", lambda self, own, held: own))),
+           ((Region, "scatter_tokens", lambda self, x: x), (Region, "gather_tokens", lambda self, own, held: own))),
     Defect("routing weights are applied twice", (("tp2", "moe-bias"), ("ep2 dp2", "moe")), ((Experts, "_act", _weigh_twice),)),
     Defect("every rank of a cut expert adds its bias", (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
            ((GroupedLinear, "forward", _bias_of_every_rank),)),

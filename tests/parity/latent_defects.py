@@ -18,7 +18,7 @@ from megatron.core.models.mtp import Losses, MultiTokenPrediction
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel import region
 from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.tensor_parallel.region import Region
@@ -53,9 +53,9 @@ def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Te
     return _turn(self, x, dataclasses.replace(table, cos=table.cos.roll(rank, 0), sin=table.sin.roll(rank, 0)))
 
 
-def _keys_beside_values(input_size: int, parts: tuple[Part, ...], **keywords: Any) -> ColumnLinear:
+def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnLinear:
     (whole,) = parts
-    return ColumnLinear(input_size, (Part(whole.size // 2), Part(whole.size // 2)), **keywords)
+    return ColumnLinear(input_size, (FusedSegment(whole.size // 2), FusedSegment(whole.size // 2)), **keywords)
 
 
 # Tokens ahead.
@@ -130,7 +130,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect("gradients of the latents' norms are not summed under sequence parallelism", (("tp2 sp mb2", "mla-q"),),
            ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("q_layernorm.weight", "kv_layernorm.weight")))),)),
     Defect("each tensor rank keeps its own gradient of the shared key", (("tp2 mb4", "mla"), ("tp2 sp mb2", "mla-q")),
-           ((Region, "enter", _keep_own_gradient),)),
+           ((Region, "copy_to_region", _keep_own_gradient),)),
     Defect("tensor ranks rotate the shared key by other positions", (("tp2 mb4", "mla"), ("tp2 sp mb4", "mla-packed")),
            ((MultiLatentAttention, "_turn", _turn_from_the_rank),)),
     Defect("keys and values of all heads are cut as two parts", (("tp2 mb4", "mla"),), ((mla, "ColumnLinear", _keys_beside_values),)),

@@ -31,7 +31,7 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import pieces, spec_of
+from megatron.core.parallel.spec import local_shards, spec_of
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.world import Worlds
@@ -180,7 +180,7 @@ def fill(model: nn.Module, source: Source, mesh: Mesh) -> None:
     """Load this rank's boxes, and nothing else."""
     for param in model.parameters():
         param.data.fill_(float("nan") if spec_of(param).kind != "embedding" else 0.0)  # padding stays
-        for piece in pieces(spec_of(param), mesh):
+        for piece in local_shards(spec_of(param), mesh):
             param.data[piece.local.slices()] = source.read(f"model.{spec_of(param).name}", piece.box)
 
 

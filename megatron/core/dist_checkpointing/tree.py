@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.boxes import Box, flat, intersect, whole
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, pieces, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def placed_tensor(tensor: Tensor) -> Placed:
 def placed_parameter(param: nn.Parameter, mesh: Mesh) -> Placed:
     """What this rank holds of a parameter."""
     spec, local = spec_of(param), param.detach()
-    return Placed(spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in pieces(spec, mesh)])
+    return Placed(spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)])
 
 
 def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
@@ -65,7 +65,7 @@ def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
     placed = Placed(spec.shape, tensor.dtype)
     for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
         values = flat_tensor[start - segment.low:stop - segment.low].view(box.shape)
-        for piece in pieces(spec, mesh):
+        for piece in local_shards(spec, mesh):
             common = intersect(box, piece.local)
             if common is not None:
                 inside = common.shifted(_minus(box.offset))

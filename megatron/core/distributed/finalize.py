@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.distributed.buffers import Segment
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import pieces
+from megatron.core.parallel.spec import local_shards
 
 
 def finalize(segments: Sequence[Segment], mesh: Mesh) -> None:
@@ -70,12 +70,12 @@ def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, boo
     for size in segment.local_shape[1:]:
         row *= size
     found = []
-    for piece in pieces(segment.spec, mesh):
-        if piece.copies > 1:
+    for piece in local_shards(segment.spec, mesh):
+        if piece.replicas > 1:
             start = piece.local.offset[0] * row
             low, high = max(segment.low, start), min(segment.high, start + piece.local.shape[0] * row)
             if low < high:
-                found.append((low - segment.low, high - segment.low, piece.copies, piece.is_first_copy))
+                found.append((low - segment.low, high - segment.low, piece.replicas, piece.is_first_replica))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, parameter
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
@@ -28,7 +28,7 @@ class LanguageModelHead(nn.Module):
                 model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
                 build.initial_embedding() if tied_name else build.initial(), tied=bool(tied_name), name=tied_name)
             self.weight = parameter(spec, build.mesh, build.dtype)
-        cut = Cut(0, "tp", (Part(model.true_vocab_size, padded=model.padded_vocab_size),))
+        cut = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
         words = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (cut,))
         self.bias = parameter(words, build.mesh, build.dtype) if bias else None
         self.scale = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else None

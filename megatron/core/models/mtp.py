@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import layer_rows
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.layer import Layer
@@ -88,7 +88,7 @@ class AheadLayer(nn.Module):
         model, size = build.model, build.model.hidden_size
         self.build = build
         self.enorm, self.hnorm = build.norm(size), build.norm(size)
-        self.eh_proj = ColumnLinear(2 * size, (Part(size),), bias=False, init=build.initial(), region=build.region,
+        self.eh_proj = ColumnLinear(2 * size, (FusedSegment(size),), bias=False, init=build.initial(), region=build.region,
                                     mesh=build.mesh, dtype=build.dtype)
         self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth), build)
         self.final_layernorm = build.norm(size)
@@ -97,7 +97,7 @@ class AheadLayer(nn.Module):
         """x: states of the depth before; vectors: of the tokens ahead; both [s or s/tp, b, h]. Returns the same shape."""
         def run(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
-            joined = self.build.region.collect(self.eh_proj(both)).to(self.build.residual_dtype)
+            joined = self.build.region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
             return self.final_layernorm(self.mtp_model_layer(joined, one))
 
         choice = self.build.recompute

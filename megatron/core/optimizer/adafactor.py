@@ -27,7 +27,7 @@ from megatron.core.distributed.buffers import Ownership, Segment
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import flat, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, is_shared_over_tensor, pieces, tensor_axis
+from megatron.core.parallel.spec import ParamSpec, is_shared_over_tensor, local_shards, tensor_axis
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -143,10 +143,11 @@ class Adafactor:
         if not whole.is_factored:
             yield "exp_avg_sq", held.segment, held.second[0]
             return
-        cuts = tuple(cut for cut in whole.spec.cuts if whole.spec.stacked and cut.dim == 0)
+        shards = tuple(cut for cut in whole.spec.shards if whole.spec.stacked and cut.dim == 0)
         for slot, second, shape in zip(("exp_avg_sq_row", "exp_avg_sq_col"), held.second, _factors(whole.spec.shape), strict=True):
             values = second.view(-1)
-            yield slot, Segment(replace(whole.spec, shape=shape, cuts=cuts), tuple(second.shape), 0, len(values), values, values), values
+            spec = replace(whole.spec, shape=shape, shards=shards)
+            yield slot, Segment(spec, tuple(second.shape), 0, len(values), values, values), values
 
     def _squares(self, whole: _Whole) -> tuple[Tensor, ...]:
         """This rank's shares of the sums of squares: of weights [e] or [], and of a matrix's gradients by row and by column."""
@@ -226,7 +227,7 @@ def _add_squares(sums: Tensor, whole: _Whole, block: _Block, values: Tensor) -> 
 def _blocks(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
     """The rectangles of a segment. Padding is in none."""
     for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
-        for piece in pieces(segment.spec, mesh):
+        for piece in local_shards(segment.spec, mesh):
             common = intersect(box, piece.local)
             if common is None:
                 continue
@@ -235,4 +236,4 @@ def _blocks(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
             index = where.slices()
             if segment.spec.stacked:
                 index = (common.slices()[0], *index[1:])
-            yield _Block(start - segment.low, stop - segment.low, box.shape, inside.slices(), index, piece.is_first_copy)
+            yield _Block(start - segment.low, stop - segment.low, box.shape, inside.slices(), index, piece.is_first_replica)

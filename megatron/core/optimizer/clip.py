@@ -17,7 +17,7 @@ from megatron.core.distributed.finalize import copied_ranges
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import flat, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import is_shared_over_tensor, pieces, tensor_axis
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, tensor_axis
 
 _BLOCK = 2**18  # elements whose squares are summed in fp32; on a CPU a sum over 40M would be off by a thousandth
 
@@ -35,8 +35,8 @@ def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[t
     if spec.tied and not mesh.axis(spec.tied_over).is_first:
         return
     start = 0
-    for low, high, _, is_first_copy in copied_ranges(segment, mesh):
-        if not is_first_copy:
+    for low, high, _, is_first_replica in copied_ranges(segment, mesh):
+        if not is_first_replica:
             yield start, low
             start = high
     yield start, segment.high - segment.low
@@ -69,7 +69,7 @@ def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Te
     """Number of zero elements in the whole network's gradient, as a scalar tensor."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for segment in first_homes(segments):
-        held = [piece.local for piece in pieces(segment.spec, mesh)]
+        held = [piece.local for piece in local_shards(segment.spec, mesh)]
         for low, high in counted_ranges(segment, mesh, sharded=sharded):
             for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)

@@ -25,7 +25,7 @@ from megatron.core.optimizer.orthogonal import Iteration, orthogonalize, orthogo
 from megatron.core.optimizer.owners import Slab, divided, slabs_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import ParamSpec, pieces
+from megatron.core.parallel.spec import ParamSpec, local_shards
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -114,7 +114,7 @@ class Muon:
         """The scaled orthogonal factors of slabs, flat. Those of one shape, such as experts, are worked on together."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, slab in enumerate(slabs):
-            alike.setdefault((slab.spec.shape, slab.spec.cuts, slab.shape, self._is_split(slab.spec)), []).append(place)
+            alike.setdefault((slab.spec.shape, slab.spec.shards, slab.shape, self._is_split(slab.spec)), []).append(place)
         found: list[Tensor] = list(flats)
         for places in alike.values():
             stack = torch.stack([flats[place].view(slabs[place].shape) for place in places])
@@ -124,33 +124,33 @@ class Muon:
 
     def _matrices(self, x: Tensor, spec: ParamSpec) -> Tensor:
         """What this rank holds of some matrices of one spec, made orthogonal and scaled. x: [k, rows, columns], as is returned."""
-        cut = spec.cuts[0] if spec.cuts else None
+        cut = spec.shards[0] if spec.shards else None
         if cut is None:
             return self._scaled(orthogonalize(x, self.how), spec.shape)
         axis, split, dim = self.mesh.axis(cut.axis), self._is_split(spec), cut.dim - 2
         if self.config.muon_tp_mode == "blockwise":
-            sizes = [part.piece(axis.size) for part in cut.parts] if split else [x.shape[dim]]
+            sizes = [part.local_size(axis.size) for part in cut.parts] if split else [x.shape[dim]]
             return torch.cat([self._scaled(orthogonalize(block, self.how), block.shape[1:]) for block in x.split(sizes, dim)], dim)
         if self.config.muon_tp_mode == "distributed":
             return self._together(x, spec, axis)
         held = collectives.all_gather(x[None], axis)
         whole = x.new_empty((len(x), *spec.shape))
         for rank in range(axis.size):
-            for piece in pieces(spec, replace(self.mesh, **{cut.axis: replace(axis, rank=rank)})):
-                if piece.is_first_copy:
+            for piece in local_shards(spec, replace(self.mesh, **{cut.axis: replace(axis, rank=rank)})):
+                if piece.is_first_replica:
                     whole[(slice(None), *piece.box.slices())] = held[(rank, slice(None), *piece.local.slices())]
         sizes = [part.size for part in cut.parts] if split else [spec.shape[cut.dim]]
         whole = torch.cat([self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim)
         found = torch.zeros_like(x)
-        for piece in pieces(spec, self.mesh):
+        for piece in local_shards(spec, self.mesh):
             found[(slice(None), *piece.local.slices())] = whole[(slice(None), *piece.box.slices())]
         return found
 
     def _together(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
         """The same by all tensor ranks together, of which none sees the others' pieces."""
-        cut = spec.cuts[0]
-        held = pieces(spec, self.mesh)
-        counted = torch.cat([torch.full((piece.local.shape[cut.dim],), float(piece.is_first_copy), dtype=x.dtype, device=x.device)
+        cut = spec.shards[0]
+        held = local_shards(spec, self.mesh)
+        counted = torch.cat([torch.full((piece.local.shape[cut.dim],), float(piece.is_first_replica), dtype=x.dtype, device=x.device)
                              for piece in held])
         sizes = [piece.local.shape[cut.dim] for piece in held] if self._is_split(spec) else [len(counted)]
         lengths = [part.size for part in cut.parts] if self._is_split(spec) else [spec.shape[cut.dim]]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.distributed.buffers import Ownership
-from megatron.core.parallel.spec import Cut, ParamSpec
+from megatron.core.parallel.spec import Shard, ParamSpec
 
 _ROUND = 2**26  # elements that an owner takes up at a time
 
@@ -49,8 +49,8 @@ def slabs_of(owned: Ownership, is_split: Callable[[ParamSpec], bool]) -> list[Sl
     if not spec.stacked:
         assert len(spec.shape) == 2, f"{spec.name} of shape {spec.shape} is no matrix"
         return [_slab(owned, spec, owned.local_shape, 0, is_split(spec))]
-    cuts = tuple(Cut(cut.dim - 1, cut.axis, cut.parts) for cut in spec.cuts if cut.dim > 0)
-    one = replace(spec, shape=spec.shape[1:], cuts=cuts, stacked=False)
+    shards = tuple(Shard(cut.dim - 1, cut.axis, cut.parts) for cut in spec.shards if cut.dim > 0)
+    one = replace(spec, shape=spec.shape[1:], shards=shards, stacked=False)
     return [_slab(owned, one, owned.local_shape[1:], expert, is_split(spec)) for expert in range(owned.local_shape[0])]
 
 
@@ -59,8 +59,8 @@ def _slab(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int
     low = number * size
     ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
     rows, columns = spec.shape
-    parts = spec.cuts[0].parts if spec.cuts and is_split else ()
-    sizes = [(part.size, columns) if spec.cuts[0].dim == 0 else (rows, part.size) for part in parts] or [(rows, columns)]
+    parts = spec.shards[0].parts if spec.shards and is_split else ()
+    sizes = [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in parts] or [(rows, columns)]
     cost = sum(min(m, n) ** 2 * (2.0 * max(m, n) + min(m, n)) for m, n in sizes)
     return Slab(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
 

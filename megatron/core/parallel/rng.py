@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.core.parallel.device import random_state, set_random_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shape, pieces, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, spec_of
 
 
 def seed_of(*words: object) -> int:
@@ -41,7 +41,7 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
                 _draw_stack(value, spec, mesh, seed, source)
             else:
                 whole = spec.init(spec.shape, torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name)))
-                for piece in pieces(spec, mesh):
+                for piece in local_shards(spec, mesh):
                     value[piece.local.slices()] = whole[piece.box.slices()].to(value)
             made = nn.Parameter(value, requires_grad=param.requires_grad)
             made.spec = spec  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
 
 def _draw_stack(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
     """Draw those parameters of a stack that this rank holds, each whole, by a generator of its own."""
-    held = pieces(spec, mesh)
+    held = local_shards(spec, mesh)
     for index in {index for piece in held for index in range(piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0])}:
         generator = torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, index))
         whole = spec.init(spec.shape[1:], generator)

@@ -1,15 +1,16 @@
 """The one record a parameter carries, and what follows from it.
 
-A layer states the whole parameter, as if there were one rank, and how it is cut:
+A layer states the whole parameter, as if there were one rank, and how it is sharded:
 
-    parameter(ParamSpec(shape=(q + 2 * kv, h), cuts=(Cut(0, "tp", (Part(q), Part(kv, copies), Part(kv, copies))),), ...))
+    key = FusedSegment(kv, replicas)
+    parameter(ParamSpec(shape=(q + 2 * kv, h), shards=(Shard(0, "tp", (FusedSegment(q), key, key)),), ...))
 
-A cut dimension is made of parts laid end to end, each divided over the axis by itself. When an axis has more ranks than
-a part has pieces (key/value heads), `copies` neighbouring ranks share a piece. A part whose size the axis does not
-divide is padded (the vocabulary); padding belongs to no box, so checkpoints and initial values never see it.
+A sharded dimension is made of segments laid end to end, each divided over the axis by itself. When an axis has more ranks
+than a segment has units (key/value heads), `replicas` neighbouring ranks hold the same shard. A segment whose size the
+axis does not divide is padded (the vocabulary); padding belongs to no box, so checkpoints and initial values never see it.
 
-    part q, 4 ranks:      [q0 | q1 | q2 | q3]        part kv, 2 copies:   [k0 | k0 | k1 | k1]
-    piece held by rank 2:  [q2 | k1 | v1]
+    segment q, 4 ranks:     [q0 | q1 | q2 | q3]      segment kv, 2 replicas:   [k0 | k0 | k1 | k1]
+    held by rank 2:         [q2 | k1 | v1]
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm"]  # a table i
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A segment of a cut dimension. size: true length; copies: ranks that share a piece; padded: length that is divided."""
+class FusedSegment:
+    """A segment of a sharded dimension, as q, k and v of a fused matrix. size: true length; replicas: ranks that hold the same shard
+    of it; padded: length that is divided."""
 
     size: int
-    copies: int = 1
+    replicas: int = 1
     padded: int | None = None
 
-    def piece(self, ranks: int) -> int:
-        """Length of one rank's piece, padding included."""
-        return (self.padded or self.size) * self.copies // ranks
+    def local_size(self, ranks: int) -> int:
+        """Length of one rank's shard, padding included."""
+        return (self.padded or self.size) * self.replicas // ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Dimension `dim` is divided over mesh axis `axis`, part by part."""
+class Shard:
+    """Dimension `dim` is sharded over mesh axis `axis`, each segment by itself."""
 
     dim: int
     axis: str
-    parts: tuple[Part, ...]
+    parts: tuple[FusedSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     init: Initial
     kind: Kind
-    cuts: tuple[Cut, ...] = ()
+    shards: tuple[Shard, ...] = ()
     sum_over: tuple[str, ...] = ()
     reduce_over: str = "dp_cp"
     tied: bool = False
@@ -73,40 +75,40 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One rectangle this rank holds: `box` in the global tensor, `local` in its own tensor, shared by `copies` ranks."""
+class LocalShard:
+    """One rectangle this rank holds: `box` in the global tensor, `local` in its own tensor, shared by `replicas` ranks."""
 
     box: Box
     local: Box
-    copies: int
-    is_first_copy: bool
+    replicas: int
+    is_first_replica: bool
 
 
 def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the tensor that this rank holds, padding included."""
     shape = list(spec.shape)
-    for cut in spec.cuts:
-        shape[cut.dim] = sum(part.piece(mesh.axis(cut.axis).size) for part in cut.parts)
+    for cut in spec.shards:
+        shape[cut.dim] = sum(part.local_size(mesh.axis(cut.axis).size) for part in cut.parts)
     return tuple(shape)
 
 
-def pieces(spec: ParamSpec, mesh: Mesh) -> list[Piece]:
-    """The rectangles of the global tensor that this rank holds. At most one dimension of a parameter is cut in parts."""
-    held = [Piece(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
-    for cut in spec.cuts:
+def local_shards(spec: ParamSpec, mesh: Mesh) -> list[LocalShard]:
+    """The rectangles of the global tensor that this rank holds. At most one dimension of a parameter has more than one segment."""
+    held = [LocalShard(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
+    for cut in spec.shards:
         held = [cut_piece for piece in held for cut_piece in _cut(piece, cut, mesh)]
     return held
 
 
-def _cut(piece: Piece, cut: Cut, mesh: Mesh) -> Iterator[Piece]:
+def _cut(piece: LocalShard, cut: Shard, mesh: Mesh) -> Iterator[LocalShard]:
     axis, start, local_start = mesh.axis(cut.axis), 0, 0
     for part in cut.parts:
-        length = part.piece(axis.size)
-        begin = axis.rank // part.copies * length
+        length = part.local_size(axis.size)
+        begin = axis.rank // part.replicas * length
         held = max(0, min(length, part.size - begin))
         if held:
-            yield Piece(_replace(piece.box, cut.dim, start + begin, held), _replace(piece.local, cut.dim, local_start, held),
-                        piece.copies * part.copies, piece.is_first_copy and axis.rank % part.copies == 0)
+            yield LocalShard(_replace(piece.box, cut.dim, start + begin, held), _replace(piece.local, cut.dim, local_start, held),
+                        piece.replicas * part.replicas, piece.is_first_replica and axis.rank % part.replicas == 0)
         start, local_start = start + part.size, local_start + length
 
 
@@ -142,7 +144,7 @@ def tensor_axis(spec: ParamSpec) -> str:
 
 def is_shared_over_tensor(spec: ParamSpec) -> bool:
     """Whether every tensor rank holds the whole parameter."""
-    return not any(cut.axis == tensor_axis(spec) for cut in spec.cuts)
+    return not any(cut.axis == tensor_axis(spec) for cut in spec.shards)
 
 
 def normal(deviation: float) -> Initial:

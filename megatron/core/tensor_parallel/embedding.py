@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, local_shape, parameter
+from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, local_shape, parameter
 from megatron.core.tensor_parallel.region import Region
 
 
 def vocabulary_spec(true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False,
                     name: str = "") -> ParamSpec:
     """The record of a matrix [vocabulary, hidden] cut over the tensor ranks; padded rows belong to no box."""
-    cut = Cut(0, "tp", (Part(true_size, padded=padded_size),))
+    cut = Shard(0, "tp", (FusedSegment(true_size, padded=padded_size),))
     return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
 
 
@@ -35,7 +35,7 @@ class VocabEmbedding(nn.Module):
         local = ids.t() - self.first
         elsewhere = (local < 0) | (local >= self.rows)
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.region.exit(vectors.masked_fill(elsewhere[..., None], 0.0))
+        return self.region.reduce_from_region(vectors.masked_fill(elsewhere[..., None], 0.0))
 
 
 class PositionEmbedding(nn.Module):
@@ -51,4 +51,4 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: [b or 1, s]. Returns [s, b or 1, h] (or this rank's [s/tp, ...] with sequence parallelism)."""
-        return F.embedding(self.region.own(positions.t().contiguous()), self.weight)
+        return F.embedding(self.region.scatter_to_sequence(positions.t().contiguous()), self.weight)

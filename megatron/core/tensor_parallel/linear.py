@@ -19,7 +19,7 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
+from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -155,14 +155,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> 
 class ColumnLinear(nn.Module):
     """A linear layer whose output is cut. parts: the segments of its output, each cut by itself."""
 
-    def __init__(self, input_size: int, parts: tuple[Part, ...], *, bias: bool, init: Initial, region: Region,
+    def __init__(self, input_size: int, parts: tuple[FusedSegment, ...], *, bias: bool, init: Initial, region: Region,
                  mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
         output_size = sum(part.size for part in parts)
-        cuts = (Cut(0, "tp", parts),)
-        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", cuts), mesh, dtype)
-        self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", cuts), mesh, dtype) if bias else None
+        shards = (Shard(0, "tp", parts),)
+        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
+        self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", shards), mesh, dtype) if bias else None
         self.scaling = scaling_of(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ class RowLinear(nn.Module):
                  mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
-        cuts = (Cut(1, "tp", (Part(input_size),)),)
-        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", cuts), mesh, dtype)
+        shards = (Shard(1, "tp", (FusedSegment(input_size),)),)
+        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
         spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=region.outside_sums)
         self.bias = parameter(spec, mesh, dtype) if bias else None
         self.scaling = scaling_of(region.low, mesh)
@@ -207,7 +207,7 @@ class RowLinear(nn.Module):
             return self._multiply(x, self.bias)
         overlapped = self.region.overlapped
         total = (_ExitLinear.apply(x, self.weight, self.region) if overlapped.gathers or overlapped.sums
-                 else self.region.exit(self._multiply(x, None)))
+                 else self.region.reduce_from_region(self._multiply(x, None)))
         return total if self.bias is None else total + self.bias
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

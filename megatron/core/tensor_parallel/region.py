@@ -1,8 +1,9 @@
-"""A tensor-parallel region has one entrance and one exit.
+"""How activations enter and leave a tensor-parallel region, with or without sequence parallelism.
 
-Without sequence parallelism activations between regions are whole on every rank: enter does nothing (and sums the
-gradient), exit sums. With it they are cut along the sequence: enter gathers, exit sums and cuts; both cost the same
-bytes, and what lies between is computed once instead of on every rank (Korthikanti et al., 2022).
+Without sequence parallelism activations between regions are whole on every rank: `copy_to_region` is the
+identity (its backward all-reduces), `reduce_from_region` all-reduces. With it they are sharded along the sequence:
+`copy_to_region` all-gathers and `reduce_from_region` reduce-scatters; both cost the same bytes, and what lies between
+regions is computed once instead of on every rank (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ class Region:
         """Where a layer is to add the gradient of a weight; None: it is given to autograd."""
         return sum_of(weight) if self.sums else None
 
-    def enter(self, x: Tensor) -> Tensor:
-        """All positions [s, b, h] of a tensor between regions, of which ranks make different things; gradients are summed."""
+    def copy_to_region(self, x: Tensor) -> Tensor:
+        """Enter a region: x [s, b, h] or [s/tp, b, h] to [s, b, h] on every rank; its gradient is summed over ranks."""
         if self.sequence_parallel:
             return collectives.gather_then_scatter(x, self.axis)
         return collectives.identity_then_reduce(x, self.axis)
 
-    def exit(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' shares [s, b, h]; returns [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+    def reduce_from_region(self, partial: Tensor) -> Tensor:
+        """Leave a region: the sum of all ranks' partial results [s, b, h]; returns [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         if self.sequence_parallel:
             return collectives.scatter_then_gather(partial, self.axis)
         return collectives.reduce_then_identity(partial, self.axis)
 
-    def collect(self, columns: Tensor) -> Tensor:
-        """The whole of what a column layer made, [s, b, out/tp] on each rank; returns [s or s/tp, b, out]."""
-        return self.own(collectives.gather_columns_then_cut(columns, self.axis))
+    def gather_from_region(self, columns: Tensor) -> Tensor:
+        """The whole output of a column-parallel layer, [s, b, out/tp] on each rank; returns [s or s/tp, b, out]."""
+        return self.scatter_to_sequence(collectives.gather_columns_then_cut(columns, self.axis))
 
-    def own(self, whole: Tensor) -> Tensor:
-        """What a rank keeps between regions of a tensor [s, ...] that all ranks computed: all of it, or its piece."""
+    def scatter_to_sequence(self, whole: Tensor) -> Tensor:
+        """Of a tensor [s, ...] that all ranks computed, what a rank keeps between regions: [s, ...], or its shard [s/tp, ...]."""
         return collectives.cut_then_gather(whole, self.axis) if self.sequence_parallel else whole
 
-    def own_tokens(self, x: Tensor) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
         """The tokens [s/tp, b, h] between regions that this rank alone has: what it holds, or where all hold the same, its piece.
 
-        A sequence that the axis does not divide is filled up with zeros, which `whole_tokens` takes off again.
+        A sequence that the axis does not divide is filled up with zeros, which `gather_tokens` takes off again.
         """
         if self.sequence_parallel:
             return x
@@ -70,8 +71,8 @@ class Region:
         filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
         return collectives.cut_then_gather(filled, self.axis)
 
-    def whole_tokens(self, own: Tensor, held: int) -> Tensor:
-        """The way back from `own_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
+    def gather_tokens(self, own: Tensor, held: int) -> Tensor:
+        """The way back from `scatter_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
         return own if self.sequence_parallel else collectives.gather_then_cut(own, self.axis)[:held]
 
     def length(self, sequence: int) -> int:

@@ -21,7 +21,7 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant, normal, parameter
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.norm import scale_of
 from megatron.core.transformer.build import Build
@@ -41,18 +41,18 @@ class SelfAttention(nn.Module):
         self.heads = model.num_attention_heads // tp
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
-        key = Part(model.key_size, copies)
+        key = FusedSegment(model.key_size, copies)
         inner = {"bias": model.add_bias_linear or model.add_qkv_bias, "init": build.initial(), "region": build.region,
                  "mesh": build.mesh, "dtype": build.dtype}
-        self.linear_qkv = ColumnLinear(model.hidden_size, (Part(model.query_size), key, key), **inner)
-        self.linear_gate = (ColumnLinear(model.hidden_size, (Part(model.query_size),), **inner)
+        self.linear_qkv = ColumnLinear(model.hidden_size, (FusedSegment(model.query_size), key, key), **inner)
+        self.linear_gate = (ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), **inner)
                             if model.attention_output_gate else None)
         self.linear_proj = RowLinear(
             model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
             region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.q_layernorm = self.k_layernorm = None
         if model.qk_layernorm_across_heads:
-            self.q_layernorm, self.k_layernorm = NormAcrossHeads(build, Part(model.query_size)), NormAcrossHeads(build, key)
+            self.q_layernorm, self.k_layernorm = NormAcrossHeads(build, FusedSegment(model.query_size)), NormAcrossHeads(build, key)
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
             self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
             self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
@@ -116,10 +116,10 @@ class NormAcrossHeads(nn.Module):
     part: those channels; a rank that holds copies of other ranks' heads sees their squares in the sum as often.
     """
 
-    def __init__(self, build: Build, part: Part) -> None:
+    def __init__(self, build: Build, part: FusedSegment) -> None:
         super().__init__()
         self.build, self.part, self.one_plus = build, part, build.model.apply_layernorm_1p
-        spec = ParamSpec((part.size,), constant(0.0 if self.one_plus else 1.0), "qk_norm", (Cut(0, "tp", (part,)),))
+        spec = ParamSpec((part.size,), constant(0.0 if self.one_plus else 1.0), "qk_norm", (Shard(0, "tp", (part,)),))
         self.weight = parameter(spec, build.mesh, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ class NormAcrossHeads(nn.Module):
             return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
         own = flat.to(wide(x.dtype))
         total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
-        mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.copies)
+        mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.replicas)
         return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
 def sinks(build: Build) -> nn.Parameter:
     """A learned score for every head, cut over the tensor ranks as heads are."""
     heads = build.model.num_attention_heads
-    spec = ParamSpec((heads,), normal(build.model.init_method_std), "vector", (Cut(0, "tp", (Part(heads),)),))
+    spec = ParamSpec((heads,), normal(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
     return parameter(spec, build.mesh, build.dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.build import Build
@@ -24,9 +24,9 @@ class CrossAttention(nn.Module):
         model, tp = build.model, build.mesh.tp.size
         self.build, self.head_size = build, model.kv_channels
         copies = max(1, tp // model.num_query_groups)
-        key, bias = Part(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
+        key, bias = FusedSegment(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
         shared = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
-        self.linear_q = ColumnLinear(model.hidden_size, (Part(model.query_size),), bias=bias, init=build.initial(), **shared)
+        self.linear_q = ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.initial(), **shared)
         self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.initial(), **shared)
         self.linear_proj = RowLinear(model.query_size, model.hidden_size, bias=model.add_bias_linear,
                                      init=build.initial_output(), **shared)

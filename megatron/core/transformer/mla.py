@@ -27,7 +27,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.context_parallel.attention import all_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel.recompute import dropping_outputs
-from megatron.core.parallel.spec import Part
+from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.build import Build
@@ -45,8 +45,8 @@ class MultiLatentAttention(nn.Module):
         self.plan, self.mla = plan, mla
         self.build = replace(build, model=replace(model, softmax_scale=score_scale(model)))
         self.heads = model.num_attention_heads // build.mesh.tp.size
-        query = Part(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
-        pair = Part(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
+        query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
+        pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
         made = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
         cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
         compressed = mla.q_lora_rank is not None
@@ -72,7 +72,7 @@ class MultiLatentAttention(nn.Module):
         table = one.table if self.plan.rope else None
         mask = one.mask.within(self.plan.window)
         if one.cache is not None:
-            kept = torch.cat((self.build.region.enter(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
+            kept = torch.cat((self.build.region.copy_to_region(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
             found = self.absorbed(self._query(query, table), kept, mask, one.attention(self.build, self.plan.index))
             return self.linear_proj(found), normed
 
@@ -124,7 +124,7 @@ class MultiLatentAttention(nn.Module):
         latent, shared = self.linear_kv_down_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1)
         # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
         latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
-        return query, latent, self.build.region.enter(shared.contiguous())[:, :, None]
+        return query, latent, self.build.region.copy_to_region(shared.contiguous())[:, :, None]
 
     def _query(self, query: Tensor, table: RotaryTable | None) -> Tensor:
         """Queries or their latent to [s, b, n/tp, dk + d], rotated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import ParamSpec, Part, parameter
+from megatron.core.parallel.spec import ParamSpec, FusedSegment, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import Pass
@@ -19,7 +19,7 @@ class MLP(nn.Module):
         super().__init__()
         model = build.model
         self.build = build
-        part = Part(model.ffn_hidden_size if width is None else width)
+        part = FusedSegment(model.ffn_hidden_size if width is None else width)
         self.linear_fc1 = ColumnLinear(
             model.hidden_size, (part, part) if model.gated else (part,), bias=model.add_bias_linear,
             init=build.initial(), region=build.region, mesh=build.mesh, dtype=build.dtype)

@@ -22,7 +22,7 @@ from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.recompute import dropping_output, recompute
-from megatron.core.parallel.spec import Cut, Initial, ParamSpec, Part, constant, parameter
+from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import Rows, dispatcher_of
@@ -62,12 +62,12 @@ class GroupedLinear(nn.Module):
     An input that is cut gives partial sums, to be added up over etp; the bias is in the first rank's.
     """
 
-    def __init__(self, build: Build, sizes: tuple[int, tuple[Part, ...]], *, cut: int, init: Initial) -> None:
+    def __init__(self, build: Build, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial) -> None:
         """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
         super().__init__()
         experts, width = build.model.moe.num_experts, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
-        by_expert, by_width = Cut(0, "ep", (Part(experts),)), Cut(cut, "etp", sizes[1])
+        by_expert, by_width = Shard(0, "ep", (FusedSegment(experts),)), Shard(cut, "etp", sizes[1])
         self.grouped_linear, self.wgrad_store = build.kernels.grouped_linear, build.wgrad_store
         self.scaling = None if build.low is None else Scaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
         if self.scaling is not None:
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        model, part = build.model, Part(build.model.moe.moe_ffn_hidden_size)
+        model, part = build.model, FusedSegment(build.model.moe.moe_ffn_hidden_size)
         self.build = build
         self.linear_fc1 = GroupedLinear(build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1,
                                         init=build.initial())
@@ -136,12 +136,12 @@ class MoELayer(nn.Module):
 
     def _think(self, x: Tensor, *, one: Pass) -> Tensor:
         moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
-        own = region.own_tokens(x)
+        own = region.scatter_tokens(x)
         routing = self.router(own, one)
         parcel = self.dispatcher.send(own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None)
         shared = self._shared(x, one) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
         outputs = self.experts(parcel.arrive())
-        routed = region.whole_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
+        routed = region.gather_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
         if self.shared_experts is None:
             return routed
         return routed + (self._shared(x, one) if shared is None else shared)

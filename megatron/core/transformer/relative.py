@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.model import RopeConfig
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, parameter
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, parameter
 from megatron.core.transformer.build import Build
 
 
@@ -26,7 +26,7 @@ class RelativeBias(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         model = build.model
-        cut = Cut(1, "tp", (Part(model.num_attention_heads),))
+        cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
         spec = ParamSpec((model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "table", (cut,))
         self.weight = parameter(spec, build.mesh, build.dtype)
 

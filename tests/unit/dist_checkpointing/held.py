@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.store import Description, candidates
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant
 
 MARKER = -7.0
 SLOTS = ("exp_avg", "master")
@@ -42,25 +42,25 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
     for number in range(choose.randint(4, 7)):
         rest = tuple(choose.randint(1, 6) for _ in range(choose.randint(0, 2)))
         kind = choose.choice(("whole", "rows", "columns", "heads", "vocabulary"))
-        name, cuts = f"p{number}.{kind}", ()
+        name, shards = f"p{number}.{kind}", ()
         if kind == "whole":
             shape = (choose.randint(1, 9), *rest)
         elif kind == "heads":  # [q | k | v], with fewer key heads than ranks
             q, groups, width = 4 * choose.randint(1, 2), choose.choice((1, 2, 4)), choose.randint(1, 3)
             copies = max(1, tp // groups)
             shape = (q + 2 * groups * width, *rest)
-            cuts = (Cut(0, "tp", (Part(q), Part(groups * width, copies), Part(groups * width, copies))),)
+            shards = (Shard(0, "tp", (FusedSegment(q), FusedSegment(groups * width, copies), FusedSegment(groups * width, copies))),)
         elif kind == "vocabulary":
             true = choose.randint(3, 21)
             padded = -(-true // (2 * tp)) * 2 * tp
-            shape, cuts = (true, *rest), (Cut(0, "tp", (Part(true, padded=padded),)),)
+            shape, shards = (true, *rest), (Shard(0, "tp", (FusedSegment(true, padded=padded),)),)
         elif kind == "rows":
             shape = (4 * choose.randint(1, 3), *rest)
-            cuts = (Cut(0, "tp", (Part(shape[0]),)),)
+            shards = (Shard(0, "tp", (FusedSegment(shape[0]),)),)
         else:
             shape = (choose.randint(1, 5), 4 * choose.randint(1, 3))
-            cuts = (Cut(1, "tp", (Part(shape[1]),)),)
-        result.append(ParamSpec(shape, constant(0.0), "matrix", cuts, name=name, tied=number == 0))
+            shards = (Shard(1, "tp", (FusedSegment(shape[1]),)),)
+        result.append(ParamSpec(shape, constant(0.0), "matrix", shards, name=name, tied=number == 0))
     return result
 
 
@@ -73,9 +73,9 @@ def whole_tensor(name: str, slot: str, shape: tuple[int, ...]) -> Tensor:
 def local_tensor(spec: ParamSpec, slot: str, mesh: Mesh) -> Tensor:
     """What a rank holds of it: its share of each part, one after the other, by plain slicing of the whole."""
     value = whole_tensor(spec.name, slot, spec.shape)
-    if not spec.cuts:
+    if not spec.shards:
         return value
-    (cut,) = spec.cuts
+    (cut,) = spec.shards
     shares, start = [], 0
     for part in cut.parts:
         mine = value.narrow(cut.dim, start, part.size)
@@ -83,7 +83,7 @@ def local_tensor(spec: ParamSpec, slot: str, mesh: Mesh) -> Tensor:
         missing = (part.padded or part.size) - part.size
         if missing:
             mine = torch.cat([mine, torch.full((missing, *mine.shape[1:]), MARKER)])
-        shares.append(mine.chunk(mesh.tp.size // part.copies, cut.dim)[mesh.tp.rank // part.copies])
+        shares.append(mine.chunk(mesh.tp.size // part.replicas, cut.dim)[mesh.tp.rank // part.replicas])
     return torch.cat(shares, cut.dim)
 
 

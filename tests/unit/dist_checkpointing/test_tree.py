@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_parameter, placed_segment, placed_tensor, put
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, constant
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant
 from tests.unit.dist_checkpointing.held import MARKER, local_tensor, specs, whole_tensor
 
 
@@ -63,7 +63,7 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
 
 
 def test_parameters_are_placed_without_their_padding() -> None:
-    spec = ParamSpec((5, 2), constant(0.0), "embedding", (Cut(0, "tp", (Part(5, padded=8),)),), name="v")
+    spec = ParamSpec((5, 2), constant(0.0), "embedding", (Shard(0, "tp", (FusedSegment(5, padded=8),)),), name="v")
     held = []
     for rank in range(4):
         mesh = mesh_at(4, rank)

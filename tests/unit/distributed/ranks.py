@@ -14,7 +14,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter, pieces, spec_of
+from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter, local_shards, spec_of
 from tests.helpers import tiny
 from tests.helpers.training import fill_gradients
 
@@ -78,7 +78,7 @@ def finalize_here(changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
                 spec = spec_of(param)
                 found[spec.name] = torch.full(spec.shape, float("nan"), dtype=view.dtype)
-                for piece in pieces(spec, mesh):
+                for piece in local_shards(spec, mesh):
                     found[spec.name][piece.box.slices()] = view[piece.local.slices()]
     return mesh.tp.rank, mesh.pp.rank, found
 

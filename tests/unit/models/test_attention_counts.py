@@ -23,7 +23,7 @@ def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
     model = GPTModel(stages_of(config)[0], tiny.run_of(config).build)
     held = sum(param.numel() for param in model.parameters())
     assert count_parameters(config.model).total == held
-    cut = sum(param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).cuts)
+    cut = sum(param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).shards)
     whole = layer_parameters(config.model)
     assert whole - layer_parameters(config.model, Split(2, 1, 2)) == cut // 2
 

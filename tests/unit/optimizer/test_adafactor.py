@@ -12,16 +12,16 @@ from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, name_all, normal
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, name_all, normal
 
 RATE, DECAY = 0.3, 0.1
 SPECS = {
     "matrix": ParamSpec((6, 10), normal(1.0), "matrix"),
     "conv": ParamSpec((5, 1, 4), normal(1.0), "matrix"),
-    "fused": ParamSpec((12, 7), normal(1.0), "matrix", (Cut(0, "tp", (Part(6), Part(3), Part(3))),)),
+    "fused": ParamSpec((12, 7), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),)),
     "bias": ParamSpec((9,), normal(1.0), "vector"),
-    "experts": ParamSpec((3, 8, 5), normal(1.0), "matrix", (Cut(0, "ep", (Part(3),)),), reduce_over="edp", stacked=True),
-    "expert_bias": ParamSpec((3, 8), normal(1.0), "vector", (Cut(0, "ep", (Part(3),)),), reduce_over="edp", stacked=True),
+    "experts": ParamSpec((3, 8, 5), normal(1.0), "matrix", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True),
+    "expert_bias": ParamSpec((3, 8), normal(1.0), "vector", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True),
 }
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.orthogonal import COEFFICIENTS, Iteration, orthogonalize, scale_of
 from megatron.core.optimizer.owners import Slab, balance, divided, slabs_of
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Cut, ParamSpec, Part, name_all, normal, parameter
+from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, name_all, normal, parameter
 from tests.helpers import tiny
 
 RATE, DECAY, BETA = 1e-2, 0.1, 0.9
@@ -91,8 +91,8 @@ def steps_of(optimizer: Optimizer, gradients: list[dict[str, Tensor]]) -> None:
 
 
 def matrix(*shape: int, parts: tuple[int, ...] = (), dim: int = 0, stacked: bool = False) -> ParamSpec:
-    cuts = (Cut(dim, "tp", tuple(Part(size) for size in parts)),) if parts else ()
-    return ParamSpec(shape, normal(1.0), "matrix", cuts, stacked=stacked, reduce_over="edp" if stacked else "dp_cp")
+    shards = (Shard(dim, "tp", tuple(FusedSegment(size) for size in parts)),) if parts else ()
+    return ParamSpec(shape, normal(1.0), "matrix", shards, stacked=stacked, reduce_over="edp" if stacked else "dp_cp")
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

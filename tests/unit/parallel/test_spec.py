@@ -9,7 +9,8 @@ from torch import nn
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import (
-    Cut, ParamSpec, Part, constant, is_shared_over_tensor, local_shape, name_all, normal, parameter, pieces, spec_of, xavier_uniform)
+    Shard, ParamSpec, FusedSegment, constant, is_shared_over_tensor, local_shape, name_all, normal, parameter, local_shards, spec_of,
+    xavier_uniform)
 
 
 def mesh_of(tp: int, rank: int) -> Mesh:
@@ -17,18 +18,18 @@ def mesh_of(tp: int, rank: int) -> Mesh:
     return replace(Mesh.single(), tp=Axis("tp", tp, rank, tuple(range(tp))))
 
 
-def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Cut:
-    key = Part(groups * size, max(1, tp // groups))
-    return Cut(0, "tp", (Part(heads * size), key, key))
+def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Shard:
+    key = FusedSegment(groups * size, max(1, tp // groups))
+    return Shard(0, "tp", (FusedSegment(heads * size), key, key))
 
 
 SPECS = {
-    "row": lambda tp: ParamSpec((5, 16), normal(1.0), "matrix", (Cut(1, "tp", (Part(16),)),)),
-    "gate-up": lambda tp: ParamSpec((48, 5), normal(1.0), "matrix", (Cut(0, "tp", (Part(24), Part(24))),)),
+    "row": lambda tp: ParamSpec((5, 16), normal(1.0), "matrix", (Shard(1, "tp", (FusedSegment(16),)),)),
+    "gate-up": lambda tp: ParamSpec((48, 5), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)),
     "qkv": lambda tp: ParamSpec((36, 5), normal(1.0), "matrix", (qkv(tp),)),
     "mqa-bias": lambda tp: ParamSpec((30,), normal(1.0), "vector", (qkv(tp, groups=1),)),
-    "vocabulary": lambda tp: ParamSpec((50, 5), normal(1.0), "embedding", (Cut(0, "tp", (Part(50, padded=64),)),)),
-    "mostly-padding": lambda tp: ParamSpec((9, 2), normal(1.0), "embedding", (Cut(0, "tp", (Part(9, padded=80),)),)),
+    "vocabulary": lambda tp: ParamSpec((50, 5), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)),
+    "mostly-padding": lambda tp: ParamSpec((9, 2), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)),
     "whole": lambda tp: ParamSpec((7,), normal(1.0), "vector"),
 }
 
@@ -40,23 +41,23 @@ def test_boxes_of_all_ranks_cover_every_element_as_often_as_it_is_held(kind: str
     held, claimed, firsts = torch.zeros(spec.shape), torch.zeros(spec.shape), torch.zeros(spec.shape)
     for rank in range(tp):
         own = torch.zeros(local_shape(spec, mesh_of(tp, rank)))
-        for piece in pieces(spec, mesh_of(tp, rank)):
+        for piece in local_shards(spec, mesh_of(tp, rank)):
             held[piece.box.slices()] += 1
-            claimed[piece.box.slices()] = piece.copies if spec.cuts else tp
-            firsts[piece.box.slices()] += piece.is_first_copy
+            claimed[piece.box.slices()] = piece.replicas if spec.shards else tp
+            firsts[piece.box.slices()] += piece.is_first_replica
             own[piece.local.slices()] += 1
         assert own.max() <= 1, "pieces of one rank do not overlap"
-        if not any(part.padded for cut in spec.cuts for part in cut.parts):
+        if not any(part.padded for cut in spec.shards for part in cut.parts):
             assert own.min() == 1, "without padding every local element is held"
     assert torch.equal(held, claimed)
-    assert torch.equal(firsts, torch.ones_like(firsts) if spec.cuts else held)
+    assert torch.equal(firsts, torch.ones_like(firsts) if spec.shards else held)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_piece_of_queries_stands_beside_the_keys_that_serve_it(tp: int) -> None:
     spec = SPECS["qkv"](tp)
     for rank in range(tp):
-        q, k, v = pieces(spec, mesh_of(tp, rank))
+        q, k, v = local_shards(spec, mesh_of(tp, rank))
         query_heads = range(q.box.offset[0] // 3, (q.box.offset[0] + q.box.shape[0]) // 3)
         served = {head // 4 for head in query_heads}  # 8 query heads, 2 groups
         assert {(k.box.offset[0] - 24) // 3 + n for n in range(k.box.shape[0] // 3)} == served
@@ -72,10 +73,10 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
             mesh, module = mesh_of(tp, rank), nn.Module()
             module.weight = parameter(spec, mesh, torch.float32)
             materialize(module, mesh, seed=3)
-            for piece in pieces(spec, mesh):
+            for piece in local_shards(spec, mesh):
                 found[piece.box.slices()] = module.weight.detach()[piece.local.slices()]
             padding = torch.ones_like(module.weight, dtype=torch.bool)
-            for piece in pieces(spec, mesh):
+            for piece in local_shards(spec, mesh):
                 padding[piece.local.slices()] = False
             assert (module.weight[padding] == 0).all(), "padding starts at zero"
         return found

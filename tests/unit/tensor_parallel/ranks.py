@@ -16,7 +16,7 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import Part, name_all, normal, pieces, spec_of
+from megatron.core.parallel.spec import FusedSegment, name_all, normal, local_shards, spec_of
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
@@ -45,7 +45,7 @@ class TwoMatrices(nn.Module):
     def __init__(self, mesh: Mesh, region: Region, *, gated: bool, bias: bool) -> None:
         super().__init__()
         common = {"init": normal(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
-        self.up = ColumnLinear(H, (Part(F_SIZE),) * (2 if gated else 1), **common)
+        self.up = ColumnLinear(H, (FusedSegment(F_SIZE),) * (2 if gated else 1), **common)
         self.down = RowLinear(F_SIZE, H, **common)
         self.gated = gated
 
@@ -97,7 +97,7 @@ def run_module(name: str, tp: int, sequence_parallel: bool, overlapped: Overlapp
     with torch.no_grad():  # biases at zero would hide how often they are added
         for path, param in module.named_parameters():
             if "bias" in path:
-                for piece in pieces(spec_of(param), mesh):
+                for piece in local_shards(spec_of(param), mesh):
                     param[piece.local.slices()] = data(path, *spec_of(param).shape)[piece.box.slices()]
     whole = data("x", S, B, H)
     x = (collectives.cut(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
@@ -110,7 +110,7 @@ def run_module(name: str, tp: int, sequence_parallel: bool, overlapped: Overlapp
         spec = spec_of(param)
         gradient = collectives.all_reduce(param.grad, mesh.tp) if "tp" in spec.sum_over else param.grad
         found[path] = torch.full(spec.shape, float("nan"), dtype=gradient.dtype)
-        for piece in pieces(spec, mesh):
+        for piece in local_shards(spec, mesh):
             found[path][piece.box.slices()] = gradient[piece.local.slices()]
     input_gradient = None if x.grad is None else outside(x.grad, mesh.tp)
     return outside(y.detach(), mesh.tp), input_gradient, found
@@ -133,7 +133,7 @@ def run_linear_loss(tp: int, padded: int, sequence_parallel: bool, ignored: bool
     """
     mesh = here(tp)
     region = Region(mesh.tp, sequence_parallel)
-    states = region.own(data("states", S, B, H)).clone().requires_grad_()
+    states = region.scatter_to_sequence(data("states", S, B, H)).clone().requires_grad_()
     weight, bias = (data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
                     for name, shape in (("words", (H,)), ("biases", ())))
     targets = (data("targets", S, B) * 10).long().remainder(V)

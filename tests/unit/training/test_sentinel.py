@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.device import random_state, set_random_state
-from megatron.core.parallel.spec import is_shared_over_tensor, pieces, spec_of
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of
 from megatron.training.sentinel import ReplicasDiffer, Sentinel
 from megatron.training.stages import Trainer
 from tests.helpers import tiny
@@ -137,4 +137,4 @@ def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:
     shared = {spec_of(param).name for stage in trainer.stages for param in stage.parameters() if is_shared_over_tensor(spec_of(param))}
     listed = {item.name for item in Sentinel(trainer).items() if item.axis.name == "tp"}
     assert shared and shared <= listed
-    assert all(piece.copies == 1 for stage in trainer.stages for param in stage.parameters() for piece in pieces(spec_of(param), trainer.run.mesh))
+    assert all(piece.replicas == 1 for stage in trainer.stages for param in stage.parameters() for piece in local_shards(spec_of(param), trainer.run.mesh))
