@@ -50,6 +50,7 @@ class Case:
 
 _EP = {"expert_model_parallel_size": 2}
 _TORCH = {"ckpt_format": "torch"}
+_HYBRID = {"num_layers": 4, "hybrid_override_pattern": "*-*-", "is_hybrid_model": True}
 _BF16 = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
 CASES = {case.name: case for case in (
     Case("dense"), Case("dense-torch", _TORCH),
@@ -64,6 +65,9 @@ CASES = {case.name: case for case in (
     Case("gqa-distributed", GQA, optimizer="distributed"), Case("gqa-reshardable", GQA, optimizer="reshardable"),
     Case("gqa-distributed-torch", {**GQA, **_TORCH}, optimizer="distributed"),
     Case("dense-distributed-torch", _TORCH, optimizer="distributed"),
+    # Attention and MLPs as layers of their own, as Megatron's hybrid networks have them.
+    Case("hybrid", {**GQA, **_HYBRID}), Case("hybrid-torch", {**GQA, **_HYBRID, **_TORCH}),
+    Case("hybrid-distributed", {**GQA, **_HYBRID}, optimizer="distributed"),
     # Weights in bf16, whose fp32 masters are the optimizer's.
     Case("bf16", {**GQA, **_BF16}),
     Case("bf16-distributed", {**GQA, **_BF16}, ranks=2, optimizer="distributed"),

@@ -92,6 +92,8 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
         spec = known(specs.get_gpt_layer_local_spec, qk_layernorm=args.qk_layernorm,
                      multi_latent_attention=args.multi_latent_attention, normalization=args.normalization,
                      qk_l2_norm=args.qk_l2_norm)
+    if args.hybrid_override_pattern:
+        return wrap(args, config, hybrid(args, config, spec))
     mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
     model = known(
         GPTModel, config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,
@@ -100,6 +102,30 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
         position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
         mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
+    return wrap(args, config, model)
+
+
+def hybrid(args: argparse.Namespace, config: TransformerConfig, spec: Any) -> torch.nn.Module:
+    """A hybrid network of Megatron's: attention and MLP are layers of their own. spec: of a layer that has both."""
+    stack, layer = module("ssm.mamba_block"), module("transformer.transformer_layer")
+    stack.TENorm = module("transformer.torch_norm").WrappedTorchNorm  # Transformer Engine's, for the norm at the end
+    parts = {name: getattr(spec.submodules, name) for name in ("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda")}
+    halves = [{name: part for name, part in parts.items() if ("mlp" in name) == mlp} for mlp in (False, True)]
+    names = spec.submodules.sharded_state_dict_keys_map
+    attention, mlp = (layer.TransformerLayerSubmodules(**half, sharded_state_dict_keys_map=names) for half in halves)
+    make = module("transformer.spec_utils").ModuleSpec
+    made = make(module=stack.MambaStack, submodules=stack.MambaStackSubmodules(
+        attention_layer=make(module=layer.TransformerLayer, submodules=attention),
+        mlp_layer=make(module=module("ssm.mlp_layer").MLPLayer, submodules=mlp)))
+    return module("models.mamba").MambaModel(
+        config=config, mamba_stack_spec=made, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+        hybrid_override_pattern=args.hybrid_override_pattern, position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=True,
+        rotary_percent=args.rotary_percent, rotary_base=args.rotary_base)
+
+
+def wrap(args: argparse.Namespace, config: TransformerConfig, model: torch.nn.Module) -> DistributedDataParallel:
+    """A network as its gradients are summed over ranks."""
     model = Float16Module(config, model) if args.bf16 else model
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
     wrapped = DistributedDataParallel(config, ddp, model)
@@ -154,6 +180,11 @@ def samples(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The network itself."""
+    return unwrapped(model.module) if hasattr(model, "module") else model
+
+
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """One micro batch: the losses of its tokens, and how to sum them (two values: a sum, and a number of tokens)."""
     batch = next(batches)
@@ -162,7 +193,7 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mod
         total, tokens = (losses.view(-1).float() * mask.view(-1)).sum(), mask.sum().int()
         return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
-    mask = {"loss_mask": batch["loss_mask"]} if "loss_mask" in inspect.signature(GPTModel.forward).parameters else {}
+    mask = {"loss_mask": batch["loss_mask"]} if "loss_mask" in inspect.signature(unwrapped(model).forward).parameters else {}
     out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **mask)
     return out, partial(loss_func, batch["loss_mask"])
 

@@ -128,7 +128,7 @@ def test_the_package_on_pypi_still_writes_the_fixtures(version: str, name: str, 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in CASES if "grouped" not in name and name not in ROUNDED])  # which needs Transformer Engine since 0.19
+@pytest.mark.parametrize("name", [name for name in CASES if "grouped" not in name and "hybrid" not in name and name not in ROUNDED])  # need Transformer Engine since 0.19
 def test_a_run_goes_on_from_the_newest_megatron_core(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_case(name, install(tmp_path_factory.getbasetemp(), newest_version()), tmp_path)
     demand_its_steps(steps_of_continuation(tmp_path, "--load", str(tmp_path / "checkpoints")), steps_of_megatron(tmp_path))

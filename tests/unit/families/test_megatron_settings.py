@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from megatron.core.config.model import ModelConfig
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.hybrid import in_pairs
 from megatron.core.families.megatron.settings import run_settings_of, settings_of
 from megatron.core.families.registry import model_of
 from tests.peers.upstream_arguments import namespace
@@ -58,3 +60,19 @@ def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
     args = namespace({**GIVEN, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}, rank=0, world_size=1, iteration=1)
     found = run_settings_of(vars(args))
     assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == ("HuggingFaceTokenizer", "folder", 64)
+
+
+@pytest.mark.parametrize("given, layers, experts", [({"hybrid_override_pattern": "*-*-"}, 2, None), ({"hybrid_layer_pattern": "*-|*E|*E"}, 3, "[0, 1, 1]")])
+def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], layers: int, experts: str | None) -> None:
+    found = settings_of({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
+    assert (found["num_layers"], found.get("moe_layer_freq")) == (layers, experts)
+    names = {f"decoder.layers.{number}.x": number for number in range(4)}
+    assert list(in_pairs({"decoder.layers.2.input_layernorm.weight": 0, "decoder.layers.3.mlp.linear_fc1.weight": 1, "mtp.layers.3.x": 2}, given)) == [
+        "decoder.layers.1.input_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.weight", "mtp.layers.3.x"]
+    assert in_pairs(names, {}) == names
+
+
+@pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "*-/*-", "G-*-"])
+def test_hybrid_layers_that_are_not_built_here_are_refused_by_their_pattern(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="hybrid network with the layers .*built here are pairs of attention"):
+        settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})

@@ -21,7 +21,7 @@ _ORDER = {word: place for place, word in enumerate((
     "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder mtp layers enorm hnorm eh_proj transformer_layer "
     "mtp_model_layer input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
     "linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm "
-    "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm "
+    "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm final_norm "
     "lm_head dense layer_norm output_layer pooler binary_head softmax_offset layer_norm_weight layer_norm_bias weight bias").split())}
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)")
 _LAYER = re.compile(r"^(encoder|decoder|mtp)\.layers\.(\d+)\.")

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import Unreadable
 from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
+from megatron.core.families.megatron.hybrid import in_pairs
 from megatron.core.families.megatron.names import Layout, flattened, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
@@ -194,7 +195,8 @@ def _joined(files: Mapping[tuple[int, int], RankFile],
 
     chunks: tensors of each rank's pipeline chunks by their names: weights, or something of the optimizer for each.
     """
-    experts = attributes(files[min(files)].content.get("args")).get("num_experts") or 1
+    arguments = attributes(files[min(files)].content.get("args"))
+    experts = arguments.get("num_experts") or 1
     chunks = {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
     found: dict[str, list[Held]] = {}
@@ -217,7 +219,7 @@ def _joined(files: Mapping[tuple[int, int], RankFile],
                 layers = {int(match[1]) for name in here[0].keys() & renamed.keys() if _stack(renamed[name]) == stack
                           for match in [_LAYER.search(renamed[name])] if match}
                 before[stack] = before.get(stack, 0) + len(layers)
-    return found, problems
+    return in_pairs(found, arguments), problems
 
 
 def _stack(name: str) -> str:

@@ -11,6 +11,7 @@ from megatron.core.config.flags import flag_fields
 from megatron.core.config.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.hybrid import hybrid_settings
 
 _RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
 _PATTERNS = frozenset(("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"))  # upstream's are numbers or lists
@@ -38,6 +39,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         found["num_layers"] = arguments["encoder_num_layers"]
     if _is_of_core(arguments):  # which has the argument, and never starts a residual after the norm
         found.pop("apply_residual_connection_post_layernorm", None)
+    found |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
         found["openai_gelu"] = True
     unused = _unused(found)

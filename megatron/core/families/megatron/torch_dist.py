@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
 from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflattened
 from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
+from megatron.core.families.megatron.hybrid import in_pairs
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
@@ -83,7 +84,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     if is_fsdp((*texts, *tensors)):
         tensors = as_distributed(tensors)
     tensors, skipped = _with_state(tensors, texts, folder, attributes(common.get("args")))
-    parts = _by_our_names(tensors)
+    parts = in_pairs(_by_our_names(tensors), attributes(common.get("args")))
     words = parts.get("model.embedding.word_embeddings.weight")
     if words is None:
         raise CheckpointError(f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ...")
