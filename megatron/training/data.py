@@ -102,7 +102,7 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
         batches = microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
             return Evaluations(train.eval_iters, batches)
-        full = trainer.batches.full
+        full = trainer.batches.evaluated
         return Evaluations(-(-len(dataset) // full), batches,
                            once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads))
 

@@ -17,7 +17,7 @@ from megatron.training.step import StepWork
 def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
     """The mean of each loss over `iterations` global batches, the same on every rank. Random streams stay untouched."""
     mesh = trainer.run.mesh
-    count = trainer.batches.full // trainer.batches.unit
+    count = trainer.batches.evaluated // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
     mesh.flight_recorder.begin("evaluation", trainer.progress.iteration)
     with resting(trainer):

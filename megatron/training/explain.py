@@ -133,7 +133,7 @@ class Explanation:
         ranks = range(self.num_ranks)
         if self._is_whole(split):
             self._evaluations_at(split, step)
-            return [list(once(self.config, len(dataset), full_batch=self.schedule.full, rank=rank, num_ranks=self.num_ranks))
+            return [list(once(self.config, len(dataset), full_batch=self.schedule.evaluated, rank=rank, num_ranks=self.num_ranks))
                     for rank in ranks]
         taken: list[list[list[int]]] = [[] for _ in ranks]
         for consumed, count in self._stretches(split, step):
@@ -207,7 +207,7 @@ class Explanation:
         """(consumed samples before, microbatches on each rank) of what a step reads."""
         train = self.config.train
         if split != "train":
-            count = train.eval_iters * self.schedule.full
+            count = train.eval_iters * self.schedule.evaluated
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
             return [(begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)]
         if not 1 <= step <= self.steps:

@@ -257,7 +257,7 @@ LATER = (
     Group("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
     Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
-          values="eval-global-batch-size eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
+          values="eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
     Group("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
     Group("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),

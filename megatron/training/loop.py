@@ -239,7 +239,7 @@ class Session:
         with self.data.valid.next() as (batches, iterations):
             losses = evaluate(self.trainer, batches, iterations)
         if not self.config.data.full_validation:
-            progress.consumed_valid_samples += iterations * self.trainer.batches.full
+            progress.consumed_valid_samples += iterations * self.trainer.batches.evaluated
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
         self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()

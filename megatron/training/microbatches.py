@@ -35,11 +35,13 @@ class BatchSchedule:
     steps: (first consumed sample count, global batch size) in rising order, the first at 0.
     unit: samples that all data-parallel ranks together take in one microbatch.
     rounds_down: whether a size that `unit` does not divide is rounded down (`--decrease-batch-size-if-needed`).
+    asked_of_evaluation: samples in a global batch of an evaluation (`--eval-global-batch-size`).
     """
 
     steps: tuple[tuple[int, int], ...]
     unit: int
     rounds_down: bool = False
+    asked_of_evaluation: int | None = None
 
     @classmethod
     def build(cls, train: TrainConfig, *, data_parallel_size: int, seq_length: int) -> BatchSchedule:
@@ -57,7 +59,7 @@ class BatchSchedule:
             steps = ramp_sizes(train.rampup_batch_size, size)
         else:
             steps = ((0, size),)
-        return cls(steps, unit, bool(train.decrease_batch_size_if_needed))
+        return cls(steps, unit, bool(train.decrease_batch_size_if_needed), train.eval_global_batch_size)
 
     def at(self, consumed_samples: int) -> BatchSize:
         """The step that comes after `consumed_samples` samples."""
@@ -70,6 +72,11 @@ class BatchSchedule:
     def full(self) -> int:
         """The global batch that the schedule ends with."""
         return self.at(self.steps[-1][0]).global_batch_size
+
+    @property
+    def evaluated(self) -> int:
+        """The global batch of an evaluation."""
+        return self.full if self.asked_of_evaluation is None else self.asked_of_evaluation // self.unit * self.unit
 
     def check(self, consumed_samples: int = 0) -> None:
         """Refuse, all at once, every size that this many ranks cannot cut evenly.

@@ -37,8 +37,9 @@ def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int
     train = config.train
     iterations = schedule.iterations(train.train_samples) if train.train_samples is not None else train.train_iters or 0
     training = train.train_samples if train.train_samples is not None else iterations * train.global_batch_size
-    valid = (iterations // train.eval_interval + 1) * train.eval_iters * train.global_batch_size
-    return training, None if config.data.full_validation else valid, train.eval_iters * train.global_batch_size
+    evaluation = train.eval_iters * (train.eval_global_batch_size or train.global_batch_size)
+    valid = (iterations // train.eval_interval + 1) * evaluation
+    return training, None if config.data.full_validation else valid, evaluation
 
 
 def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:

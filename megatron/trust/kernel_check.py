@@ -71,7 +71,7 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield Trial("gated_activation", (draw(8, 2, 2 * width),), lambda op, x: op(x, model.activation, gating), reference.gated_activation)
     else:
         yield Trial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
-    if model.rope.rotates:
+    if model.rotates:
         yield _rotary(config, draw, length)
     yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:

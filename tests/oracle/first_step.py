@@ -134,7 +134,7 @@ class Decoder:
             k = self.norm(f"{here}k_layernorm", k.flatten(2)).view_as(k)
         elif model.qk_layernorm:
             q, k = self.norm(f"{here}q_layernorm", q), self.norm(f"{here}k_layernorm", k)
-        if model.rope.rotates and plan.rope:
+        if model.rotates and plan.rope:
             q, k = (rotated(part, model.rope, pairs=model.rope.rotary_interleaved) for part in (q, k))
         if model.qk_l2_norm:
             q, k = (part / torch.sqrt(part.square().mean(-1, keepdim=True) + model.norm_epsilon) for part in (q, k))
@@ -157,7 +157,7 @@ class Decoder:
         k, v = self.linear(f"{here}linear_kv_up_proj", latent).view(b, s, n, -1).split([still, mla.v_head_dim], dim=-1)
         q, q_turned = q.view(b, s, n, -1).split([still, turned], dim=-1)
         shared = shared[:, :, None]
-        if plan.rope and model.rope.rotates:
+        if plan.rope:  # beside learned positions too, if there are some
             q_turned, shared = (rotated(part, model.rope, pairs=True) for part in (q_turned, shared))
         q, k = torch.cat((q, q_turned), dim=-1), torch.cat((k, shared.expand(b, s, n, turned)), dim=-1)
         return self.linear(f"{here}linear_proj", self.weighed(here, plan, q, k, v))

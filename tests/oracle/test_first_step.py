@@ -24,7 +24,7 @@ ATTENTION: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"), "attention_logit_softcap": (None, 2.0), "attention_output_gate": (False, True),
     "softmax_scale": (None, 0.3), "add_qkv_bias": (False, True), "no_rope_freq": (None, "[0,1,1]")}
 LATENT: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (True,), "position_embedding_type": ("rope",), "scaled": ("plain", "yarn"), "q_lora_rank": (None, 10), "kv_lora_rank": (12,),
+    "multi_latent_attention": (True,), "position_embedding_type": ("rope", "learned_absolute", "none"), "scaled": ("plain", "yarn"), "q_lora_rank": (None, 10), "kv_lora_rank": (12,),
     "qk_head_dim": (6,), "qk_pos_emb_head_dim": (4,), "v_head_dim": (6, 5), "qk_layernorm": (False, True)}
 NETWORK: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm", "LayerNorm"), "apply_layernorm_1p": (False, True), "add_bias_linear": (True, False), "norm_epsilon": (1e-5, 1e-2),

@@ -22,7 +22,7 @@ def patterns(run: RunConfig) -> str:
         problems.append(str(error))
     if model.window_attn_skip_freq is not None and model.window_size is None:
         problems.append("--window-attn-skip-freq chooses layers without a window, and there is none; give --window-size")
-    if model.rope.no_rope_freq is not None and not model.rope.rotates:
+    if model.rope.no_rope_freq is not None and not model.rotates:
         problems.append(f"--no-rope-freq chooses layers without rotations, and --position-embedding-type "
                         f"{model.rope.position_embedding_type} has none; leave it out")
     return "\n  ".join(problems)
@@ -57,20 +57,21 @@ def attention(run: RunConfig) -> str:
 def positions(run: RunConfig) -> str:
     """Rotations: one way to stretch them, and sections that fit."""
     model, rope, problems = run.model, run.model.rope, []
-    if rope.rope_type == "yarn" and not rope.is_yarn:
+    yarn = model.rotates and rope.is_yarn
+    if rope.rope_type == "yarn" and not yarn:
         problems.append(f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope")
-    if rope.position_embedding_type == "yarn" and not rope.is_yarn:
+    if rope.position_embedding_type == "yarn" and not yarn:
         problems.append(f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one")
     given = [spelling(field.name) for field in fields(RopeConfig)
              if field.name in _YARN and getattr(rope, field.name) != field.default]
-    if given and not rope.is_yarn:
+    if given and not yarn:
         problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")
     other = [spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)]
-    if other and rope.is_yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
+    if other and yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
         problems.append(f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)")
     if rope.rotary_scaling_factor < 1:
         problems.append(f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1")
-    if rope.is_yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
+    if yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
         problems.append(f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}")
     pairs, section = int(model.rotary_size * rope.rotary_percent) // 2, rope.mrope_section
     if rope.position_embedding_type == "mrope" and (section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs):

@@ -30,9 +30,9 @@ def latents(run: RunConfig) -> str:
     if model.group_query_attention:
         problems.append("--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
                         "keep one")
-    if rope.position_embedding_type not in ("rope", "yarn"):
-        problems.append(f"--multi-latent-attention tells positions by rotations alone, not by --position-embedding-type "
-                        f"{rope.position_embedding_type}; choose rope or yarn")
+    if rope.position_embedding_type in ("mrope", "relative"):
+        problems.append(f"--multi-latent-attention rotates a part of its heads by one position a token, and --position-embedding-type "
+                        f"{rope.position_embedding_type} does not fit beside it; choose rope or yarn")
     if rope.rotary_interleaved:
         problems.append("--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out")
     stretched = [spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)]

@@ -54,14 +54,9 @@ class RopeConfig:
         None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none", role="adaptable")
 
     @property
-    def rotates(self) -> bool:
-        """Whether positions are rotations of queries and keys."""
-        return self.position_embedding_type in ("rope", "yarn", "mrope")
-
-    @property
     def is_yarn(self) -> bool:
-        """Whether rotations are those of YaRN."""
-        return self.rotates and (self.rope_type or self.position_embedding_type) == "yarn"
+        """Whether rotations, where there are some, are those of YaRN."""
+        return (self.rope_type or self.position_embedding_type) == "yarn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +181,8 @@ class ModelConfig:
         if self.moe.num_experts and self.moe.moe_ffn_hidden_size is None:
             width = values.get("ffn_hidden_size", self.ffn_hidden_size)
             values["moe"] = dataclasses.replace(self.moe, moe_ffn_hidden_size=width)
-        if self.rope.rope_type is None:
-            stretched = self.rope.position_embedding_type == "yarn" or (
-                self.mla.multi_latent_attention and self.rope.position_embedding_type == "rope")
-            values["rope"] = dataclasses.replace(self.rope, rope_type="yarn" if stretched else "rope")
+        stretched = self.rope.position_embedding_type == "yarn" or self.mla.multi_latent_attention
+        values["rope"] = dataclasses.replace(self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope"))
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
         if self.architecture == "t5":
@@ -212,6 +205,11 @@ class ModelConfig:
         if found is None:
             raise ConfigError(f"--window-size {self.window_size} cannot be read; write two numbers from -1 on, such as 127,0")
         return int(found[1]), int(found[2])
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated by their positions. Latent attention rotates a part of its heads, beside learned positions too."""
+        return self.mla.multi_latent_attention or self.rope.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
     def sums_before_norms(self) -> bool:
@@ -241,7 +239,7 @@ class ModelConfig:
     def idle_kernels(self) -> set[str]:
         """Ops that no part of this network asks for."""
         asked = {"layer_norm": self.normalization == "LayerNorm", "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
-                 "gated_activation": self.gated, "rotary": self.rope.rotates, "grouped_linear": bool(self.moe.num_experts),
+                 "gated_activation": self.gated, "rotary": self.rotates, "grouped_linear": bool(self.moe.num_experts),
                  "moe_flex_dispatcher": bool(self.moe.num_experts), "permute": bool(self.moe.num_experts), "residual_norm": "residual_norm" in self.kernels.wishes,
                  "low_linear": "low_linear" in self.kernels.wishes}
         return {op for op, wanted in asked.items() if not wanted}

@@ -36,7 +36,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
     latent = model.mla.multi_latent_attention
     found: dict[tuple[str, ...], bool] = {
-        _ROTARY: not rope.rotates, _SCALING: not (rope.rotates and rope.use_rope_scaling), _YARN: not rope.is_yarn,
+        _ROTARY: not model.rotates, _SCALING: not (model.rotates and rope.use_rope_scaling), _YARN: not (model.rotates and rope.is_yarn),
         _RELATIVE: rope.position_embedding_type != "relative", ("mrope_section",): rope.position_embedding_type != "mrope",
         ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
         _LATENT: not latent, ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
@@ -69,7 +69,7 @@ def _canonical(model: ModelConfig) -> dict[str, Any]:
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
     window = model.window
     values["window_size"] = (window[0], -1) if window and model.architecture == "gpt" else window  # causality has the right side
-    if model.rope.is_yarn:  # there are two ways to say so, and stretched by one it is none
+    if model.rope.is_yarn and model.rope.position_embedding_type in ("rope", "yarn"):  # there are two ways to say so, and stretched by one it is none
         values["position_embedding_type"] = "rope"
         values["rope_type"] = "yarn" if model.rope.rotary_scaling_factor > 1 else "rope"
     return values

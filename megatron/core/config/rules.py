@@ -117,9 +117,9 @@ def _head_size(s: Setting) -> str:
         return (f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
                 f"choose another, or give the size of a head with --kv-channels")
     size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
-    if model.rope.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
+    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
-    if model.rope.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:
+    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:
         return (f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
                 f"choose shares that give an even number")
     return ""
@@ -166,7 +166,10 @@ def _pipeline(s: Setting) -> str:
 def _batch(s: Setting) -> str:
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
-    size = train.global_batch_size
+    size, evaluated = train.global_batch_size, train.eval_global_batch_size
+    if evaluated is not None and unit and (evaluated < 1 or evaluated % unit and not train.decrease_batch_size_if_needed):
+        return (f"--eval-global-batch-size {evaluated} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
+                f"size {unit // train.micro_batch_size} = {unit}; choose {-(-max(evaluated, 1) // unit) * unit}, or leave it out")
     if train.rampup_batch_size or train.step_batch_size_schedule or train.decrease_batch_size_if_needed or not unit or size % unit == 0:
         return ""
     near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)

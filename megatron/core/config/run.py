@@ -36,6 +36,8 @@ class TrainConfig:
     calculate_per_token_loss: bool = flag(
         True, "the loss is not the mean over all tokens of the step, but the mean of microbatch means", role="training")
     eval_iters: int = flag(100, "global batches in one evaluation", role="training")
+    eval_global_batch_size: int | None = flag(
+        None, "samples in one global batch of an evaluation; left out: as many as in a step of training", role="training")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: 1000)", role="training")
     eval_generate: str | None = flag(
         None, "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard", role="free")

@@ -72,7 +72,8 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
     found["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
     again = model_of(found)
     mine, back, silent = to_values(model), to_values(again), _silent(model)
-    if model.rope.rotates and again.rope.rotates and model.rope.is_yarn == again.rope.is_yarn and model.rope.mrope_section is None:
+    types = {model.rope.position_embedding_type, again.rope.position_embedding_type}
+    if types <= {"rope", "yarn"} and model.rope.is_yarn == again.rope.is_yarn:
         silent |= {"position_embedding_type", "rope_type"}  # two ways to say yarn
     unsaid = [f"{spelling(name)} is {mine[name]}, there {back[name]}" for name in mine
               if name not in silent and mine[name] != back[name]]

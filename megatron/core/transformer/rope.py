@@ -92,7 +92,7 @@ def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> 
     """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s] or
     [3, b or 1, s] when they do not simply count. Latent attention rotates a part of its heads only.
     """
-    if not build.model.rope.rotates:
+    if not build.model.rotates:
         return None
     length = build.region.whole_length(hidden.shape[0])
     places = build.places(length)[None] if positions is None else positions

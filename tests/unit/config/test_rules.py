@@ -100,7 +100,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("head-size", 1, {"position_embedding_type": "rope", "rotary_percent": 0.1}, ("rotates nothing",)),
     ("head-size", 1, {**MLA, "qk_pos_emb_head_dim": 3}, ("--qk-pos-emb-head-dim 3", "odd number")),
     ("latent-attention", 1, {**MLA, **GQA, "num_query_groups": 2}, ("--group-query-attention", "keep one")),
-    ("latent-attention", 1, {"multi_latent_attention": True}, ("learned_absolute", "choose rope or yarn")),
+    ("latent-attention", 1, {**MLA, "position_embedding_type": "mrope", "mrope_section": (16, 16, 0)}, ("mrope", "choose rope or yarn")),
     ("latent-attention", 1, {**MLA, "v_head_dim": 0, "q_lora_rank": -1}, ("--q-lora-rank -1, --v-head-dim 0",)),
     ("latent-attention", 1, {**MLA, "add_qkv_bias": True}, ("--add-qkv-bias",)),
     ("latent-attention", 1, {**MLA, "rotary_interleaved": True}, ("leave --rotary-interleaved out",)),

@@ -65,6 +65,12 @@ def test_the_loss_is_the_mean_over_all_tokens_without_dropout(changes: dict[str,
     assert found == {"lm loss": pytest.approx(expected(trainer, 2), rel=1e-12)}
 
 
+def test_an_evaluation_may_have_a_global_batch_of_its_own() -> None:
+    trainer = trainer_of(eval_global_batch_size=4)  # training has 8: two evaluations of 4 are one of 8
+    assert trainer.batches.evaluated == 4
+    assert evaluate(trainer, valid(trainer.run), 4) == evaluate(trainer_of(), valid(trainer.run), 2)
+
+
 def test_nothing_of_the_training_changes() -> None:
     changes = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     plain = trainer_of(**changes)

@@ -109,7 +109,6 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (4, f"{HYBRID} 1024 {CP} 2", "hybrid-context", 1),
     (2, f"{HYBRID} 1024 --no-calculate-per-token-loss", "hybrid-context", 1),
     (2, f"{HYBRID} 1024 --dataloader-type cyclic", "hybrid-context", 1),
-    (1, "--multi-latent-attention", "latent-attention", 1),
     (1, "--kv-lora-rank 512", "latent-attention", 1),
     (1, f"{MLA} --group-query-attention --num-query-groups 4", "latent-attention", 1),
     (1, f"{MLA} --v-head-dim 0", "latent-attention", 1),
