@@ -18,6 +18,7 @@ import html
 import importlib.util
 import json
 import math
+import os
 import sys
 import textwrap
 import threading
@@ -264,7 +265,13 @@ class TensorBoard:
 
         if threading.excepthook is threading.__excepthook__:
             threading.excepthook = _thread_failed
-        self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+        try:
+            self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+        except OSError:  # a full disk still has room for the name of a file
+            for left in Path(str(log.tensorboard_dir)).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                if not left.stat().st_size:
+                    left.unlink()
+            raise
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
         """Add a point to the curve of each name, and of each `X vs samples`."""

@@ -14,6 +14,7 @@ import types
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.io import gfile
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.run import LogConfig
@@ -296,3 +297,14 @@ def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path, shown, caplog,
     assert "--log-jsonl" in caplog.text
     with pytest.raises(OSError, match="it is a pipe"):
         ledger.read_events(tmp_path / "pipe")
+
+
+def test_a_board_that_finds_no_room_leaves_no_empty_file(tmp_path, shown, monkeypatch):
+    def full(self, filename, content, mode):
+        open(filename, "wb").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    monkeypatch.setattr(gfile.LocalFileSystem, "_write", full)
+    make(shown, tensorboard_dir=str(tmp_path))
+    assert "No space left" in shown[0] and not list(tmp_path.iterdir())
