@@ -55,7 +55,7 @@ def _together(model: ModelConfig) -> dict[str, bool]:
             bool(model.moe.num_experts and model.moe.moe_shared_expert_intermediate_size and model.add_bias_linear),
         "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases":
             ahead and model.window is not None and model.window_attn_skip_freq is not None,
-        "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead and model.rope.rotates and model.rope.no_rope_freq is not None}
+        "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead and model.rotates and model.rope.no_rope_freq is not None}
 
 
 def fuses_gelu(model: ModelConfig) -> bool:
