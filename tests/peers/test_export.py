@@ -84,15 +84,16 @@ COMMON = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-
           "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --split 100,0,0 "
           "--init-method-std 0.2 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 32 "
           "--make-vocab-size-divisible-by 16 --eval-iters 0 --log-interval 1 --num-workers 0 --save-interval 1").split()
-LLAMA = "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope " \
-        "--untie-embeddings-and-output-weights"
-LATENT = "--multi-latent-attention --kv-lora-rank 4 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --position-embedding-type rope " \
-         "--normalization RMSNorm --disable-bias-linear --swiglu --untie-embeddings-and-output-weights"
+LLAMA = "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear " \
+        "--position-embedding-type rope --untie-embeddings-and-output-weights"
+LATENT = "--multi-latent-attention --kv-lora-rank 4 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 " \
+         "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu --untie-embeddings-and-output-weights"
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
 SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 " \
           "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 --moe-layer-freq [0]*1+[1]*1"
 NETWORKS = {
-    "gpt": "--openai-gelu", "erf": "", "llama": LLAMA, "biases": f"{LLAMA} --add-qkv-bias --kv-channels 6 --qk-layernorm --norm-epsilon 1e-3",
+    "gpt": "--openai-gelu", "erf": "", "llama": LLAMA,
+    "biases": f"{LLAMA} --add-qkv-bias --kv-channels 6 --qk-layernorm --norm-epsilon 1e-3",
     "experts": EXPERTS, "grouped": f"{EXPERTS} --moe-grouped-gemm", "sigmoid": f"{EXPERTS} {SIGMOID}",
     "latent": LATENT, "latent-normed": f"{LATENT} --qk-layernorm --q-lora-rank 6 --rope-type rope",
     "mtp": f"{LLAMA} --mtp-num-layers 2", "deepseek": f"{LATENT} --q-lora-rank 6 --qk-layernorm --num-experts 4 --moe-ffn-hidden-size 8 "
@@ -105,7 +106,8 @@ def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
     """A run of ours, saved after each iteration. Returns its second step's line of the log, or raises what refused it."""
     log = folder / "ours.jsonl"
     logging.getLogger("megatron").handlers.clear()
-    run = initialize_megatron(read_args([*COMMON, *flags.split(), "--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]))
+    places = ["--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]
+    run = initialize_megatron(read_args([*COMMON, *flags.split(), *places]))
     try:
         pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step, pretrain_gpt.samples)
     finally:
@@ -116,11 +118,11 @@ def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
 def request(folder: Path, tokens: Path, ckpt_format: str, capsys: pytest.CaptureFixture, tensor_size: int = 1) -> dict[str, Any]:
     """Write the first iteration's checkpoint for Megatron, and what to ask of it, with the flags that the tool names."""
     target = folder / ckpt_format
-    convert.main(["--load", str(folder / "ours"), "--ckpt-step", "1", "--saver", "megatron", "--save", str(target), "--ckpt-format", ckpt_format,
-                  "--saver-transformer-impl", "local", "--verify", "--target-tensor-parallel-size", str(tensor_size)])
+    convert.main(["--load", str(folder / "ours"), "--ckpt-step", "1", "--saver", "megatron", "--save", str(target),
+                  "--ckpt-format", ckpt_format, "--saver-transformer-impl", "local", "--verify", "--target-tensor-parallel-size", str(tensor_size)])
     named = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in Megatron: "))
-    given = {name: value for name, value in RUN.items() if name not in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
-                                                                          "max_position_embeddings", "save")}
+    network = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
+    given = {name: value for name, value in RUN.items() if name not in (*network, "save")}
     return {"folder": str(target), "flags": named.split(" --finetune", 1)[1].removesuffix("--transformer-impl local").strip(),
             "given": {**given, "data_path": [str(tokens)], "tensor_model_parallel_size": tensor_size}}
 
@@ -128,7 +130,8 @@ def request(folder: Path, tokens: Path, ckpt_format: str, capsys: pytest.Capture
 def answers(requests: Sequence[Mapping[str, Any]], package: Path, folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
     """What the real Megatron Core says to requests of one tensor size."""
     (folder / "requests.json").write_text(json.dumps(requests))
-    started_together([str(HERE / "load_export.py"), str(folder / "requests.json")], ranks, package, folder, seconds=120 + 30 * len(requests))
+    started_together([str(HERE / "load_export.py"), str(folder / "requests.json")], ranks, package, folder,
+                     seconds=120 + 30 * len(requests))
     return [json.loads((Path(one["folder"]) / "answer.json").read_text()) for one in requests]
 
 
@@ -146,7 +149,8 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     pairs = {"loss": (ours["losses"]["lm loss"], theirs["loss"])}
     if ours["grad_norm"] is not None:
         pairs["grad norm"] = ours["grad_norm"], theirs["grad_norm"]
-    return ", ".join(f"{name}: {a} here, {b} there" for name, (a, b) in pairs.items() if abs(a - b) > (1e-6 if name == "loss" else 1e-5) * abs(a))
+    return ", ".join(f"{name}: {a} here, {b} there" for name, (a, b) in pairs.items()
+                     if abs(a - b) > (1e-6 if name == "loss" else 1e-5) * abs(a))
 
 
 @pytest.mark.nightly
@@ -173,7 +177,8 @@ def test_megatron_core_loads_what_is_written_for_it_and_has_the_same_loss(tensor
 # Each is left out, or one of its words is taken; what does not fit together is refused here, and drawn again.
 POSITIONS = ["--position-embedding-type rope", "--position-embedding-type rope --rotary-percent 0.5", "--position-embedding-type none",
              "--position-embedding-type rope --rotary-interleaved --rotary-base 500", "--position-embedding-type rope --no-rope-freq 2",
-             "--position-embedding-type rope --rotary-seq-len-interpolation-factor 2", "--position-embedding-type yarn --rotary-scaling-factor 4",
+             "--position-embedding-type rope --rotary-seq-len-interpolation-factor 2",
+             "--position-embedding-type yarn --rotary-scaling-factor 4",
              "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 4", "--position-embedding-type relative"]
 DENSE = [["--normalization RMSNorm"], ["--norm-epsilon 1e-3"], ["--disable-bias-linear"], ["--add-qkv-bias"],
          ["--swiglu", "--quick-geglu", "--geglu", "--squared-relu", "--relu", "--openai-gelu", "--swiglu --glu-linear-offset 1.0",
@@ -228,6 +233,7 @@ def test_a_random_network_is_refused_or_is_the_same_in_megatron(package: tuple[s
         else:
             ours.append((flags, line))
     found = zip(ours, answers(requests, place, tmp_path), strict=True)
-    wrong = [f"{flags}: {one}" for (flags, line), theirs in found if (one := unlike(line, theirs)) and not any(word in one for word in ENGINES_ALONE)]
+    wrong = [f"{flags}: {one}" for (flags, line), theirs in found
+             if (one := unlike(line, theirs)) and not any(word in one for word in ENGINES_ALONE)]
     assert not wrong, "\n".join(wrong)
     assert refused
