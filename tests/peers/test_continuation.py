@@ -64,7 +64,7 @@ ROUNDED = {name for name, case in CASES.items() if "bf16" in case.given}
 WRITTEN = [(version, name) for version in (VERSION, *RELEASES) for name in cases_of(version)]
 
 
-@pytest.mark.parametrize("version, name", [one for one in WRITTEN if one[1] not in ROUNDED], ids="-".join)
+@pytest.mark.parametrize("version, name", [pytest.param(*one, id="-".join(one)) for one in WRITTEN if one[1] not in ROUNDED])
 def test_a_run_goes_on_from_megatrons_checkpoint_with_megatrons_losses(version: str, name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path, version=version)
     norm = 1e-4 if (version, name) in ANOTHER_BALANCE else NORM_TOLERANCE
@@ -117,7 +117,7 @@ def test_the_loss_is_megatrons_mean_unless_the_command_line_says_otherwise(flags
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("version, name", WRITTEN, ids="-".join)
+@pytest.mark.parametrize("version, name", [pytest.param(*one, id="-".join(one)) for one in WRITTEN])
 def test_the_package_on_pypi_still_writes_the_fixtures(version: str, name: str, tmp_path: Path,
                                                        tmp_path_factory: pytest.TempPathFactory) -> None:
     package = install(tmp_path_factory.getbasetemp(), version)
