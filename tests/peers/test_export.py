@@ -119,7 +119,8 @@ def request(folder: Path, tokens: Path, ckpt_format: str, capsys: pytest.Capture
     """Write the first iteration's checkpoint for Megatron, and what to ask of it, with the flags that the tool names."""
     target = folder / ckpt_format
     convert.main(["--load", str(folder / "ours"), "--ckpt-step", "1", "--saver", "megatron", "--save", str(target),
-                  "--ckpt-format", ckpt_format, "--saver-transformer-impl", "local", "--verify", "--target-tensor-parallel-size", str(tensor_size)])
+                  "--ckpt-format", ckpt_format, "--saver-transformer-impl", "local", "--verify",
+                  "--target-tensor-parallel-size", str(tensor_size)])
     named = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in Megatron: "))
     network = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
     given = {name: value for name, value in RUN.items() if name not in (*network, "save")}
@@ -187,7 +188,8 @@ DENSE = [["--normalization RMSNorm"], ["--norm-epsilon 1e-3"], ["--disable-bias-
 ATTENTION = [["--group-query-attention --num-query-groups 2"], ["--kv-channels 6"], ["--qk-layernorm", "--qk-l2-norm"],
              ["--window-size 3,0", "--window-size 3,0 --window-attn-skip-freq 2"], ["--softmax-type off-by-one", "--softmax-type learnable"],
              ["--softmax-scale 0.3"], POSITIONS, POSITIONS]
-RARE = [["--apply-layernorm-1p", "--attention-logit-softcap 5", "--final-logit-softcap 5", "--attention-output-gate", "--sandwich-norm", "--scale-embeddings",
+RARE = [["--apply-layernorm-1p", "--attention-logit-softcap 5", "--final-logit-softcap 5",
+         "--attention-output-gate", "--sandwich-norm", "--scale-embeddings",
          "--apply-residual-connection-post-layernorm", "--embedding-layernorm"]]
 LATENTS = [["--q-lora-rank 6"], ["--qk-layernorm"], ["--rope-type rope", "--rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.7"]]
 ROUTED = [["--moe-router-topk 1", "--moe-router-topk 3"], ["--moe-router-score-function sigmoid", "--moe-router-pre-softmax"],
@@ -196,7 +198,8 @@ ROUTED = [["--moe-router-topk 1", "--moe-router-topk 3"], ["--moe-router-score-f
           ["--moe-shared-expert-intermediate-size 12", "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate"],
           ["--moe-layer-freq 2", "--moe-layer-freq [0]*1+[1]*1"]]
 # Where a network is Transformer Engine's alone, local layers say so; experts with biases fail there in the backward pass.
-ENGINES_ALONE = ("but `q_lora_rank is None`", "Output 0 of _ReduceFromModelParallelRegion is a view", "zero_centered_gamma not supported", "Transformer Engine", "TransformerEngine", "TEDotProductAttention")
+ENGINES_ALONE = ("but `q_lora_rank is None`", "Output 0 of _ReduceFromModelParallelRegion is a view",
+                 "zero_centered_gamma not supported", "Transformer Engine", "TransformerEngine", "TEDotProductAttention")
 
 
 def network(draw: random.Random) -> str:
@@ -214,7 +217,8 @@ def network(draw: random.Random) -> str:
 
 
 @pytest.mark.nightly
-def test_a_random_network_is_refused_or_is_the_same_in_megatron(package: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_random_network_is_refused_or_is_the_same_in_megatron(package: tuple[str, Path], tmp_path: Path,
+                                                                capsys: pytest.CaptureFixture) -> None:
     _, place = package
     tokens, draw = unpack("dense", tmp_path) / "tokens", random.Random(13)
     ours, requests, refused = [], [], []
