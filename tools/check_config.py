@@ -22,9 +22,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.tokenizers.build import absent_files, size_before_a_run
-from megatron.training.arguments import examine
-from megatron.training.preflight import notes
+from megatron.core.tokenizers.build import size_before_a_run
+from megatron.training.preflight import examine
 from megatron.trust.command import ENTRIES, Command, read_command
 from megatron.trust.edits import WORLD, Answer, Broken, Given, fewest_edits
 from megatron.trust.rule_page import page
@@ -35,7 +34,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the run will be (default: the device of this machine)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the run will be on another machine, with this device: files need not be here (default: it is on this one)")
     parser.add_argument("--why-not", action="append", default=[], metavar="FLAG=VALUE",
                         help="what this change would break, and what else would have to change; may be given more than once")
     parser.add_argument("--build", action="store_true", help="build every rank's place without memory, and count what is there")
@@ -69,16 +68,12 @@ def asked(command: Command, options: argparse.Namespace) -> Command:
     """The command, of which all is asked that a run asks before it starts."""
     if command.setting is None:
         return command
-    return replace(command, setting=replace(command.setting, whole=True, device=options.device or ""))
+    return replace(command, setting=replace(command.setting, whole=True, device=options.device or "", files=options.device is None))
 
 
 def notes_on(command: Command) -> list[str]:
     """What is accepted although it changes nothing, and what could not be looked at."""
-    if command.setting is None:
-        return list(command.messages)
-    absent = absent_files(command.setting.config.tokenizer)
-    return [*command.messages, *notes(command.setting.config, command.setting.device),
-            *([f"{', '.join(absent)}: not here, so not looked at"] if absent else [])]
+    return list(dict.fromkeys([*command.messages, *(command.setting.validated().notes if command.setting else ())]))
 
 
 def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
@@ -122,12 +117,14 @@ def main(argv: list[str] | None = None) -> None:
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()
     broken = (*command.unread, *rules)
-    answer = fewest_edits(command.setting, fixed=fixed, tries=options.tries) if command.setting and rules else None
+    mendable = command.setting is not None and any(one.rule != "files" for one in rules)  # no other flag brings a file
+    answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries) if mendable else None
     built = built_on(command.setting, options.true_vocab_size) if options.build and command.setting and not broken else None
     ranks = command.setting.world_size if command.setting else options.world_size or 1
     if options.json:
         found = {"ranks": ranks, "kept": not broken, "broken": [asdict(one) for one in broken], "built": built,
-                 "notes": notes_on(command), "why_not": options.why_not, "tried": answer.tried if answer else 0, "fewest": answer.fewest if answer else True,
+                 "notes": notes_on(command), "why_not": options.why_not,
+                 "tried": answer.tried if answer else 0, "fewest": answer.fewest if answer else True,
                  "edits": None if answer and answer.edits is None else [
                      {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
                      for edit in (answer.edits if answer else ())]}

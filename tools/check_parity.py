@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.run import RunConfig
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.command import ENTRIES, read_command
 from megatron.trust.shrink import Shrunk, shrink
 

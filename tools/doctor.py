@@ -28,7 +28,8 @@ from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.arguments import examine, fitted, read_flags
+from megatron.training.arguments import read_flags
+from megatron.training.preflight import examine, fitted
 from megatron.training.initialize import join, shut_down
 from megatron.training.device_checks import kernel_need
 from megatron.training.place import world_size

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.run import RunConfig
 from megatron.core.tokenizers.build import size_before_a_run
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.command import ENTRIES, read_command
 from megatron.trust.cost import StepTime
 from megatron.trust.edits import Given

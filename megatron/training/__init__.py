@@ -2,6 +2,8 @@
 
 run.py            Run: what initialize_megatron returns and every provider receives
 arguments.py      flags to namespace to RunConfig
+preflight.py      whether a run can start: rules, tokenizer, files, machine
+device_checks.py  what a run asks of the machine: kernels, compiler, GPU
 entry.py          what stands around a main function: errors, on one rank or on all
 legacy_flags.py   old, renamed and refused Megatron flags, as a table (legacy_table.py)
 place.py          where the launcher put this process

@@ -8,7 +8,6 @@ Whatever is wrong is collected on the way and said in one message; nothing is st
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import re
 import sys
@@ -19,14 +18,11 @@ import yaml
 
 from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
-from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
-from megatron.core.optimizer.schedule import Schedule
-from megatron.training.elastic import fit
+from megatron.training.preflight import LOCAL, examine, preflight
 from megatron.training.legacy_flags import nearest, translate
-from megatron.training.microbatches import BatchSchedule
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.place import end_in_a_line_when_interrupted, launcher_place
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 
@@ -44,28 +40,31 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
 
 
 def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
-               provider: Provider | None = None, world_size: int = 1, speaks: bool = True) -> argparse.Namespace:
-    """The namespace of a run, checked. Says what is wrong and exits with code 2 otherwise.
+               provider: Provider | None = None, world_size: int = 1, speaks: bool = True, reads_data: bool = False) -> argparse.Namespace:
+    """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.
 
     defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
-    one that says it.
+    one that says it; of files and of the machine one rank of each machine does. reads_data: see `preflight`.
     """
     end_in_a_line_when_interrupted()
     try:
-        return read_args(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider,
-                         world_size=world_size)
+        args = read_flags(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider)
+        found = preflight(from_namespace(RunConfig, args), world_size, reads_data=reads_data)
+        place = launcher_place()
+        speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
+        refuse([*args.problems, *(line for _, line in found.problems)])
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
+    return args
 
 
 def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
               provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
-    """Like `parse_args`, but raises `ConfigError`."""
+    """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
-    problems = [*args.problems, *_complaints(lambda: config_of(args, world_size))]
-    refuse(problems)
+    refuse([*args.problems, *(line for _, line in examine(from_namespace(RunConfig, args), world_size)[1])])
     return args
 
 
@@ -105,62 +104,6 @@ def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     config, problems = examine(from_namespace(RunConfig, args), world_size)
     refuse(said for _, said in problems)
     return config
-
-
-def fitted(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
-    """With --elastic, the config in a layout for these ranks, and how many of them train."""
-    if not config.parallel.elastic or config.train.global_batch_size is None:
-        return config, world_size
-    return fit(config, world_size, lambda config, ranks: {name for name, _ in _examine(config, ranks)[1]})
-
-
-def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
-    """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
-    found, problems = _examine(*fitted(config, world_size))
-    if config.parallel.elastic and config.train.global_batch_size is None:
-        problems.append(("elastic", "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size"))
-    return found, problems
-
-
-def _examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
-    config, problems = config.resolve(world_size), []
-    if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
-        try:
-            config = _with_last_batch_size(config, world_size)
-        except ConfigError as error:
-            problems += [("batch-over-time", said) for said in lines_of(error)]
-    problems += broken(config, world_size)
-    if not problems:  # what these two work out needs sizes that are known to be sound
-        problems += [("batch-over-time", said) for said in _complaints(lambda: BatchSchedule.build(
-            config.train, data_parallel_size=config.parallel.data_parallel_size(world_size),
-            seq_length=config.train.seq_length).check())]
-        if not config.train.skip_train:
-            problems += [("learning-rate-over-time", said) for said in _complaints(
-                lambda: Schedule.build(config.schedule, config.optimizer, config.train))]
-    return config, problems
-
-
-def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Horizons and evaluation count in the batch that --step-batch-size-schedule ends with."""
-    schedule = BatchSchedule.build(config.train, data_parallel_size=max(1, config.parallel.data_parallel_size(world_size)),
-                                   seq_length=config.train.seq_length)
-    schedule.check()
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=schedule.full))
-
-
-def _complaints(attempt: Callable[[], object]) -> list[str]:
-    """What an attempt finds wrong with the settings."""
-    try:
-        attempt()
-    except ConfigError as error:
-        return lines_of(error)
-    return []
-
-
-def lines_of(error: ConfigError) -> list[str]:
-    """Every problem that an error lists."""
-    lines = str(error).splitlines()
-    return [line.strip() for line in lines[1:]] or lines
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]) -> tuple[argparse.Namespace, list[str]]:

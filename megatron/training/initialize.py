@@ -7,7 +7,6 @@ another, so that a mistake costs a second and not a time-out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import sys
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels import recipes
@@ -28,9 +26,7 @@ from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training import global_vars
-from megatron.training.arguments import fitted
 from megatron.training.board import join_ranks, lacks_board
 from megatron.training.elastic import told
 from megatron.training.ledger import Ledger
@@ -40,7 +36,7 @@ from megatron.training.recording import ledger_path
 from megatron.training.run import Run
 from megatron.training.standby import stand_by, tell_done
 from megatron.training.timers import Timers
-from megatron.training.preflight import preflight
+from megatron.training.preflight import fitted, preflight
 
 
 def initialize_megatron(args: argparse.Namespace) -> Run:
@@ -84,16 +80,14 @@ def shut_down() -> None:
 def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
     found = preflight(from_namespace(RunConfig, args), world_size())
-    refuse(said for _, said in found.problems)
+    refuse(line for _, line in found.problems)
+    assert found.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
     args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *found.notes]))
-    config, ranks = found.config, _ranks_that_train(args)
-    tokenizer = build_tokenizer(config.tokenizer)
-    model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
-    config = dataclasses.replace(config, model=model)
-    refuse(said for _, said in broken(config, ranks))
+    config = found.config
+    _ranks_that_train(args)
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
         check_writable(config.checkpoint.save)
-    return config, tokenizer
+    return config, found.tokenizer
 
 
 def _ranks_that_train(args: argparse.Namespace) -> int:

@@ -30,8 +30,7 @@ from megatron.core.config.model import MLAConfig, ModelConfig, MTPConfig, RopeCo
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.run import RunConfig, TrainConfig
-from megatron.training.arguments import examine, fitted
-from megatron.training.preflight import preflight
+from megatron.training.preflight import Preflight, examine, fitted, preflight
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -126,13 +125,15 @@ class Answer:
 class Given:
     """What a user gave: a config that is not resolved, and how many ranks there will be.
 
-    whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be.
+    whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
+    whether the files that it needs have to be here.
     """
 
     config: RunConfig
     world_size: int
     whole: bool = False
     device: str = ""
+    files: bool = False
 
     def value(self, name: str) -> Any:
         """What a flag says."""
@@ -148,14 +149,18 @@ class Given:
     def as_started(self) -> Given:
         """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
         config, ranks = fitted(self.config, self.world_size)
-        return dataclasses.replace(self, config=dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False)), world_size=ranks)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
+        return dataclasses.replace(self, config=config, world_size=ranks)
+
+    def validated(self) -> Preflight:
+        """What a run would find before it starts."""
+        return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=True)
 
     def broken(self) -> tuple[Broken, ...]:
         """Every rule that is broken, a line each."""
         if self.world_size < 1:
             return (Broken("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        problems = (preflight(self.config, self.world_size, device=self.device, files=True).problems if self.whole
-                    else examine(self.config, self.world_size)[1])
+        problems = self.validated().problems if self.whole else examine(self.config, self.world_size)[1]
         return tuple(Broken(rule, line.strip()) for rule, said in problems for line in said.splitlines())
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.core.config.flags import spelling
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.cost import StepTime
 from megatron.trust.edits import Given
 from megatron.trust.hardware import Hardware

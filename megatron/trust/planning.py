@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.cost import Cost, cost
 from megatron.trust.edits import Given
 from megatron.trust.hardware import Hardware

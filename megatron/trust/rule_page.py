@@ -21,6 +21,7 @@ OTHERS: Mapping[str, str] = {
     "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
     "learning-rate-over-time": "warm-up and decay are measured in one unit, and the warm-up ends before the decay",
     "tokenizer": "the tokenizer is of a known kind and has what that needs",
+    "files": "the files that the flags name are here, and --save can be written",
     "machine": "kernels that are asked for by name can compute what the run needs, and the machine has what it asks for",
     "command-line": "every word is a flag of ours or its value",
 }
@@ -46,7 +47,7 @@ class Example:
             place = base.index(self.without)
             del base[place:place + 2]
         command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
-        setting = command.setting and replace(command.setting, whole=self.whole, device="cpu")
+        setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
         return (*command.unread, *(setting.broken() if setting else ()))
 
 
@@ -109,6 +110,7 @@ EXAMPLES: Mapping[str, Example] = {
     "batch-over-time": Example("--rampup-batch-size 3 4 1000"),
     "learning-rate-over-time": Example("--lr-warmup-iters 20"),
     "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
+    "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
     "machine": Example("--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True),
     "command-line": Example("--num-leyers 8"),
 }

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.data import DataConfig
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.datasets.storage import DataError, is_remote, size_of
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -119,6 +120,19 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
         raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
     words_of = _words_per_split(config.per_split_data_args_path, source) if not any(own_paths) else own_paths
     return [_own_split(name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+
+
+def check_data_files(config: DataConfig) -> None:
+    """Refuse files that are named and cannot be opened, before ranks wait for each other. Objects of remote storage are not asked for."""
+    plans = [] if config.mock_data else plan_splits(config)
+    prefixes = dict.fromkeys(prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix))
+    problems = []
+    for path in (f"{prefix}{ending}" for prefix in prefixes for ending in (("",) if config.chat.sft else (".idx", ".bin"))):
+        try:
+            size_of(path)
+        except DataError as error:
+            problems.append(str(error))
+    refuse(problems)
 
 
 def _own_split(name: str, words: Sequence[str], source: str) -> SplitPlan:

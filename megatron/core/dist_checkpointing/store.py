@@ -22,7 +22,9 @@ on writes lower iterations than those that it left behind. Only one rank calls t
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -137,7 +139,19 @@ def check_writable(folder: str | Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        refuse([f"--save {folder} cannot be written: {error.strerror or error}; give a folder that this user may write"])
+        refuse([_unwritable(folder, error.strerror or str(error))])
+
+
+def why_unwritable(folder: str | Path) -> str:
+    """Why no file can be made in a `--save` folder, as far as can be seen without making the folder; "" if nothing speaks against it."""
+    there = next(parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent))
+    if not there.is_dir():
+        return _unwritable(folder, f"{there} is no folder")
+    return "" if os.access(there, os.W_OK | os.X_OK) else _unwritable(folder, os.strerror(errno.EACCES))
+
+
+def _unwritable(folder: str | Path, reason: str) -> str:
+    return f"--save {folder} cannot be written: {reason}; give a folder that this user may write"
 
 
 def walk(folder: str | Path, *, files: Files = DISK) -> FolderScan:

@@ -158,12 +158,14 @@ KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({
     "NullTokenizer": _null,
 })
 
-# Settings that each kind reads, those first that it cannot do without. Any other would be ignored in silence, and is refused; a run says so and goes on.
+# Settings that each kind cannot do without, and all that it reads. Any other would be ignored in silence: `build_tokenizer` refuses it, and
+# a run, which leaves it out, says so.
 COMMON = frozenset({"tokenizer_type", "chat_template"})
 NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "GPT2BPETokenizer": ("vocab_file", "merge_file"), "BertWordPieceLowerCase": ("vocab_file",), "BertWordPieceCase": ("vocab_file",),
-    "SentencePieceTokenizer": ("tokenizer_model",), "GPTSentencePieceTokenizer": ("tokenizer_model",), "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",), "TikTokenizer": ("tokenizer_model",), "ByteTokenizer": (), "NullTokenizer": ("vocab_size",),
+    "SentencePieceTokenizer": ("tokenizer_model",), "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",), "HuggingFaceTokenizer": ("tokenizer_model",), "TikTokenizer": ("tokenizer_model",),
+    "ByteTokenizer": (), "NullTokenizer": ("vocab_size",),
 })
 READS: Mapping[str, frozenset[str]] = MappingProxyType({kind: frozenset(needed) for kind, needed in NEEDS.items()} | {
     "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),

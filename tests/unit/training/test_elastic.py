@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.config.flags import from_values
 from megatron.core.config.run import RunConfig
-from megatron.training.arguments import examine, fitted
+from megatron.training.preflight import examine, fitted
 from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.elastic import told

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.core.config.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, choose, with_reduction
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.command import read_command
 from megatron.trust.edits import Given
 from megatron.trust.hardware import Hardware, Link

@@ -16,7 +16,7 @@ from megatron.core.config.rules import broken
 from megatron.core.config.run import RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_ranks
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust import built
 from megatron.trust.built import check_build, mesh_of
 from megatron.trust.edits import Given, fewest_edits

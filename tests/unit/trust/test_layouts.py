@@ -10,7 +10,7 @@ import pytest
 from megatron.core.config.rules import stages_of
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.command import read_command
 from megatron.trust.cost import StepTime
 from megatron.trust.hardware import PROFILES

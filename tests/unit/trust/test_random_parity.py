@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.run import RunConfig
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.built import check_build
 from megatron.trust.dry_run import dry_run
 from megatron.trust.matching import match

@@ -12,7 +12,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import broken, stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import are_together, choose
-from megatron.training.arguments import examine
+from megatron.training.preflight import examine
 from megatron.trust.command import read_command
 from megatron.trust.edits import Given
 from megatron.trust.shrink import Shrunk, shrink, small_degrees
