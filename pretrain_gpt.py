@@ -43,7 +43,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
-                   documents=batch.documents, side=batch.side, ahead=batch.ahead)
+                   documents=batch.documents, microbatch_context=batch.microbatch_context, ahead=batch.ahead)
 
     def loss(losses: torch.Tensor | Losses) -> Loss:
         return language_loss(losses, batch, run.config.model.mtp)

@@ -118,7 +118,7 @@ def judged(batch: Batch, stage: ClassifierModel) -> Tensor:
     assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
     scores = stage(ids=batch.tokens.flatten(0, -2), types=batch.extras["types"].flatten(0, -2), hidden=batch.hidden,
                    padding=batch.extras["padding_mask"].bool().flatten(0, -2))
-    return scores + batch.extras["choices"] if stage.stage.heads and stage.choices > 1 else scores
+    return scores + batch.extras["choices"] if stage.stage.has_output and stage.choices > 1 else scores
 
 
 class Epochs:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Identifiers that are gone everywhere: what to write instead.
 NAMES: Mapping[str, str] = MappingProxyType({
     "Trail": "FlightRecorder", "Turns": "DualBatch", "Deferred": "WeightGradStore", "GradientSum": "MainGrad", "Rings": "OverlappedMatmuls",
-    "is_first_copy": "is_first_replica", "own_tokens": "scatter_tokens", "whole_tokens": "gather_tokens",
+    "recomputes_thinking": "recomputes_mlp", "AheadLayer": "MTPLayer", "is_first_copy": "is_first_replica", "own_tokens": "scatter_tokens", "whole_tokens": "gather_tokens",
     "until_settled": "until_staged", "read_sealed": "read_committed", "NarrowAdam": "LowPrecisionAdam", "put_aside": "offload_activations", "see_through": "wait_for_axis",
 })
 

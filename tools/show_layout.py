@@ -81,8 +81,8 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
     for rank, held in enumerate(memory):
         own = [stage for stage in stages if stage.rank == rank]
         depths = model.mtp.mtp_num_layers or 0
-        layers = " | ".join(("E " if s.embeds else "") + _span([p.index for p in s.layers]) + (" " + "m" * depths if s.ahead and depths else "")
-                            + (" L" if s.heads else "") for s in own)
+        layers = " | ".join(("E " if s.has_embedding else "") + _span([p.index for p in s.layers]) + (" " + "m" * depths if s.has_mtp and depths else "")
+                            + (" L" if s.has_output else "") for s in own)
         lines.append(f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
                      f"{_gigabytes(held.activations):>14}")
     return lines

@@ -243,7 +243,7 @@ class _Pass:
         output = chunk(ids=ids, hidden=received[0] if received else None)
         if self.bar is not None and chunk is self.loaded.stages[0]:
             self.bar.update()
-        if not chunk.stage.heads:
+        if not chunk.stage.has_output:
             return (output,)
         self.keep(microbatch, output)
         return ()
@@ -276,6 +276,6 @@ def _shown(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
 
 def _everywhere(loaded: Network, found: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
-    speaks = loaded.stages[-1].stage.heads and loaded.mesh.tp.is_first
+    speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(found if speaks else {}, loaded.mesh.world)
     return {number: answer for theirs in everyone for number, answer in theirs.items()}

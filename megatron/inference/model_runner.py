@@ -132,7 +132,7 @@ class CachedNetwork:
         """Run the rows of this rank's replica through one depth of multi-token prediction; outputs as those of `run`."""
         stage = self.stages[-1]
         if stage.mtp is None:
-            assert not stage.stage.heads, "the stage that predicts has what predicts ahead"
+            assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
         _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
@@ -267,7 +267,7 @@ class _Work:
         """One stage on one microbatch."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
         output = chunk(ids=step.ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
-        if not chunk.stage.heads:
+        if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.wanted):
             step.sample(self.network, output)
@@ -319,7 +319,7 @@ class ModelRunner:
         network = self.networks[step.network]
         with self._mode():
             found = network.look(step.rows, step.depth) if step.depth else network.run(step.rows)
-        speaks = network.stages[-1].stage.heads and self.mesh.tp.is_first and self.mesh.cp.is_first
+        speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, found) if speaks else None, self.mesh.world)
         by_copy = dict(said for said in everyone if said is not None)
         return [by_copy[replica] for replica in range(len(step.rows))]

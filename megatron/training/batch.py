@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron.core.config.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.models.mtp import Ahead, Losses
+from megatron.core.models.mtp import MTPInputs, Losses
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer.passing import Side
+from megatron.core.transformer.passing import MicrobatchContext
 
 # What a loss function gives: the sum over this microbatch's tokens, their number, and [sum, count] pairs to report.
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -27,7 +27,7 @@ class Batch:
 
     hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
     belongs to, and stay those of whole sequences where the others are cut. extras: what else a kind of sample holds, by its
-    name there, and what `looking_ahead` adds. side: where layers note their own losses.
+    name there, and what `looking_ahead` adds. microbatch_context: where layers note their own losses.
     samples: the numbers of its samples, where they have some.
     """
 
@@ -39,7 +39,7 @@ class Batch:
     hidden: Tensor | None = None
     message: tuple[Tensor, ...] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    side: Side | None = None
+    microbatch_context: MicrobatchContext | None = None
     samples: tuple[int, ...] | None = None
 
     @staticmethod
@@ -97,11 +97,11 @@ class Batch:
         return None if self.labels is None else _counted(self.labels, self.loss_mask)
 
     @property
-    def ahead(self) -> Ahead | None:
+    def ahead(self) -> MTPInputs | None:
         """What the model is told of the tokens ahead, if anything is known of them: their labels as in `targets`."""
         ids, labels, masks = (self._rows_ahead(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
-        return Ahead(ids, tuple(map(_counted, labels, masks)), states) if ids else None
+        return MTPInputs(ids, tuple(map(_counted, labels, masks)), states) if ids else None
 
     def _rows_ahead(self, name: str) -> tuple[Tensor, ...]:
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))

@@ -1,7 +1,7 @@
 """--compile: torch's compiler on the layers of this rank's stages.
 
     Layer.forward            one graph, of which all layers of a kind share the code
-    Layer.mix, Layer.think   a graph each, if only one half of the layer allows it
+    Layer.attention_block, mlp_block a graph each, if only one half of the layer allows it
     kernels                  norm, activation, rotation: a graph each, in halves that do not
 
 A graph holds nothing that talks to other ranks, switches random streams or asks a tensor for a size. A half in which that
@@ -34,7 +34,7 @@ from megatron.training.stages import Trainer
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
 _PLAIN = {"rms_norm": (reference.rms_norm, fused.rms_norm), "activation": (reference.activation,),
           "gated_activation": (reference.gated_activation,), "rotary": (reference.rotary,)}
-_HALVES = {"mix": "attention", "think": "MLP"}
+_HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
 
@@ -54,8 +54,8 @@ def obstacles(layer: Layer) -> dict[str, str]:
         "it is recomputed": build.recomputes("core_attn") or build.recomputes("mla_up_proj"),
         "its scores are watched": model.qk_clip,
     }
-    return {"mix": "; ".join(why for why, holds in {**both, **attention}.items() if holds),
-            "think": "; ".join(why for why, holds in {**both, "tokens choose experts": layer.plan.mlp == "moe"}.items() if holds)}
+    return {"attention_block": "; ".join(why for why, holds in {**both, **attention}.items() if holds),
+            "mlp_block": "; ".join(why for why, holds in {**both, "tokens choose experts": layer.plan.mlp == "moe"}.items() if holds)}
 
 
 class Compiler:
@@ -107,7 +107,7 @@ def _compile(layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[s
     """Compile what can be of a layer. Returns its obstacles."""
     why = obstacles(layer)
     whole = [name for name, reason in why.items() if not reason]
-    if len(whole) == len(why) and not layer.recomputes_thinking:
+    if len(whole) == len(why) and not layer.recomputes_mlp:
         whole = ["forward"]
     if any(why.values()):
         for part in layer.modules():

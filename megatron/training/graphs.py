@@ -35,12 +35,12 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import memory_of
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Side
+from megatron.core.transformer.passing import MicrobatchContext
 from megatron.training.stages import Trainer
 
 # Records what it is given without a change to any tensor; returns what does it, and the tensors that it will have made.
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-_NAMES = {"forward": "whole", "mix": "its attention", "think": "its MLP"}
+_NAMES = {"forward": "whole", "attention_block": "its attention", "mlp_block": "its MLP"}
 
 
 class _Recording:
@@ -187,7 +187,7 @@ class Recordings:
 def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
     """What of a layer is recorded. Which rows experts get is known only as they are computed, so these never are."""
     whole = layer.cross_attention is not None  # its halves have something between them
-    methods = {"attn": "mix", "mlp": "" if layer.plan.mlp == "moe" else "think"}
+    methods = {"attn": "attention_block", "mlp": "" if layer.plan.mlp == "moe" else "mlp_block"}
     chosen = tuple(filter(None, (methods[name] for name in modules)))
     return ("forward",) if (len(chosen) == len(methods) or (whole and len(modules) == len(methods))) else chosen
 
@@ -201,7 +201,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return dataclasses.replace(value, **{name: _mapped(part, change) for name, part in parts})
-    return None if isinstance(value, Side) else value
+    return None if isinstance(value, MicrobatchContext) else value
 
 
 def _told(methods: tuple[str, ...], count: int) -> str:

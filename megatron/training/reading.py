@@ -49,7 +49,7 @@ def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
     """
     told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
     counts = config.train.calculate_per_token_loss and config.model.moe.has_losses
-    return told_apart or any(s.embeds or s.ahead or s.heads or counts and any(row.mlp == "moe" for row in s.layers) for s in stages)
+    return told_apart or any(s.has_embedding or s.has_mtp or s.has_output or counts and any(row.mlp == "moe" for row in s.layers) for s in stages)
 
 
 def in_turn(config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int) -> Iterator[list[int]]:

@@ -22,7 +22,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.transformer.qk_clip import clip_factors
-from megatron.core.transformer.passing import Side
+from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.router import routers_of
 from megatron.training.batch import Batch
 from megatron.training.data import take
@@ -49,7 +49,7 @@ class StepWork:
             self.own_microbatches = again.own_microbatches
         else:
             self.own_microbatches = batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
-        self._sides: dict[int, Side] = {}
+        self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
         self._scale = self._loss_scale()
@@ -66,12 +66,12 @@ class StepWork:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch; the last stage gives the scaled loss."""
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
-        batch = replace(self._batch(microbatch), side=self._side(microbatch))
+        batch = replace(self._batch(microbatch), microbatch_context=self._context(microbatch))
         if received:
             batch = replace(batch, hidden=received[0], message=received)
         with self.trainer.run.timers("forward-compute", 2):
             output, loss_function = self.trainer.forward_step(self.trainer.run, iter((batch,)), chunk)
-        if not chunk.stage.heads:
+        if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         total, count, report = loss_function(output)
         self.reports.append(report)
@@ -89,7 +89,7 @@ class StepWork:
 
     def report(self) -> dict[str, Tensor]:
         """[sum, count] of every loss: this rank's share, zero unless it has the loss and is first of its tensor group."""
-        speaks = self.trainer.stages[-1].stage.heads and self.trainer.run.mesh.tp.is_first
+        speaks = self.trainer.stages[-1].stage.has_output and self.trainer.run.mesh.tp.is_first
         if self.trainer.loss_names is None:
             names = tuple(self.reports[0]) if self.reports else ()
             last = stages_of(self.trainer.run.config)[-1]
@@ -101,8 +101,8 @@ class StepWork:
     def notes(self) -> dict[str, Tensor]:
         """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
         found: dict[str, Tensor] = {}
-        for side in self._sides.values():
-            for name, pair in side.notes.items():
+        for microbatch_context in self._contexts.values():
+            for name, pair in microbatch_context.metrics.items():
                 found[name] = found[name] + pair if name in found else pair
         if isinstance(self._batches, Regrouped) and self._batches.plan is not None:
             found["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
@@ -116,7 +116,7 @@ class StepWork:
         if not self.trainer.run.config.train.calculate_per_token_loss:
             return 1.0
         mesh = self.trainer.run.mesh
-        speaks = self.trainer.stages[-1].stage.heads and mesh.tp.is_first
+        speaks = self.trainer.stages[-1].stage.has_output and mesh.tp.is_first
         count = collectives.all_reduce(self.count.clone() if speaks else torch.zeros_like(self.count), mesh.world)
         return self._expected() / count.clamp(min=1.0)
 
@@ -136,13 +136,13 @@ class StepWork:
         count = collectives.all_reduce(count.detach().clone(), self.trainer.run.mesh.cp)
         return total / count.clamp(min=1.0) * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
 
-    def _side(self, microbatch: int) -> Side:
+    def _context(self, microbatch: int) -> MicrobatchContext:
         """What its layers say of a microbatch, in all chunks of this rank."""
-        if microbatch not in self._sides:
+        if microbatch not in self._contexts:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
             sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
-            self._sides[microbatch] = Side(self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample)
-        return self._sides[microbatch]
+            self._contexts[microbatch] = MicrobatchContext(self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample)
+        return self._contexts[microbatch]
 
     def _mean_weight(self, batch: Batch) -> float | Tensor:
         """What a mean over a microbatch's tokens counts in the objective; `missing_factor` is still to come."""

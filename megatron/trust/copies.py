@@ -28,13 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, Variable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron.core.transformer.passing import Side
+from megatron.core.transformer.passing import MicrobatchContext
 from megatron.trust.fake import ROUNDS, FakeRecorder
 from megatron.trust.memory import Life, Stretch
 from megatron.trust.trace import Event
 
 
-_SILENT = Side(0.0, training=False)  # of stages whose layers say nothing
+_SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
 
 class Unlike(Exception):
@@ -120,7 +120,7 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass whose backward pass is still to come. side: of its microbatch. asking: what it was given that asks for gradients. lives:
+    """A pass whose backward pass is still to come. microbatch_context: of its microbatch. asking: what it was given that asks for gradients. lives:
     what it left, as its births.
 
     Of one that was followed, given: the lives of what it was given; gradients: id of the life of an output's gradient -> which output;
@@ -130,7 +130,7 @@ class _Pass:
 
     stage: _Stage
     number: int
-    side: Side
+    microbatch_context: MicrobatchContext
     asking: tuple[weakref.ref[Tensor], ...]
     lives: Sequence[Life]
     given: Sequence[Life | None] = ()
@@ -202,17 +202,17 @@ class Copier:
             self._former = None
 
     def _follow(self, stage: _Stage, number: int, plain: Any, given: dict[str, Any]) -> Any:
-        heap, mark, side = self.recorder.heap, self._mark(), given.get("side") or _SILENT
-        before = self._notes(side)
+        heap, mark, microbatch_context = self.recorder.heap, self._mark(), given.get("microbatch_context") or _SILENT
+        before = self._notes(microbatch_context)
         output = plain(**given)
         stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors(output))
         shapes = tuple(self._shape(tensor, place) for tensor in outputs)
-        kept = {id(heap.known(tensor)) for tensor in _tensors(side.kept)}
+        kept = {id(heap.known(tensor)) for tensor in _tensors(microbatch_context.retained)}
         seen = replace(self._seen(mark, stretch, shapes, tuple(_known(before, life, "a forward pass") for life in deaths)),
-                       before=_names(before), notes=self._noted(side, place), kept=frozenset(birth for life, birth in place.items() if life in kept))
-        waiting = _Pass(stage, number, side, _asking(given), births, [heap.known(tensor) for tensor in _tensors(tuple(given.values()))])
+                       before=_names(before), notes=self._noted(microbatch_context, place), kept=frozenset(birth for life, birth in place.items() if life in kept))
+        waiting = _Pass(stage, number, microbatch_context, _asking(given), births, [heap.known(tensor) for tensor in _tensors(tuple(given.values()))])
         self._former = waiting
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
@@ -230,7 +230,7 @@ class Copier:
         if life is not None:
             waiting.gradients[id(life)] = which
         if waiting.mark is None:
-            waiting.mark, waiting.before = self._mark(), self._notes(waiting.side)
+            waiting.mark, waiting.before = self._mark(), self._notes(waiting.microbatch_context)
             Variable._execution_engine.queue_callback(partial(self._came_back, waiting, forward))
 
     def _came_back(self, waiting: _Pass, forward: _Seen) -> None:
@@ -244,7 +244,7 @@ class Copier:
         place = {id(life): birth for birth, life in enumerate(births)}
         gradients = tuple(None if (tensor := reference()) is None or tensor.grad is None else self._shape(tensor.grad, place)
                           for reference in waiting.asking)
-        noted = self._noted(waiting.side, place)
+        noted = self._noted(waiting.microbatch_context, place)
         if len(births) != len({shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}):
             raise Unlike("a backward pass leaves something behind")
         ended = tuple(_known(who, life, "a backward pass") for life in deaths)
@@ -280,29 +280,29 @@ class Copier:
         return _Shape(place[id(life)], tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad,
                       not isinstance(tensor.grad_fn, torch._C._FunctionBase))
 
-    def _notes(self, side: Side) -> dict[int, tuple[str, str]]:
+    def _notes(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
         """Who the lives of the notes are."""
-        return {id(self.recorder.heap.known(note)): ("note", name) for name, note in side.notes.items()}
+        return {id(self.recorder.heap.known(note)): ("note", name) for name, note in microbatch_context.metrics.items()}
 
-    def _noted(self, side: Side, place: dict[int, int]) -> tuple[tuple[str, _Shape], ...]:
+    def _noted(self, microbatch_context: MicrobatchContext, place: dict[int, int]) -> tuple[tuple[str, _Shape], ...]:
         """The notes that were made in a pass."""
-        return tuple((name, self._shape(note, place)) for name, note in side.notes.items() if id(self.recorder.heap.known(note)) in place)
+        return tuple((name, self._shape(note, place)) for name, note in microbatch_context.metrics.items() if id(self.recorder.heap.known(note)) in place)
 
     # Counting again.
 
-    def _same_notes(self, side: Side, seen: _Seen) -> None:
-        if tuple(side.notes) != seen.before:
+    def _same_notes(self, microbatch_context: MicrobatchContext, seen: _Seen) -> None:
+        if tuple(microbatch_context.metrics) != seen.before:
             raise Unlike("other notes were made before a pass")
 
     def _count(self, stage: _Stage, number: int, given: dict[str, Any]) -> Any:
-        heap, seen, side = self.recorder.heap, stage.forward, given.get("side") or _SILENT
-        self._same_notes(side, seen)
-        lives = self._again(seen, [heap.release(side.notes[name]) for _, name in seen.ended])
+        heap, seen, microbatch_context = self.recorder.heap, stage.forward, given.get("microbatch_context") or _SILENT
+        self._same_notes(microbatch_context, seen)
+        lives = self._again(seen, [heap.release(microbatch_context.metrics[name]) for _, name in seen.ended])
         made = tuple((self._made(shape, lives), shape.asks) for shape in seen.given)
-        side.notes |= {name: self._made(shape, lives) for name, shape in seen.notes}
+        microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
         asking = _asking(given)
         held = {place: tensor for place, tensor in enumerate(_tensors(tuple(given.values()))) if place in stage.lasting}
-        waiting = _Pass(stage, number, side, asking, lives, held=held, copied=made)
+        waiting = _Pass(stage, number, microbatch_context, asking, lives, held=held, copied=made)
         del made
         outputs = _Copied.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
@@ -318,11 +318,11 @@ class Copier:
             life.kind, life.travels, life.sent = flags
         if not all(kind != "given" or place in waiting.held for kind, place in seen.ended):
             raise Unlike("a graph keeps what it was given, which did not last before")
-        self._same_notes(waiting.side, seen)
-        held = {"gradient": gradients, "given": waiting.held, "note": waiting.side.notes}
+        self._same_notes(waiting.microbatch_context, seen)
+        held = {"gradient": gradients, "given": waiting.held, "note": waiting.microbatch_context.metrics}
         ending = [waiting.lives[place] if kind == "saved" else heap.release(held[kind][place]) for kind, place in seen.ended]
         lives = self._again(seen, ending)
-        waiting.side.notes |= {name: self._made(shape, lives) for name, shape in seen.notes}
+        waiting.microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
             if shape is not None:
                 reference().grad = self._made(shape, lives)

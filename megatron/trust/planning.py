@@ -180,7 +180,7 @@ def why(run: DryRun) -> list[str]:
 def holds(run: DryRun, trace: Trace) -> str:
     """What a rank's stages have beside layers."""
     own = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
-    has = [name for name, there in (("the embedding", any(stage.embeds for stage in own)), ("the head", any(stage.heads for stage in own)))
+    has = [name for name, there in (("the embedding", any(stage.has_embedding for stage in own)), ("the head", any(stage.has_output for stage in own)))
            if there]
     return " and ".join(has)
 

@@ -266,7 +266,7 @@ class _Watch:
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self._stage is not None:
                 # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
-                again = name.startswith("embedding") and not self._stage.stage.embeds
+                again = name.startswith("embedding") and not self._stage.stage.has_embedding
                 self._calls[name] = self._calls.get(name, int(again)) + 1
                 self._keep(name, "input", inputs[0] if inputs else None)
 

@@ -138,7 +138,7 @@ def _passes(config: RunConfig, own: list[StageSpec], layer: float, again: float,
     repeated = layers
     if config.recompute.recompute_method == "block":
         repeated = min(layers, len(own) * (config.recompute.recompute_num_layers or 1))
-    return layers * layer + repeated * again + head * any(stage.heads for stage in own)
+    return layers * layer + repeated * again + head * any(stage.has_output for stage in own)
 
 
 def _sums(config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float) -> tuple[float, float]:

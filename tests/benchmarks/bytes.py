@@ -37,7 +37,7 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
 from megatron.trust.recorder import Recorder
 from tests.helpers import tiny
@@ -92,7 +92,7 @@ def kept_here(changes: Changes) -> int:
 
     x = torch.randn(run.build.region.length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, Pass(MaskSpec()))
+        layer(x, ForwardContext(MaskSpec()))
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 

@@ -30,7 +30,7 @@ from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import Parcel, Rows
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import Routing
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -115,7 +115,7 @@ def layers(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
         width = used_matrices(model) // (3 * model.hidden_size)
         x = torch.randn(tokens, 1, model.hidden_size, device=device, dtype=dtype).requires_grad_()
         experts, dense = (layer_of(changes, device=device, dtype=dtype, dense=wide) for wide in (None, width))
-        times = seconds([forward_and_backward(lambda layer=layer: layer(x, None, Pass(MaskSpec()))[0], [x, *layer.parameters()])
+        times = seconds([forward_and_backward(lambda layer=layer: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()])
                          for layer in (experts, dense)], device)
         speed = [6e-12 * tokens * used_matrices(model) / took for took in times]
         print(f"  {name}, {tokens} tokens, {dtype}: {speed[0]:.3f} TFLOP/s; a dense layer of equal FLOPs {speed[1]:.3f}: "
@@ -130,9 +130,9 @@ def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) ->
                                      "expert_model_parallel_size": ranks})
     layer = layer_of(changes, device=device, dtype=torch.float32, build=tiny.run_of(settings).build)
     x = torch.randn(tokens, 1, settings.model.hidden_size).requires_grad_()
-    rows = layer.dispatcher.send(x.detach().flatten(0, 1), layer.router(x.detach(), Pass(MaskSpec())), None).arrive()
+    rows = layer.dispatcher.send(x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(MaskSpec())), None).arrive()
     rows = dataclasses.replace(rows, tokens=rows.tokens.detach().requires_grad_(), weights=rows.weights.detach())
-    whole, alone = seconds([forward_and_backward(lambda: layer(x, None, Pass(MaskSpec()))[0], [x, *layer.parameters()]),
+    whole, alone = seconds([forward_and_backward(lambda: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]),
                             forward_and_backward(lambda: layer.experts(rows), [rows.tokens, *layer.experts.parameters()])], device)
     return whole, alone
 

@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel.timeline import play
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.moe import Experts, MoELayer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -270,7 +270,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
 
         returning: list[bool] = []  # only the way to the experts is delayed: on the way back nothing is left to do
         with patch.object(collectives, "start_exchange", start_exchange), patch.object(MoELayer, "_shared", slept), torch.no_grad():
-            layer(torch.ones(8, 1, 32), None, Pass(MaskSpec()))
+            layer(torch.ones(8, 1, 32), None, ForwardContext(MaskSpec()))
 
     plain, overlapped = layers
     found = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(overlapped, Link(delay)))

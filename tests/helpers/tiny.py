@@ -68,7 +68,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """The forward step of pretrain_gpt."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
-                   documents=batch.documents, side=batch.side, ahead=batch.ahead)
+                   documents=batch.documents, microbatch_context=batch.microbatch_context, ahead=batch.ahead)
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 
 

@@ -115,7 +115,7 @@ _materialize, _seed_of, _stages_of, _groups = gpt.materialize, rng.seed_of, stag
 
 def _second_home_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -> None:
     _materialize(module, mesh, seed, **keywords)
-    if module.stage.heads and not module.stage.embeds:
+    if module.stage.has_output and not module.stage.has_embedding:
         module.output_layer.weight.data.mul_(1.001)
 
 
@@ -256,7 +256,7 @@ def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool, in
 
 
 def _another_batch_at_the_end(self: StepWork, microbatch: int) -> Any:
-    ends = self.trainer.stages[-1].stage.heads
+    ends = self.trainer.stages[-1].stage.has_output
     return _batch(self, microbatch ^ 1 if ends else microbatch)
 
 

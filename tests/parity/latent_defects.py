@@ -92,7 +92,7 @@ def _places_of_the_first_rank(self: MultiTokenPrediction, x: Tensor, ids: tuple[
 
 def _copy_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -> None:
     _materialize(module, mesh, seed, **keywords)
-    if module.mtp is not None and not module.stage.embeds:
+    if module.mtp is not None and not module.stage.has_embedding:
         module.embedding.word_embeddings.weight.data.mul_(1.001)
 
 

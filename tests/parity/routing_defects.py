@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
-from megatron.core.transformer.passing import Side
+from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.router import Router
 from megatron.training.batch import Batch
 from megatron.training.step import StepWork
@@ -44,7 +44,7 @@ def _without_the_division_of_the_collective(self: StepWork, batch: Batch) -> flo
     return _mean_weight(self, batch) / self.trainer.run.mesh.dp_cp.size
 
 
-def _every_time(self: Side, key: object, make: Callable[[], Any]) -> Any:
+def _every_time(self: MicrobatchContext, key: object, make: Callable[[], Any]) -> Any:
     with torch.no_grad():
         return make()
 
@@ -66,7 +66,7 @@ ROUTING: tuple[Defect, ...] = (
            ((StepWork, "_mean_weight", _every_microbatch_alike),)),
     Defect("balancing losses forget that the collective divides", (("ep2 dp2 average", "moe-mean"),),
            ((StepWork, "_mean_weight", _without_the_division_of_the_collective),)),
-    Defect("a recomputed pass counts its choices again", (("recompute-uniform tp2 sp pp2", "moe-global"),), ((Side, "once", _every_time),)),
+    Defect("a recomputed pass counts its choices again", (("recompute-uniform tp2 sp pp2", "moe-global"),), ((MicrobatchContext, "compute_once", _every_time),)),
     Defect("the counts of a step are kept for the next", (("tp2 sp pp2", "moe-global"), ("ep4 dp4", "moe-no-aux")),
            ((Router, "after_step", staticmethod(_a_step_of_one_layer)),)),
     Defect("each rank evens out its own tokens", (("tp2 sp ep2 etp1", "moe-sinkhorn"), ("cp2", "moe-sinkhorn")),

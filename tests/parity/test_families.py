@@ -208,11 +208,11 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
     model = NETWORKS[config.model.architecture](stage, run.build).materialize(1).eval()
     fill(model, source, run.mesh)
     with torch.no_grad():
-        message = () if stage.embeds else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
+        message = () if stage.has_embedding else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
         for part in message:
             dist.recv(part, src=run.mesh.pp.ranks[stage.rank - 1])
         out = ask(model, message)
-        if not stage.heads:
+        if not stage.has_output:
             for part in out:
                 dist.send(part.contiguous(), dst=run.mesh.pp.ranks[stage.rank + 1])
             return None

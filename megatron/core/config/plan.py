@@ -55,7 +55,7 @@ class LayerPlan:
 class StageSpec:
     """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head.
 
-    ahead: whether it has what is behind the last layer but the head: the final norm and the layers of multi-token prediction.
+    has_mtp: whether it has what is behind the last layer but the head: the final norm and the layers of multi-token prediction.
     placement: of all stages.
     """
 
@@ -64,9 +64,9 @@ class StageSpec:
     rank: int
     chunk: int
     layers: tuple[LayerPlan, ...]
-    embeds: bool
-    heads: bool
-    ahead: bool = False
+    has_embedding: bool
+    has_output: bool
+    has_mtp: bool = False
     placement: Placement = "wrap"
 
 
@@ -297,8 +297,8 @@ def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahea
     for index, count in enumerate(counts):
         own = tuple(layers[start:start + count])
         rank, chunk = home(index, pp, placement)
-        specs.append(StageSpec(index=index, count=len(counts), rank=rank, chunk=chunk, layers=own, embeds=index == 0,
-                               heads=index == len(counts) - 1, ahead=index == ahead, placement=placement))
+        specs.append(StageSpec(index=index, count=len(counts), rank=rank, chunk=chunk, layers=own, has_embedding=index == 0,
+                               has_output=index == len(counts) - 1, has_mtp=index == ahead, placement=placement))
         start += count
     return tuple(specs)
 

@@ -25,7 +25,7 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
@@ -45,11 +45,11 @@ class BERTModel(nn.Module):
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
-        split, tied = not (stage.embeds and stage.heads), model.ties_embeddings
-        self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.embeds else None
-        self.encoder = Stack(stage.layers, build, final_norm=stage.heads and not model.norm_after_residual)
+        split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
+        self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.has_embedding else None
+        self.encoder = Stack(stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual)
         self.lm_head = self.output_layer = self.pooler = self.binary_head = None
-        if stage.heads:
+        if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.lm_head = MaskedWordTransform(build)
             self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True)
@@ -89,7 +89,7 @@ class BERTModel(nn.Module):
             assert ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        return self.encoder(hidden, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
+        return self.encoder(hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""

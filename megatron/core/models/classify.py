@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
@@ -34,11 +34,12 @@ class ClassifierModel(nn.Module):
     def __init__(self, stage: StageSpec, build: Build, *, classes: int, choices: int = 1) -> None:
         super().__init__()
         self.stage, self.build, self.choices = stage, build, choices
-        self.embedding = Embedding(build, tied=False, token_types=TOKEN_TYPES) if stage.embeds else None
-        self.encoder = Stack(stage.layers, build, final_norm=stage.heads and not build.model.norm_after_residual)
-        self.pooler = Pooler(build) if stage.heads else None
-        self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.heads else None
-        head = Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype) if stage.heads else None
+        self.embedding = Embedding(build, tied=False, token_types=TOKEN_TYPES) if stage.has_embedding else None
+        self.encoder = Stack(stage.layers, build, final_norm=stage.has_output and not build.model.norm_after_residual)
+        self.pooler = Pooler(build) if stage.has_output else None
+        self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.has_output else None
+        head = (Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+                if stage.has_output else None)
         self.classification_head = head if choices == 1 else None
         self.multichoice_head = head if choices > 1 else None
         name_all(self)
@@ -64,7 +65,7 @@ class ClassifierModel(nn.Module):
             assert ids is not None and types is not None, "the first stage reads ids and types"
             hidden = self.embedding(ids, positions_of(ids), types)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        x = self.encoder(hidden, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
+        x = self.encoder(hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
         if self.pooler is None or self.dropout is None:
             return x
         pooled = self.dropout(self.pooler(x))

@@ -135,7 +135,7 @@ def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
 @lru_cache(maxsize=1024)
 def _layer(model: ModelConfig, split: Split, plan: LayerPlan) -> tuple[int, int]:
     """Parameters of a layer on a rank, and those of its experts among them."""
-    sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), embeds=False, heads=False)))
+    sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False)))
     inside = {name: size for name, size in sizes.items() if ".layers." in name}
     return sum(inside.values()), sum(size for name, size in inside.items() if _EXPERTS in name)
 

@@ -193,13 +193,13 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
     else:
         chunk, at_work = layers * layer_activation_bytes(config), 0.0
     held = alive * chunk + at_work
-    if any(stage.embeds for stage in own):
+    if any(stage.has_embedding for stage in own):
         held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
     depths = model.mtp.mtp_num_layers or 0
-    if depths and any(stage.ahead for stage in own):
+    if depths and any(stage.has_mtp for stage in own):
         joined = 4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut  # both norms' inputs, and what they made
         held += alive / len(own) * depths * (layer_activation_bytes(config) + joined)
-    if any(stage.heads for stage in own):
+    if any(stage.has_output for stage in own):
         held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
     return held * tokens
 

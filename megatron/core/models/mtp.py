@@ -25,11 +25,11 @@ from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class MTPInputs:
     """What a stage is told of the tokens ahead, one of each a depth.
 
     ids, labels: [b, s] each, what stands k places behind each token and behind its label, anything where the text ends.
@@ -56,10 +56,10 @@ class MultiTokenPrediction(nn.Module):
         model = build.model
         self.build, self.depths = build, model.mtp.mtp_num_layers or 0
         stored = 1 if model.mtp.mtp_use_repeated_layer else self.depths
-        self.layers = nn.ModuleList(AheadLayer(build, depth) for depth in range(stored))
+        self.layers = nn.ModuleList(MTPLayer(build, depth) for depth in range(stored))
 
     def forward(self, x: Tensor, ids: tuple[Tensor, ...], positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
-                one: Pass) -> tuple[Tensor, ...]:
+                context: ForwardContext) -> tuple[Tensor, ...]:
         """The states of all depths, each like x.
 
         x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] a depth. positions: of the tokens
@@ -69,18 +69,19 @@ class MultiTokenPrediction(nn.Module):
         # A leaf that asks for a gradient, since a recomputed layer trains only if one of its inputs does.
         x = x.detach().requires_grad_(torch.is_grad_enabled()) if apart else x
         for depth, own in enumerate(ids, start=1):
-            x = self.look(depth, x, own, positions, embed, one)
+            x = self.look(depth, x, own, positions, embed, context)
             found.append(x)
         return tuple(found)
 
-    def look(self, depth: int, x: Tensor, ids: Tensor, positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor], one: Pass) -> Tensor:
+    def look(self, depth: int, x: Tensor, ids: Tensor, positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
+             context: ForwardContext) -> Tensor:
         """The states of one depth, counted from 1, like x, the states of the depth before. ids: [b, s], `depth` places ahead."""
         vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
         layer = self.layers[min(depth, len(self.layers)) - 1]
-        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, replace(one, depth=depth))
+        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, replace(context, depth=depth))
 
 
-class AheadLayer(nn.Module):
+class MTPLayer(nn.Module):
     """One depth."""
 
     def __init__(self, build: Build, depth: int) -> None:
@@ -93,12 +94,12 @@ class AheadLayer(nn.Module):
         self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth), build)
         self.final_layernorm = build.norm(size)
 
-    def forward(self, x: Tensor, vectors: Tensor, one: Pass) -> Tensor:
+    def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:
         """x: states of the depth before; vectors: of the tokens ahead; both [s or s/tp, b, h]. Returns the same shape."""
         def run(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
             joined = self.build.region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
-            return self.final_layernorm(self.mtp_model_layer(joined, one))
+            return self.final_layernorm(self.mtp_model_layer(joined, context))
 
         choice = self.build.recompute
         if choice.recompute_granularity == "full" and choice.recompute_method == "uniform" and self.training:

@@ -25,7 +25,7 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import positions_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cache import Cache
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.relative import RelativePositions, score_bias
 from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
@@ -41,16 +41,16 @@ class T5Model(nn.Module):
         self.stage, self.build, model = stage, build, build.model
         encoder = [plan for plan in stage.layers if not plan.cross]
         decoder = [plan for plan in stage.layers if plan.cross]
-        split, tied = not (stage.embeds and stage.heads), model.ties_embeddings
-        relative = stage.embeds and model.rope.position_embedding_type == "relative"
-        self.embedding = Embedding(build, tied=tied and split) if stage.embeds else None
+        split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
+        relative = stage.has_embedding and model.rope.position_embedding_type == "relative"
+        self.embedding = Embedding(build, tied=tied and split) if stage.has_embedding else None
         self.encoder_relative_pos_emb = RelativePositions(build) if relative else None
         self.decoder_relative_pos_emb = RelativePositions(build) if relative else None
         ends = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
         self.encoder = Stack(encoder, build, final_norm=ends) if encoder else None
-        self.decoder = Stack(decoder, build, final_norm=stage.heads) if decoder or stage.heads else None
+        self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
         self.output_layer = None
-        if stage.heads:
+        if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "",
                                                   bias=model.add_bias_linear)
@@ -87,8 +87,8 @@ class T5Model(nn.Module):
         if self.encoder is not None:
             memory = self._encode(memory, tables, encoder_padding)
         if self.decoder is not None:
-            one = Pass(MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding))
-            state = self.decoder(state, one, bias=self._bias(tables, state, causal=True), memory=memory)
+            context = ForwardContext(MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding))
+            state = self.decoder(state, context, bias=self._bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
@@ -105,9 +105,9 @@ class T5Model(nn.Module):
         memory, *tables = message
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
-        one = Pass(MaskSpec(), rotary_of(self.build, state, positions), memory_mask=MaskSpec(causal=False, padding=padding), cache=cache)
+        context = ForwardContext(MaskSpec(), rotary_of(self.build, state, positions), memory_mask=MaskSpec(causal=False, padding=padding), cache=cache)
         bias = score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:] if tables else None
-        return self.output_layer(self.decoder(state, one, bias=bias, memory=memory), self.output_weight())
+        return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""
@@ -124,7 +124,7 @@ class T5Model(nn.Module):
         return state, memory, torch.stack(tables)
 
     def _encode(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
-        return self.encoder(memory, Pass(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
+        return self.encoder(memory, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
                             bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
 
     def _bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:

@@ -25,7 +25,7 @@ from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.norm import scale_of
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.qk_clip import Peaks
 from megatron.core.transformer.rope import RotaryTable
 
@@ -59,22 +59,22 @@ class SelfAttention(nn.Module):
         self.softmax_offset = sinks(build) if model.softmax_type == "learnable" else None
         self.peaks = Peaks() if model.qk_clip else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
 
         Returns the attention's output and the normed input, both like x.
         """
         qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
         q, k, v = self._heads(qkv)
-        if one.table is not None and self.plan.rope:
-            q, k = self._turn(q, one.table), self._turn(k, one.table)
+        if context.table is not None and self.plan.rope:
+            q, k = self._turn(q, context.table), self._turn(k, context.table)
         if self.build.model.qk_l2_norm:
             q, k = self._scaled(q), self._scaled(k)
-        mask = one.mask.within(self.plan.window)
+        mask = context.mask.within(self.plan.window)
         if self.peaks is not None and self.training:
             self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
         mixed = attend(self.build, q, k, v, mask, Scores(bias=bias, sink=self._sink(q)), training=self.training,
-                       kernel=one.attention(self.build, self.plan.index))
+                       kernel=context.attention(self.build, self.plan.index))
         if self.linear_gate is not None:
             gate = self.linear_gate(normed)
             mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)

@@ -15,7 +15,7 @@ from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 
 MIXERS = {"attention": SelfAttention, "mla": MultiLatentAttention}
 
@@ -45,35 +45,37 @@ class Layer(nn.Module):
         self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
-    def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
         if self.build.sums_in_norms:
-            update, _ = self.self_attention(x, self.input_layernorm, one, bias)
+            update, _ = self.self_attention(x, self.input_layernorm, context, bias)
             x, normed = self.pre_mlp_layernorm.of_sum(x, self.dropout(update))
-            return x + self.dropout(self.mlp(normed, None, one)[0])
-        x = self.mix(x, one, bias)
+            return x + self.dropout(self.mlp(normed, None, context)[0])
+        x = self.attention_block(x, context, bias)
         if self.cross_attention is not None:
-            assert memory is not None and one.memory_mask is not None, "a layer with cross attention has something to look at"
-            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, one.memory_mask, one.cache)
+            assert memory is not None and context.memory_mask is not None, "a layer with cross attention has something to look at"
+            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache)
             x = self._sum(x, normed, found, None)
-        return recompute(partial(self.think, one=one), self.build.streams, x) if self.recomputes_thinking else self.think(x, one=one)
+        if self.recomputes_mlp:
+            return recompute(partial(self.mlp_block, context=context), self.build.streams, x)
+        return self.mlp_block(x, context=context)
 
     @property
-    def recomputes_thinking(self) -> bool:
+    def recomputes_mlp(self) -> bool:
         """Whether the second half is recomputed."""
         return self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp")
 
-    def mix(self, x: Tensor, one: Pass, bias: Tensor | None) -> Tensor:
+    def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
         """The first half: x and what attention adds to it."""
-        mixed, normed = self.self_attention(x, self.input_layernorm, one, bias)
+        mixed, normed = self.self_attention(x, self.input_layernorm, context, bias)
         return self._sum(x, normed, mixed, self.post_attention_layernorm)
 
-    def think(self, x: Tensor, *, one: Pass) -> Tensor:
+    def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """The second half: x and what the MLP, or experts, add to it."""
-        thought, normed = self.mlp(x, self.pre_mlp_layernorm, one)
+        thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
         return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
     def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:

@@ -31,7 +31,7 @@ from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.qk_clip import Peaks
 from megatron.core.transformer.rope import RotaryTable, yarn_growth
 
@@ -63,17 +63,17 @@ class MultiLatentAttention(nn.Module):
             init=build.initial_output(), region=region, mesh=build.mesh, dtype=build.dtype)
         self.peaks = Peaks() if model.qk_clip else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
 
         Returns the attention's output and the normed input, both like x.
         """
         (query, latent, shared), normed = self.build.normed_linear(norm, self._down, x)
-        table = one.table if self.plan.rope else None
-        mask = one.mask.within(self.plan.window)
-        if one.cache is not None:
+        table = context.table if self.plan.rope else None
+        mask = context.mask.within(self.plan.window)
+        if context.cache is not None:
             kept = torch.cat((self.build.region.copy_to_region(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
-            found = self.absorbed(self._query(query, table), kept, mask, one.attention(self.build, self.plan.index))
+            found = self.absorbed(self._query(query, table), kept, mask, context.attention(self.build, self.plan.index))
             return self.linear_proj(found), normed
 
         def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.core.parallel.spec import ParamSpec, FusedSegment, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 
 
 class MLP(nn.Module):
@@ -29,7 +29,7 @@ class MLP(nn.Module):
         gate = ParamSpec((1, model.hidden_size), build.initial(), "matrix", sum_over=build.region.outside_sums)
         self.gate_weight = parameter(gate, build.mesh, build.dtype) if weighs else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
         wide, normed = self.build.normed_linear(norm, self.linear_fc1, x)
         output = self.linear_fc2(self.build.activation(wide))

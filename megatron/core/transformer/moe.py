@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_lin
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import Rows, dispatcher_of
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import Router
 
 
@@ -130,25 +130,25 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate)
         self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh, build.kernels)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, one: Pass) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed input, both like x."""
-        return self.build.normed_linear(norm, partial(self._think, one=one), x)
+        return self.build.normed_linear(norm, partial(self._mlp_block, context=context), x)
 
-    def _think(self, x: Tensor, *, one: Pass) -> Tensor:
+    def _mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
         own = region.scatter_tokens(x)
-        routing = self.router(own, one)
+        routing = self.router(own, context)
         parcel = self.dispatcher.send(own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None)
-        shared = self._shared(x, one) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
+        shared = self._shared(x, context) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
         outputs = self.experts(parcel.arrive())
         routed = region.gather_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
         if self.shared_experts is None:
             return routed
-        return routed + (self._shared(x, one) if shared is None else shared)
+        return routed + (self._shared(x, context) if shared is None else shared)
 
-    def _shared(self, x: Tensor, one: Pass) -> Tensor | None:
+    def _shared(self, x: Tensor, context: ForwardContext) -> Tensor | None:
         if self.shared_experts is None:
             return None
         if self.build.recomputes("shared_experts"):
-            return recompute(lambda y: self.shared_experts(y, None, one)[0], self.build.streams, x)
-        return self.shared_experts(x, None, one)[0]
+            return recompute(lambda y: self.shared_experts(y, None, context)[0], self.build.streams, x)
+        return self.shared_experts(x, None, context)[0]

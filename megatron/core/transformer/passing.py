@@ -1,4 +1,4 @@
-"""What goes through the layers of a stage beside the hidden states: one microbatch's masks and tables, and its side."""
+"""What goes through the layers of a stage beside the hidden states: one microbatch's masks and tables, and its context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.rope import RotaryTable
 
 
-class _Join(Function):
+class _AddLoss(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, loss: Tensor, weight: float | Tensor) -> Tensor:
         context.weight, context.like = weight, loss.new_empty(())
@@ -27,36 +27,36 @@ class _Join(Function):
         return gradient, torch.ones_like(context.like) * context.weight, None
 
 
-class Side:
-    """What layers say of one microbatch beside their output: losses that join the objective, and figures to report.
+class MicrobatchContext:
+    """Auxiliary losses and metrics that layers add for one microbatch, beside their output.
 
     weight: what a mean over this microbatch's tokens counts in the objective of the step, loss scale included. sample: number
-    of the microbatch's first sample in the run. Layers keep a `Side` from their forward pass, so a recomputed pass finds the
-    one of its own microbatch. notes: name -> [sum, count].
+    of the microbatch's first sample in the run. Layers keep a `MicrobatchContext` from their forward pass, so a recomputed pass finds the
+    one of its own microbatch. metrics: name -> [sum, count].
     """
 
     def __init__(self, weight: float | Tensor, *, training: bool, sample: int = 0) -> None:
         self.weight, self.training, self.sample = weight, training, sample
-        self.notes: dict[str, Tensor] = {}
-        self._kept: dict[object, Any] = {}
+        self.metrics: dict[str, Tensor] = {}
+        self._retained: dict[object, Any] = {}
 
-    def join(self, x: Tensor, loss: Tensor) -> Tensor:
+    def add_loss(self, x: Tensor, loss: Tensor) -> Tensor:
         """x; its backward pass also brings the gradient of weight * loss, a scalar."""
-        return _Join.apply(x, loss, self.weight) if self.training else x
+        return _AddLoss.apply(x, loss, self.weight) if self.training else x
 
-    def once(self, key: object, make: Callable[[], Any]) -> Any:
+    def compute_once(self, key: object, make: Callable[[], Any]) -> Any:
         """What `make` gives in the first pass of this microbatch that asks under this key; a recomputed pass finds it again."""
-        if key not in self._kept:
+        if key not in self._retained:
             with torch.no_grad():
-                self._kept[key] = make()
-        return self._kept[key]
+                self._retained[key] = make()
+        return self._retained[key]
 
     @property
-    def kept(self) -> tuple[Any, ...]:
+    def retained(self) -> tuple[Any, ...]:
         """What recomputed passes would find again."""
-        return tuple(self._kept.values())
+        return tuple(self._retained.values())
 
-    def note(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
+    def add_metric(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
         """Add to the figure of this name. A pass that is recomputed is heard once.
 
         Reported is the sum of all totals over the sum of all counts, over all ranks: a rank that holds only a share of what
@@ -65,15 +65,15 @@ class Side:
         if torch.is_grad_enabled() == self.training:
             total = total.detach()
             pair = torch.stack((total, torch.ones_like(total) * count))
-            self.notes[name] = self.notes[name] + pair if name in self.notes else pair
+            self.metrics[name] = self.metrics[name] + pair if name in self.metrics else pair
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One microbatch on its way through a stack.
+class ForwardContext:
+    """What the layers of a stack share in the forward pass of one microbatch.
 
     mask: which keys each query sees; a layer with a window adds it. table: rotations, for layers that have them.
-    memory_mask: what cross attention looks through. side: where layers note losses; None when nobody listens.
+    memory_mask: what cross attention looks through. microbatch_context: where layers note losses; None when nobody listens.
     cache: what is known of the texts' beginnings, when they are decoded. depth: of multi-token prediction, from 1 on, 0 before
     it: one layer may serve several depths.
     """
@@ -81,7 +81,7 @@ class Pass:
     mask: MaskSpec
     table: RotaryTable | None = None
     memory_mask: MaskSpec | None = None
-    side: Side | None = None
+    microbatch_context: MicrobatchContext | None = None
     cache: Cache | None = None
     depth: int = 0
 

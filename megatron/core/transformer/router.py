@@ -29,7 +29,7 @@ from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of
 from megatron.core.transformer.balance import balancing_share, count_choices, evened, moved_bias, size_share
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.passing import Pass, Side
+from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 
 _TINY = 1e-20
 _FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together
@@ -77,28 +77,30 @@ class Router(nn.Module):
         self.recorded: dict[tuple[int, int], Tensor] = {}
         self.replayed: Mapping[tuple[int, int], Tensor] | None = None
 
-    def forward(self, x: Tensor, one: Pass) -> Routing:
+    def forward(self, x: Tensor, context: ForwardContext) -> Routing:
         """x: [positions, b, h], this rank's tokens. Returns the routing of its t = positions * b tokens."""
-        side = one.side if one.side is not None and one.side.training else None
+        microbatch_context = context.microbatch_context
+        if microbatch_context is not None and not microbatch_context.training:
+            microbatch_context = None
         scores = self.scores(x)
         if self.moe.moe_router_force_load_balancing:
-            scores = self._at_random(scores, one)
+            scores = self._at_random(scores, context)
         scores = scores.flatten(0, 1)
-        experts = self._experts(scores, side, one.depth)
+        experts = self._experts(scores, microbatch_context, context.depth)
         weights = weigh(scores, experts, self.moe)
-        if side is not None:
-            weights = self._balanced(weights, scores, one, x.shape[1])
+        if microbatch_context is not None:
+            weights = self._balanced(weights, scores, context, x.shape[1])
         routing = Routing(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
             limit = capacity(experts.shape[0], self.moe)
             routing = drop(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
-        if side is not None:
-            side.once((self, one.depth, "tally"), lambda: self._count(routing, one))
+        if microbatch_context is not None:
+            microbatch_context.compute_once((self, context.depth, "tally"), lambda: self._count(routing, context))
         return routing
 
-    def served(self, one: Pass) -> int:
+    def served(self, context: ForwardContext) -> int:
         """Which of the depths that share this layer a pass is of, from 0."""
-        return one.depth - 1 if len(self.tally) > 1 else 0
+        return context.depth - 1 if len(self.tally) > 1 else 0
 
     def scores(self, x: Tensor) -> Tensor:
         """x: [..., h]. Returns [..., e] in the router's format."""
@@ -124,11 +126,11 @@ class Router(nn.Module):
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
 
-    def _experts(self, scores: Tensor, side: Side | None, depth: int) -> Tensor:
+    def _experts(self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int) -> Tensor:
         """The choice, or in training that of an earlier step that is replayed."""
-        if side is not None and self.replayed is not None:
-            found = self.replayed.get((side.sample, depth))
-            assert found is not None, f"no choice was recorded for the microbatch from sample {side.sample} on"
+        if microbatch_context is not None and self.replayed is not None:
+            found = self.replayed.get((microbatch_context.sample, depth))
+            assert found is not None, f"no choice was recorded for the microbatch from sample {microbatch_context.sample} on"
             assert len(found) == len(scores), "a choice is replayed for as many tokens as it was made for"
             return found
         with torch.no_grad():
@@ -136,59 +138,60 @@ class Router(nn.Module):
                 found = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
             else:
                 found = choose(scores, self.moe, self.expert_bias)
-        if side is not None and self.moe.moe_enable_routing_replay:
-            self.recorded[side.sample, depth] = found
+        if microbatch_context is not None and self.moe.moe_enable_routing_replay:
+            self.recorded[microbatch_context.sample, depth] = found
         return found
 
-    def _balanced(self, weights: Tensor, scores: Tensor, one: Pass, num_sequences: int) -> Tensor:
+    def _balanced(self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int) -> Tensor:
         """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
-        moe, axis, side = self.moe, self.build.mesh.tp_cp, one.side
-        assert side is not None, "somebody listens"
+        moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
+        assert microbatch_context is not None, "somebody listens"
         num_tokens = scores.shape[0] * axis.size
         wanted = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
         if wanted:
             shares = affinities(scores, moe.moe_router_score_function)
-            by_sequence = side.once((self, one.depth, "chosen"), lambda: collectives.all_reduce(
+            by_sequence = microbatch_context.compute_once((self, context.depth, "chosen"), lambda: collectives.all_reduce(
                 count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences), axis))
             for kind, coefficient in wanted:
                 chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
-                    chosen = side.once((self, one.depth, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
+                    chosen = microbatch_context.compute_once((self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
                 loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
-                weights = self._joined(weights, loss, coefficient, _NAMES[kind], one)
+                weights = self._joined(weights, loss, coefficient, _NAMES[kind], context)
         if moe.moe_z_loss_coeff:
             loss = size_share(scores, num_tokens=num_tokens)
-            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", one)
+            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
         return weights
 
-    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, one: Pass) -> Tensor:
-        side = one.side
-        assert side is not None, "somebody listens"
+    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext) -> Tensor:
+        microbatch_context = context.microbatch_context
+        assert microbatch_context is not None, "somebody listens"
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
-        side.note(name, loss, count)
+        microbatch_context.add_metric(name, loss, count)
         if self.moe.moe_per_layer_logging:
-            side.note(f"moe/{name}_layer_{self.layer + self.served(one)}", loss, count)
-        return side.join(weights, coefficient * loss)
+            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.served(context)}", loss, count)
+        return microbatch_context.add_loss(weights, coefficient * loss)
 
     def _so_far(self, chosen: Tensor) -> Tensor:
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
-    def _count(self, routing: Routing, one: Pass) -> None:
-        own = self.tally[self.served(one)]
+    def _count(self, routing: Routing, context: ForwardContext) -> None:
+        own = self.tally[self.served(context)]
         own[:-1] += count_choices(routing.experts, self.num_experts)[0]
         if routing.kept is not None:
             own[-1] += (~routing.kept).sum()
 
-    def _at_random(self, scores: Tensor, one: Pass) -> Tensor:
+    def _at_random(self, scores: Tensor, context: ForwardContext) -> Tensor:
         """Scores from 0 to 1 that only layer, sample and position decide, under any layout; gradients pass as if they were real."""
         positions, num_sequences, _ = scores.shape
-        tp, places = self.build.mesh.tp, one.mask.query_places
+        tp, places = self.build.mesh.tp, context.mask.query_places
         places = torch.arange(positions * tp.size, device=scores.device) if places is None else places
-        sample = (0 if one.side is None else one.side.sample) + torch.arange(num_sequences, device=scores.device)
+        first = 0 if context.microbatch_context is None else context.microbatch_context.sample
+        sample = first + torch.arange(num_sequences, device=scores.device)
         token = (sample << 32) + collectives.cut(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer + self.served(one))
+        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer + self.served(context))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())

@@ -15,7 +15,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 
 
 class Stack(nn.Module):
@@ -28,14 +28,14 @@ class Stack(nn.Module):
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
         self.aside: Callable[[list[Layer]], AbstractContextManager] = lambda layers: nullcontext()  # around what recomputation keeps of them
 
-    def forward(self, x: Tensor, one: Pass, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
         bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
         looks at.
         """
         for group, drop in self._groups():
-            run = _Run(group, one)
+            run = _Run(group, context)
             if drop and self.training:
                 with self.aside(group):
                     x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
@@ -60,10 +60,10 @@ class Stack(nn.Module):
 class _Run:
     """Some layers one after the other, as a function of what has a gradient."""
 
-    def __init__(self, layers: list[Layer], one: Pass) -> None:
-        self.layers, self.one = layers, one
+    def __init__(self, layers: list[Layer], context: ForwardContext) -> None:
+        self.layers, self.context = layers, context
 
     def __call__(self, x: Tensor, bias: Tensor | None, memory: Tensor | None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.one, bias=bias, memory=memory)
+            x = layer(x, self.context, bias=bias, memory=memory)
         return x

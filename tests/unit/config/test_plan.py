@@ -55,11 +55,11 @@ def test_the_even_cut_is_refused_exactly_when_it_does_not_divide() -> None:
 
 def test_only_the_first_stage_embeds_and_only_the_last_has_the_head() -> None:
     stages = partition(layer_plans(8), pp=2, vpp=2)
-    assert [stage.embeds for stage in stages] == [True, False, False, False]
-    assert [stage.heads for stage in stages] == [False, False, False, True]
+    assert [stage.has_embedding for stage in stages] == [True, False, False, False]
+    assert [stage.has_output for stage in stages] == [False, False, False, True]
     assert [(stage.index, stage.count) for stage in stages] == [(index, 4) for index in range(4)]
     whole, = partition(layer_plans(3), pp=1)
-    assert (whole.embeds, whole.heads, len(whole.layers)) == (True, True, 3)
+    assert (whole.has_embedding, whole.has_output, len(whole.layers)) == (True, True, 3)
 
 
 def test_layers_keep_what_their_rows_say() -> None:
@@ -119,7 +119,7 @@ def test_a_layout_that_cannot_be_read_is_refused(layout: str, reason: str) -> No
 
 def test_the_stage_behind_the_last_layer_is_that_of_m_or_else_the_last() -> None:
     def behind(**said: Any) -> list[bool]:
-        return [stage.ahead for stage in partition(layer_plans(4), **said)]
+        return [stage.has_mtp for stage in partition(layer_plans(4), **said)]
 
     assert behind(pp=2) == [False, True]
     assert behind(pp=4, layout="Et|tt|t|L") == behind(pp=4, layout="Et|tt|t|mmL") == [False, False, False, True]

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Ahead, Losses
+from megatron.core.models.mtp import MTPInputs, Losses
 from megatron.inference.requests import Request
 from megatron.inference.sequence import SequenceState
 from megatron.inference.sampling import Sampling
@@ -102,7 +102,7 @@ def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
     ids, label = torch.tensor([known[:size]]).expand(words, -1), torch.arange(words)[:, None].expand(-1, size)
     further = tuple(torch.tensor([known[number:number + size]]).expand(words, -1) for number in range(1, depth + 1))
     with torch.no_grad():
-        losses = model(ids=ids, labels=label, ahead=Ahead(further, (label,) * depth))
+        losses = model(ids=ids, labels=label, ahead=MTPInputs(further, (label,) * depth))
     assert isinstance(losses, Losses)
     return int(losses.ahead[depth - 1][:, -1].argmin())
 

@@ -23,7 +23,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
@@ -114,7 +114,7 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(torch.randn(32, 2, 128, requires_grad=True), Pass(MaskSpec()))
+        output = layer(torch.randn(32, 2, 128, requires_grad=True), ForwardContext(MaskSpec()))
     del output
     estimate = 32 * 2 * flops.layer_activation_bytes(settings, mlp="moe")
     assert sum(kept.values()) == pytest.approx(estimate, rel=0.15)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Ahead, Losses
+from megatron.core.models.mtp import MTPInputs, Losses
 from megatron.training.batch import Batch, language_loss
 from tests.helpers import tiny
 
@@ -42,7 +42,7 @@ def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
 def told(stage: GPTModel, batch: Batch) -> Losses:
     """The losses of all tokens, counted or not."""
     return stage(ids=batch.tokens, labels=batch.labels, documents=batch.documents, positions=batch.positions,
-                 ahead=Ahead(batch.ahead.ids, all_labels(batch)))
+                 ahead=MTPInputs(batch.ahead.ids, all_labels(batch)))
 
 
 def all_labels(batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -182,7 +182,7 @@ def test_ids_ahead_may_be_anything_where_nothing_counts() -> None:
     stage, run = model_of(mtp_num_layers=2)
     batch = batch_of(run, packed=False)
     filled = tuple(torch.cat((ids[:, :-depth], torch.full((2, depth), 7)), dim=1) for depth, ids in enumerate(batch.ahead.ids, start=1))
-    others = Ahead(filled, all_labels(batch))
+    others = MTPInputs(filled, all_labels(batch))
     found = stage(ids=batch.tokens, labels=batch.labels, ahead=others)
     (total, *_), (expected, *_) = (language_loss(output, batch, run.config.model.mtp) for output in (found, told(stage, batch)))
     assert all(not torch.equal(a, b) for a, b in zip(found.ahead, told(stage, batch).ahead, strict=True))

@@ -53,7 +53,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
 
     def forward_step(run: Run, batches: Iterator[Batch], stage: Any) -> Any:
         batch = next(batches)
-        if stage.training and stage.stage.embeds:
+        if stage.training and stage.stage.has_embedding:
             fed.append((run.progress.iteration + 1, batch.tokens.tolist()))
         return pretrain_gpt.forward_step(run, iter((batch,)), stage)
 

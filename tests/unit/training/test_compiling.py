@@ -132,11 +132,11 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
 def test_a_half_that_is_no_single_graph_has_a_reason(changes: Changes, attention: str, mlp: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
     layers = [part for part in trainer.stages[0].modules() if isinstance(part, Layer)]
-    assert all(obstacles(layer) == {"mix": attention, "think": mlp} for layer in layers)
+    assert all(obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
     before = [layer.forward for layer in layers]
     Compiler(trainer)
-    assert all((layer.forward == old) == bool(attention or mlp or layer.recomputes_thinking) for layer, old in zip(layers, before, strict=True))
-    assert all(("think" in vars(layer)) == (not mlp and (bool(attention) or layer.recomputes_thinking)) for layer in layers)
+    assert all((layer.forward == old) == bool(attention or mlp or layer.recomputes_mlp) for layer, old in zip(layers, before, strict=True))
+    assert all(("mlp_block" in vars(layer)) == (not mlp and (bool(attention) or layer.recomputes_mlp)) for layer in layers)
 
 
 def test_graph_breaks_are_counted_with_their_reason_and_later_graphs_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

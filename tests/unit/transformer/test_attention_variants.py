@@ -15,7 +15,7 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_of
 from tests.helpers import tiny
 
@@ -61,7 +61,7 @@ def hidden() -> Tensor:
 
 
 def run_ours(module: nn.Module, run: tiny.Run, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    return module(x, None, Pass(MaskSpec(), rotary_of(run.build, x, positions)))[0]
+    return module(x, None, ForwardContext(MaskSpec(), rotary_of(run.build, x, positions)))[0]
 
 
 def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
@@ -193,4 +193,4 @@ def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
         getattr(theirs, f"{name}_bias").data.copy_(parts[1][None])
     x, y = hidden(), hidden()
     expected = theirs(y.flatten(0, 1), torch.zeros(S * B, 1, dtype=torch.long), torch.ones(S * B, 1).double()).view(S, B, H)
-    same(module(x, None, Pass(MaskSpec()))[0], expected, [(x, y)], 1e-11)
+    same(module(x, None, ForwardContext(MaskSpec()))[0], expected, [(x, y)], 1e-11)

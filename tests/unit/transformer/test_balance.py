@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, size_share
-from megatron.core.transformer.passing import Pass, Side
+from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import affinities, recorded, replay, routers_of
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.metrics import Meter, Report
@@ -94,9 +94,9 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
     for number, weight in enumerate((0.7, 0.2)):
         x = tokens(number)
         upstream = torch.randn(S * B, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        side = Side(weight, training=True, sample=number)
-        (ours(x, Pass(MaskSpec(), side=side)).weights * upstream).sum().backward()
-        objective = objective + (plain(x, Pass(MaskSpec())).weights * upstream).sum()
+        microbatch_context = MicrobatchContext(weight, training=True, sample=number)
+        (ours(x, ForwardContext(MaskSpec(), microbatch_context=microbatch_context)).weights * upstream).sum().backward()
+        objective = objective + (plain(x, ForwardContext(MaskSpec())).weights * upstream).sum()
         scores = plain.scores(x).flatten(0, 1)
         shares, experts = affinities(scores, function), scores.detach().topk(2).indices
         seen.append(experts)
@@ -105,7 +105,7 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
                 "global_aux_loss": lambda: E * sum(f * shares[:, i].mean() for i, f in enumerate(fractions(torch.cat(seen), E))),
                 "z": lambda: scores.logsumexp(-1).square().mean()}[kind]()
         objective = objective + weight * 0.5 * loss
-        (pair,) = side.notes.values()
+        (pair,) = microbatch_context.metrics.values()
         assert float(pair[0] / pair[1]) == pytest.approx(float(loss.detach()), rel=1e-12), "the figure is the loss without its weight"
     objective.backward()
     for name in ("weight", "bias"):
@@ -122,20 +122,20 @@ def test_affinities_add_up_to_one() -> None:
 
 def test_a_recomputed_pass_counts_and_reports_once() -> None:
     router = router_of(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.1,))
-    one = Pass(MaskSpec(), side=Side(1.0, training=True))
+    one = ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True))
     with torch.no_grad():
         router(tokens(), one)
     router(tokens(), one)
     assert int(router.tally[:, :-1].sum()) == int(router.chosen_so_far.sum()) == S * B * 2
-    assert one.side.notes["global_load_balancing_loss"][1] == 1.0
+    assert one.microbatch_context.metrics["global_load_balancing_loss"][1] == 1.0
 
 
 def test_an_evaluation_counts_nothing() -> None:
     router = router_of(moe_aux_loss_coeff=(0.1,), moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid").eval()
-    side = Side(1.0, training=False)
+    microbatch_context = MicrobatchContext(1.0, training=False)
     with torch.no_grad():
-        router(tokens(), Pass(MaskSpec(), side=side))
-    assert not router.tally.any() and not side.notes
+        router(tokens(), ForwardContext(MaskSpec(), microbatch_context=microbatch_context))
+    assert not router.tally.any() and not microbatch_context.metrics
 
 
 # The objective of a step.

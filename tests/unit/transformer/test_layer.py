@@ -17,7 +17,7 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.parallel.rng import materialize
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.stack import Stack
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -83,7 +83,7 @@ def test_a_layer_is_its_formula(kind: str) -> None:
         for param in stack.parameters():
             param.add_(torch.randn_like(param) * 0.1)  # biases and scales away from zero and one
     x = torch.randn(S, B, H).double()
-    torch.testing.assert_close(stack(x, Pass(MaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(stack(x, ForwardContext(MaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11)
 
 
 def test_layers_are_named_by_their_global_number() -> None:
@@ -106,12 +106,12 @@ def test_evaluation_recomputes_and_drops_nothing() -> None:
     x, calls = torch.randn(S, B, H).double().requires_grad_(), []
     stack.layers["0"].register_forward_pre_hook(lambda *_: calls.append(1))
     stack.eval()
-    first = stack(x, Pass(MaskSpec()))
-    assert torch.equal(first, stack(x, Pass(MaskSpec())))
+    first = stack(x, ForwardContext(MaskSpec()))
+    assert torch.equal(first, stack(x, ForwardContext(MaskSpec())))
     first.sum().backward()
     assert len(calls) == 2, "backward ran no layer again"
     stack.train()
-    assert not torch.equal(stack(x, Pass(MaskSpec())), first)
+    assert not torch.equal(stack(x, ForwardContext(MaskSpec())), first)
 
 
 def test_dropout_draws_from_its_stream_only() -> None:
@@ -132,7 +132,7 @@ def test_a_wide_residual_stays_fp32_from_layer_to_layer(after_norm: bool) -> Non
     formats = []
     for layer in stack.layers.values():
         layer.register_forward_hook(lambda module, inputs, output: formats.append((inputs[0].dtype, output.dtype)))
-    assert stack(x, Pass(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
+    assert stack(x, ForwardContext(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
     assert stack.layers["0"].input_layernorm(x).dtype == torch.bfloat16
 
 

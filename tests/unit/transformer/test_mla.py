@@ -18,7 +18,7 @@ from megatron.core.kernels.reference import attention
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.mla import MultiLatentAttention
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_of
 from tests.helpers import tiny
 
@@ -41,8 +41,8 @@ def layer_of(*, window: tuple[int, int] | None = None, rope: bool = True, **chan
     return layer, run
 
 
-def pass_of(run: tiny.Run, x: Tensor) -> Pass:
-    return Pass(MaskSpec(), rotary_of(run.build, x))
+def pass_of(run: tiny.Run, x: Tensor) -> ForwardContext:
+    return ForwardContext(MaskSpec(), rotary_of(run.build, x))
 
 
 def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, window: int | None, rope: bool = True) -> Tensor:
@@ -186,7 +186,7 @@ def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(changes: di
     for size in steps:
         part = slice(start, start + size)
         own = replace(table, cos=table.cos[part], sin=table.sin[part])
-        found.append(layer(x[part], None, Pass(MaskSpec(), own, cache=cache))[0])
+        found.append(layer(x[part], None, ForwardContext(MaskSpec(), own, cache=cache))[0])
         start += size
     torch.testing.assert_close(torch.cat(found), whole, rtol=1e-12, atol=1e-12)
     assert cache.keys.shape == (S, 1, 1, LATENT + TURNED), "a token costs its latent and the shared key"

@@ -22,12 +22,12 @@ from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.passing import Pass
+from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
 S, B, H, E, K = 6, 2, 32, 4, 2
-ONE = Pass(MaskSpec())
+ONE = ForwardContext(MaskSpec())
 GATED = {"swiglu": True, "add_bias_linear": False, "ffn_hidden_size": 48, "normalization": "RMSNorm"}
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 

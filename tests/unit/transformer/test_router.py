@@ -22,12 +22,12 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.balance import evened
-from megatron.core.transformer.passing import Pass, Side
+from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import Router, Routing, capacity, choose, drop, recorded, replay, weigh
 from tests.helpers import tiny
 
 S, B, H, E = 12, 3, 32, 8
-ONE = Pass(MaskSpec())
+ONE = ForwardContext(MaskSpec())
 
 
 def router_of(layer: int = 0, **changes: Any) -> Router:
@@ -164,8 +164,8 @@ def test_forced_balance_depends_on_the_place_of_a_token_and_on_the_layer_alone()
 
     def chosen(router: Router, seed: int, sample: int, places: Tensor | None = None) -> Tensor:
         x = tokens(seed) if places is None else tokens(seed)[:len(places)]
-        side = Side(1.0, training=False, sample=sample)
-        return router(x, Pass(MaskSpec(query_places=places), side=side)).experts.view(len(x), B, 2)
+        microbatch_context = MicrobatchContext(1.0, training=False, sample=sample)
+        return router(x, ForwardContext(MaskSpec(query_places=places), microbatch_context=microbatch_context)).experts.view(len(x), B, 2)
 
     first = chosen(one, 0, 0)
     assert torch.equal(first, chosen(one, 1, 0)), "what a token says does not matter"
@@ -261,8 +261,8 @@ def test_of_equal_weights_the_earlier_is_kept() -> None:
 
 def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
     router = router_of(moe_expert_capacity_factor=0.5, moe_router_topk=2)
-    side = Side(1.0, training=True)
-    found = router(tokens(), Pass(MaskSpec(), side=side))
+    microbatch_context = MicrobatchContext(1.0, training=True)
+    found = router(tokens(), ForwardContext(MaskSpec(), microbatch_context=microbatch_context))
     assert found.capacity == math.ceil(S * B * 2 / E * 0.5) and not found.kept.all()
     hits = found.experts.flatten().bincount(minlength=E)
     assert router.tally.tolist() == [[*hits.tolist(), int((~found.kept).sum())]]
@@ -273,7 +273,7 @@ def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
 
 def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
     router = router_of(moe_enable_routing_replay=True)
-    passes = [Pass(MaskSpec(), side=Side(1.0, training=True, sample=number)) for number in (0, 4)]
+    passes = [ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=number)) for number in (0, 4)]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
     choices = recorded([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
@@ -286,6 +286,6 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
         torch.testing.assert_close(again.weights, expected)
         assert not torch.equal(again.weights, first[number].weights), "weights follow the router of today"
     with pytest.raises(AssertionError, match="no choice was recorded for the microbatch from sample 8 on"):
-        router(tokens(), Pass(MaskSpec(), side=Side(1.0, training=True, sample=8)))
+        router(tokens(), ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=8)))
     replay([router], None)
     assert not torch.equal(router(tokens(0), passes[0]).experts, first[0].experts)
