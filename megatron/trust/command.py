@@ -65,7 +65,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         args = read_flags(flags, defaults=ENTRIES[entry])
     except ConfigError as error:
         return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
-    return Command(Given(from_namespace(RunConfig, args), ranks), tuple(Broken("command-line", said) for said in args.problems),
+    return Command(Given(from_namespace(RunConfig, args), ranks), tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
                    tuple(args.messages))
 
 
