@@ -131,7 +131,7 @@ class Adafactor:
         for whole, (_, *sums) in zip(self.wholes, squares, strict=True):
             if whole.held is not None:
                 self._direct(whole, whole.held, sums)
-        lengths = [self._length(whole) for whole in self.wholes]
+        lengths = [self._squared_norm_share(whole) for whole in self.wholes]
         self._sum(list(zip(self.wholes, lengths, strict=True)))
         for whole, (weights, *_), length in zip(self.wholes, squares, lengths, strict=True):
             if whole.held is not None:
@@ -180,7 +180,7 @@ class Adafactor:
             size = rows[block.where[:-1]].unsqueeze(-1) * columns[(*block.where[:-2], block.where[-1])].unsqueeze(-2)
             block.of(gradient).mul_(size.clamp_(min=least**2).rsqrt_())
 
-    def _length(self, whole: _Whole) -> Tensor:
+    def _squared_norm_share(self, whole: _Whole) -> Tensor:
         """This rank's share of the sum of squares of directions, [e] or []."""
         found = self.nothing.new_zeros(whole.stack)
         for block in whole.held.blocks if whole.held is not None else ():

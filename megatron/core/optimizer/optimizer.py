@@ -7,7 +7,7 @@ masters; wide weights are their own masters.
     segment --matrix of a layer, --optimizer muon--> Muon             muon.py
             --else--> AdamW, SGD, Lion                                elementwise.py
             --else, --optimizer adafactor--> Adafactor                adafactor.py
-            --else, --use-precision-aware-optimizer--> LowPrecisionAdam     narrow.py, formats.py
+            --else, --use-precision-aware-optimizer--> LowPrecisionAdam     low_precision.py, formats.py
             --of these, --optimizer-cpu-offload--> the same, where the CPU's memory is   offload.py
 """
 
