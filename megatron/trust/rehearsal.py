@@ -294,4 +294,5 @@ def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
     if weight is None or weight.dim() != 2:
         return {}
     boxes = [piece.box for piece in local_shards(spec_of(weight), mesh)]
-    return {cut.dim: tuple((box.offset[cut.dim], box.offset[cut.dim] + box.shape[cut.dim]) for box in boxes) for cut in spec_of(weight).cuts}
+    return {shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
+            for shard in spec_of(weight).shards}
