@@ -20,9 +20,10 @@ from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.sentence_kinds import bert_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.batch import Batch, Loss, LossFunction
+from megatron.training.data import Datasets
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import Datasets, pretrain
+from megatron.training.loop import pretrain
 from megatron.training.pair_loss import pair_loss
 from megatron.training.run import Run
 

@@ -20,9 +20,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Losses
 from megatron.inference.samples import continuations, read_prompts
 from megatron.training.batch import Batch, Loss, LossFunction, language_loss
+from megatron.training.data import Datasets
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import Datasets, pretrain
+from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from megatron.training.stages import Samples
 

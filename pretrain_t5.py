@@ -20,9 +20,10 @@ from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.sentence_kinds import t5_kind
 from megatron.core.models.t5 import Message, T5Model
 from megatron.training.batch import Batch, Loss, LossFunction, masked_loss
+from megatron.training.data import Datasets
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import Datasets, pretrain
+from megatron.training.loop import pretrain
 from megatron.training.run import Run
 
 

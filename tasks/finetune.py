@@ -12,8 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -29,10 +29,10 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.arguments import read_flags
-from megatron.training.preflight import examine, fitted
-from megatron.training.initialize import join, shut_down
 from megatron.training.device_checks import kernel_need
+from megatron.training.initialize import join, shut_down
 from megatron.training.place import world_size
+from megatron.training.preflight import examine, fitted
 from megatron.trust.command import ENTRIES, split_command
 from megatron.trust.doctor import Row, Subject, examine_all
 

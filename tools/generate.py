@@ -16,7 +16,6 @@ A run that was interrupted goes on where its output ends. Under torchrun, the ra
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os

@@ -23,8 +23,8 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.inference.model_runner import SequenceInput, sample_outputs
 from megatron.inference.engine import ThroughputMeter
+from megatron.inference.model_runner import SequenceInput, sample_outputs
 from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sequence import SequenceState
 

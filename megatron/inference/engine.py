@@ -25,10 +25,10 @@ from megatron.core.config.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference import cuda_graphs
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.cache import bytes_per_token
-from megatron.inference.model_runner import ModelRunner, SequenceOutput, CachedNetwork, StepInput, SequenceInput, stored
-from megatron.inference import cuda_graphs
+from megatron.inference.model_runner import CachedNetwork, ModelRunner, SequenceInput, SequenceOutput, StepInput, stored
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sequence import SequenceState
 from megatron.inference.speculative import DraftNetwork, MTPDraft

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
-from megatron.inference.model_runner import SamplingState, SequenceOutput, SequenceInput
-from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
 from megatron.inference.detokenizer import Detokenizer
+from megatron.inference.model_runner import SamplingState, SequenceInput, SequenceOutput
+from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
 
 
 class SequenceState:

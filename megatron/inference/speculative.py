@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron.inference.model_runner import ModelRunner, StepInput, SequenceInput
+from megatron.inference.model_runner import ModelRunner, SequenceInput, StepInput
 from megatron.inference.sequence import SequenceState
 
 _DRAFT = 1  # index of the draft among the runner's networks

@@ -20,9 +20,9 @@ from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
-from megatron.training.preflight import LOCAL, examine, preflight
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.place import end_in_a_line_when_interrupted, launcher_place
+from megatron.training.preflight import LOCAL, examine, preflight
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 

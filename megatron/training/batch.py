@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.config.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.models.mtp import MTPInputs, Losses
+from megatron.core.models.mtp import Losses, MTPInputs
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.passing import MicrobatchContext
 

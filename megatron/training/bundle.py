@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
-from megatron.core.dist_checkpointing.saver import SaveRules, Saver
+from megatron.core.dist_checkpointing.saver import Saver, SaveRules
 from megatron.core.dist_checkpointing.store import Description, walk
 from megatron.core.optimizer.clip import counted_ranges, first_homes
 from megatron.core.parallel import collectives

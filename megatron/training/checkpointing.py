@@ -27,7 +27,7 @@ from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.saver import SaveOutcome, SaveRules, Saver
+from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put

@@ -17,8 +17,8 @@ from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.families import hf
 from megatron.core.families.rules import Family
-from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.tokenizers.build import build_tokenizer
 
 

@@ -28,15 +28,15 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.board import join_ranks, lacks_board
+from megatron.training.device_checks import kernel_need
 from megatron.training.elastic import told
 from megatron.training.ledger import Ledger
-from megatron.training.device_checks import kernel_need
 from megatron.training.place import launcher_place, world_size
+from megatron.training.preflight import fitted, preflight
 from megatron.training.recording import ledger_path
 from megatron.training.run import Run
 from megatron.training.standby import stand_by, tell_done
 from megatron.training.timers import Timers
-from megatron.training.preflight import fitted, preflight
 
 
 def initialize_megatron(args: argparse.Namespace) -> Run:

@@ -21,7 +21,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
 from megatron.training.checkpointing import Checkpoint, owning
 from megatron.training.compiling import Compiler
-from megatron.training.data import Data, DatasetProvider, Datasets, build_data, take
+from megatron.training.data import Data, DatasetProvider, build_data, take
 from megatron.training.evaluate import evaluate, resting
 from megatron.training.failures import locating
 from megatron.training.graphs import Recordings
@@ -232,7 +232,7 @@ class Session:
 
     def _evaluate(self, watch: Watch) -> None:
         """The mean validation loss over --eval-iters global batches, or over all of the validation data."""
-        progress, train = self.trainer.progress, self.config.train
+        progress = self.trainer.progress
         paused = time.perf_counter()
         self._resolve(watch)
         watch.around_evaluation()

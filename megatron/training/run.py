@@ -11,9 +11,9 @@ import torch
 
 from megatron.core.config.run import RunConfig
 from megatron.core.kernels.table import Kernels
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build

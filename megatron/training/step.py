@@ -21,8 +21,8 @@ from megatron.core.config.rules import stages_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.passing import MicrobatchContext
+from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.router import routers_of
 from megatron.training.batch import Batch
 from megatron.training.data import take

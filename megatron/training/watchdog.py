@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import distributed as dist
 

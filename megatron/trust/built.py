@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron.core.config.plan import StageSpec, layer_rows
+from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules import stages_of
 from megatron.core.config.run import RunConfig
 from megatron.core.models.describe import count_parameters, parameter_shapes

@@ -33,7 +33,6 @@ from megatron.trust.fake import ROUNDS, FakeRecorder
 from megatron.trust.memory import Life, Stretch
 from megatron.trust.trace import Event
 
-
 _SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
 

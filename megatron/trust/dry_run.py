@@ -27,12 +27,12 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.rules import stages_of
-from megatron.core.config.run import OffloadConfig, RunConfig
+from megatron.core.config.run import RunConfig
 from megatron.core.kernels.table import available, select
+from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer

@@ -31,10 +31,10 @@ from megatron.core.dist_checkpointing.store import CheckpointError, candidates
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
 from megatron.core.kernels.table import Need, select
 from megatron.core.optimizer.clip import global_norm
+from megatron.core.parallel.flight_recorder import action_words
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
-from megatron.core.parallel.flight_recorder import action_words
 from megatron.core.pipeline_parallel.executor import run as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.batch import Batch

@@ -26,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.saver import SaveRules, Saver, save
+from megatron.core.dist_checkpointing.saver import Saver, SaveRules, save
 from megatron.core.dist_checkpointing.store import Description, candidates
 
 NUM_TENSORS = 300

@@ -58,6 +58,7 @@ def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -
 def build_megatron(prefix: str, cache: str, length: int, tokens: int, epochs: int) -> Callable[[], list]:
     """The same with megatron-core."""
     import torch.distributed as dist
+
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 

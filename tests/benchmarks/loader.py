@@ -77,9 +77,10 @@ def plain(prefix: str, length: int) -> tuple[int, Callable]:
 def megatron(prefix: str, length: int) -> tuple[int, Callable]:
     """megatron-core's GPTDataset, with torch's collate."""
     import torch.distributed as dist
+    from torch.utils.data import default_collate
+
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from torch.utils.data import default_collate
 
     class Tokenizer:
         vocab_size, eod, pad, unique_identifiers = VOCABULARY, VOCABULARY - 1, VOCABULARY - 1, {"class": "null"}

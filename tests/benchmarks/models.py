@@ -123,6 +123,7 @@ def litgpt(size: Size) -> tuple[nn.Module, Loss]:
 def megatron_core(size: Size) -> tuple[nn.Module, Loss]:
     """megatron-core's GPT by its local spec, the one that needs no library for GPUs. It asks for CUDA in two places."""
     import torch.distributed as dist
+
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -36,10 +36,10 @@ from megatron.core.distributed import ddp
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, constant, name_all, parameter
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel import executor
 from megatron.core.pipeline_parallel.executor import Shape
 from megatron.core.pipeline_parallel.schedules import (

@@ -73,7 +73,6 @@ def serve(name: str, size_name: str, threads: int) -> None:
     speaker, sys.stdout = sys.stdout, sys.stderr  # libraries print
     try:
         import torch
-
         from models import SIZES, peers_of
 
         torch.set_num_threads(threads)

@@ -12,8 +12,9 @@ import torch
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.training.arguments import read_args
+from megatron.training.data import DatasetProvider
 from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import DatasetProvider, pretrain
+from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from megatron.training.stages import ForwardStep
 

@@ -26,7 +26,7 @@ from megatron.training.batch import Batch, LossFunction, language_loss
 from megatron.training.run import Run
 from megatron.training.stages import Trainer, build_trainer
 from megatron.training.timers import Timers
-from megatron.trust.rehearsal import batches, rows, samples
+from megatron.trust.rehearsal import batches, rows, samples  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
@@ -64,9 +64,9 @@ def gpt(run: Run, stage: StageSpec) -> GPTModel:
     return GPTModel(stage, run.build)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """The forward step of pretrain_gpt."""
-    batch = next(batches)
+    batch = next(microbatches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
                    documents=batch.documents, microbatch_context=batch.microbatch_context, ahead=batch.ahead)
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)

@@ -197,7 +197,7 @@ class Decoder:
 
     def experts(self, here: str, x: Tensor, side: Side, number: int) -> Tensor:
         """A mixture of experts, token by token: [b, s, h] to the same. Its losses are noted beside."""
-        model, moe, (b, s, h) = self.model, self.model.moe, x.shape
+        moe, (b, s, h) = self.model.moe, x.shape
         scores = self.linear(f"{here}router", x).transpose(0, 1).reshape(s * b, -1)  # token i is of sequence i % b
         chosen, weights = self.choice(scores, self.weights.get(f"{here}router.expert_bias"))
         self.balance(here, scores, b, side, number)

@@ -30,11 +30,11 @@ from megatron.core.optimizer import clip, optimizer
 from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import _Walk
 from megatron.core.tensor_parallel import linear, loss
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding

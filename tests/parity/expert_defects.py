@@ -17,7 +17,7 @@ from megatron.core.parallel import collectives, rng
 from megatron.core.parallel.collectives import Journey
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import seed_of
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, local_shards
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, local_shards
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import dispatch, moe
 from megatron.core.transformer.dispatch import AllGather, AllToAll, Order, Parcel, Rows

@@ -18,8 +18,8 @@ import torch
 from tests.helpers import tiny
 from tests.helpers.training import Outcome, assemble, differences, train, train_alone
 from tests.helpers.world import Worlds
-from tests.parity.half import HalfStep, train_half_here
 from tests.parity import rounding_rows
+from tests.parity.half import HalfStep, train_half_here
 from tests.parity.table import LAYOUT_WORDS, MODELS, NUMBERED_WORDS, PRECISIONS, ROWS, Changes, named, read_layout
 
 TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}

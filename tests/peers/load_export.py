@@ -22,6 +22,7 @@ import run_peer
 import torch
 import upstream_arguments
 import without_gpu
+
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.safe_globals import register_safe_globals
 

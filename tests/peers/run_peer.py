@@ -37,6 +37,7 @@ without_gpu.answer_for_cuda()
 
 import upstream_arguments  # noqa: E402
 from cases import CASES, LAST, SAVED  # noqa: E402
+
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402

@@ -127,8 +127,9 @@ def plain(sample: dict) -> dict:
 
 def main(target: str, most: int) -> None:
     """Write the file."""
-    import megatron.core
     import torch
+
+    import megatron.core
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")

@@ -39,8 +39,8 @@ from megatron.core.families import hf
 from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
 from megatron.core.families.megatron.open import megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_of
-from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
 from megatron.training.dialects import FOREIGN, OURS, foreign_settings, open_checkpoint
 from megatron.training.exporting import export

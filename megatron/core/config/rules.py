@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 
-from megatron.core.config import attention_rules, context_rules, expert_rules, graph_rules, latent_rules, low_precision_rules, optimizer_rules, overlap_rules, routing_rules
+from megatron.core.config import (
+    attention_rules,
+    context_rules,
+    expert_rules,
+    graph_rules,
+    latent_rules,
+    low_precision_rules,
+    optimizer_rules,
+    overlap_rules,
+    routing_rules,
+)
 from megatron.core.config.compilation import compilation
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import StageSpec, group_problem, layer_rows, partition, virtual_size

@@ -24,7 +24,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import frame, named_tokens
-from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, TemplateSegment, Template
+from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, Template, TemplateSegment
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 
 AT_ONCE = 256  # lines that are tokenized together

@@ -30,7 +30,18 @@ from megatron.core.datasets import sidecar
 from megatron.core.datasets.index_check import index_problems, sidecar_problems
 from megatron.core.datasets.sidecar import CHECKSUM, Fingerprint, Sidecar, sidecar_path
 from megatron.core.datasets.storage import (
-    COPY_BYTES, BlockReader, DataError, FileReader, MappedFile, is_remote, size_of, sync, sync_folder, temporary_name, whole)
+    COPY_BYTES,
+    BlockReader,
+    DataError,
+    FileReader,
+    MappedFile,
+    is_remote,
+    size_of,
+    sync,
+    sync_folder,
+    temporary_name,
+    whole,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.manifest import WIDTHS, FileFacts, StoredShard, StoredTensor, file_name, key_of
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.shard import TensorHeader, Range, header_of
+from megatron.core.dist_checkpointing.shard import Range, TensorHeader, header_of
 from megatron.core.dist_checkpointing.store import hash_of
 from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_tensor
 from megatron.core.parallel.boxes import Box

@@ -21,7 +21,16 @@ from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_
 from megatron.core.dist_checkpointing.shard import Range
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import (
-    COMMIT, CONFIG, MANIFEST, CheckpointError, Commit, Description, describe, read_commit, read_committed)
+    COMMIT,
+    CONFIG,
+    MANIFEST,
+    CheckpointError,
+    Commit,
+    Description,
+    describe,
+    read_commit,
+    read_committed,
+)
 from megatron.core.parallel.boxes import Box, intersect
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,

@@ -37,10 +37,10 @@ from megatron.core.families.packed import Readable, plain, why_not
 from megatron.core.families.registry import family_of, fitting_family, model_of
 from megatron.core.families.rules import Family, Row, Variant, expanded, their_shapes
 from megatron.core.families.settings import classes_of
-from megatron.core.models.describe import mtp_depths, parameter_shapes
-from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
 from megatron.core.families.tensor_file import Stored, create, read_header, write
 from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.models.describe import mtp_depths, parameter_shapes
+from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
 
 SHARD_BYTES = 5_000_000_000

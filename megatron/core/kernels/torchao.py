@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels.fp8 import Number

@@ -12,7 +12,6 @@ from megatron.core.transformer.build import Build
 from megatron.core.transformer.dropout import Dropout
 
 
-
 class Embedding(nn.Module):
     """The sum of a vector for each id, for its position if those are learned, and for its type if there are types; scaled if so.
 

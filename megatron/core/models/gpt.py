@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.run import TrainConfig
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.heads import LanguageModelHead
-from megatron.core.models.mtp import MTPInputs, Losses, MultiTokenPrediction
+from megatron.core.models.mtp import Losses, MTPInputs, MultiTokenPrediction
+from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build

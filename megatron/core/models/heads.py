@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy

@@ -27,8 +27,8 @@ from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.elementwise import RULES, Elementwise
 from megatron.core.optimizer.groups import Group, group_of, is_by_muon
+from megatron.core.optimizer.low_precision import LowPrecisionAdam, entry_of, pack, unpacked
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.low_precision import Entry, LowPrecisionAdam, entry_of, pack, unpacked
 from megatron.core.optimizer.offload import Host, divided
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.boxes import flat

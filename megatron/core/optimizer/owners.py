@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.distributed.buffers import Ownership
-from megatron.core.parallel.spec import Shard, ParamSpec
+from megatron.core.parallel.spec import ParamSpec, Shard
 
 _ROUND = 2**26  # elements that an owner takes up at a time
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.profiler
 
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of, compute_in_batches
-from megatron.core.parallel.grid import axis_ranks, block_ranks
 from megatron.core.parallel.flight_recorder import FlightRecorder
+from megatron.core.parallel.grid import axis_ranks, block_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,12 @@ class Mesh:
         def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
             return replace(_axis(name, lists, rank, made, backend, timeout), flight_recorder=flight_recorder)
 
-        for field in fields(Mesh):
-            if field.name in ("device", "blocks"):
+        for place in fields(Mesh):
+            if place.name in ("device", "blocks"):
                 continue
-            if field.name == "pp_backward":
+            if place.name == "pp_backward":
                 made = {}
-            axes[field.name] = axis(field.name, lists[field.name])
+            axes[place.name] = axis(place.name, lists[place.name])
         made = {}
         blocks = tuple(axis(name, ranks) for name, ranks in block_ranks(parallel, world_size).items())
         return Mesh(device=device, blocks=blocks, **axes)

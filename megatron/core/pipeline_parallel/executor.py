@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.dual_batch import DualBatch
+from megatron.core.parallel.flight_recorder import FlightRecorder
+from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, local_shape, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, local_shape, parameter
 from megatron.core.tensor_parallel.region import Region
 
 

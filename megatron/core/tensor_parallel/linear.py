@@ -19,10 +19,10 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
-from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
+from megatron.core.tensor_parallel.region import Region
 
 
 def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad | None) -> tuple[Tensor | None, ...]:

@@ -30,8 +30,8 @@ from megatron.core.kernels.fp8 import Quantised, largest_of
 from megatron.core.kernels.recipes import OPERANDS, Operand, Recipe
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.wgrad import WeightGradStore
 
 
 @dataclass(frozen=True, slots=True)

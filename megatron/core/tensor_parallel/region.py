@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
+from megatron.core.parallel.main_grad import MainGrad, sum_of
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.parallel.main_grad import MainGrad, sum_of
 from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 

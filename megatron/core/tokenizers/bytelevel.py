@@ -17,8 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.core.tokenizers.base import digest, marked
-from megatron.core.tokenizers.engines import (Engine, MergeRanks, fastest, gigatoken_engine, gigatoken_json_engine,
-                                              tiktoken_engine, tokenizers_engine)
+from megatron.core.tokenizers.engines import (
+    Engine,
+    MergeRanks,
+    fastest,
+    gigatoken_engine,
+    gigatoken_json_engine,
+    tiktoken_engine,
+    tokenizers_engine,
+)
 
 
 class BPESource(Protocol):

@@ -21,7 +21,7 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant, normal, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.norm import scale_of
 from megatron.core.transformer.build import Build

@@ -27,8 +27,8 @@ from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.region import Region
 
 
 @dataclass(frozen=True, slots=True)

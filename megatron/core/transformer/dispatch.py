@@ -30,7 +30,6 @@ from megatron.core.parallel.collectives import Journey
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import Routing
 
-
 Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/permute.py
 
 

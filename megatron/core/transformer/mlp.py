@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import ParamSpec, FusedSegment, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import ForwardContext

@@ -20,9 +20,9 @@ from torch.autograd import Function
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.recompute import dropping_output, recompute
-from megatron.core.parallel.spec import Shard, Initial, ParamSpec, FusedSegment, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import Rows, dispatcher_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import largest_scores, wide
+from megatron.core.kernels.reference import largest_scores
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import RopeConfig
-from megatron.core.kernels.reference import wide
 from megatron.core.transformer.build import Build
 
 

@@ -30,10 +30,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron.inference.server import openai, put_api
-from megatron.inference.server.request_handling import PendingRequests, ClientDisconnected, Searches, until_disconnected
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.fields import Refused
 from megatron.inference.server.metrics import CONTENT_TYPE, exposition
+from megatron.inference.server.request_handling import ClientDisconnected, PendingRequests, Searches, until_disconnected
 from megatron.inference.server.serving import Limits, Serving
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.request_handling import PendingRequests
 from megatron.inference.server.chat import Chat, messages_of
 from megatron.inference.server.fields import Field, Refused, anything, boolean, integer, is_integer, number, only, read, text
+from megatron.inference.server.request_handling import PendingRequests
 from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, told
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000

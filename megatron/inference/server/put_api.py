@@ -18,8 +18,8 @@ from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
 from megatron.inference.generate import following, segments
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.request_handling import PendingRequests, Searches
 from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
+from megatron.inference.server.request_handling import PendingRequests, Searches
 from megatron.inference.server.serving import Serving, cooled, told
 
 _WIDEST = 64

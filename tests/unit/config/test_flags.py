@@ -10,8 +10,20 @@ from typing import Any, Literal, get_args
 import pytest
 
 from megatron.core.config.flags import (
-    ConfigError, Role, add_arguments, flag, flag_fields, from_namespace, from_values, known_flags, refuse, roles_of, spelling, to_values,
-    words_of)
+    ConfigError,
+    Role,
+    add_arguments,
+    flag,
+    flag_fields,
+    from_namespace,
+    from_values,
+    known_flags,
+    refuse,
+    roles_of,
+    spelling,
+    to_values,
+    words_of,
+)
 from megatron.core.config.inference import InferenceConfig
 from megatron.core.config.run import RunConfig
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import index_map
-from megatron.core.datasets.index_map import (
-    EpochPlan, IndexCache, build_indices, index_shapes, load_or_build, plan_epochs)
+from megatron.core.datasets.index_map import EpochPlan, IndexCache, build_indices, index_shapes, load_or_build, plan_epochs
 from megatron.core.datasets.indexed import DataError
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import indexed, sidecar, storage
 from megatron.core.datasets.gpt import GPTDataset, WindowOptions
-from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, BuilderProgress, best_dtype
+from megatron.core.datasets.indexed import BuilderProgress, DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype
 from megatron.core.datasets.pair_check import problems_of
 from megatron.core.datasets.sidecar import Sidecar
 from tests.helpers.sentences import some_documents

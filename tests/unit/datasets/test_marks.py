@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tokenizers import processors
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.run import RunConfig
-from megatron.core.datasets.ingest.encode import Encoder, EncodeOptions
+from megatron.core.datasets.ingest.encode import EncodeOptions, Encoder
 from megatron.core.datasets.marks import bare_ids, refuse_frame
 from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind
 from megatron.core.tokenizers.build import build_tokenizer

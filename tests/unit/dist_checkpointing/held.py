@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.store import Description, candidates
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
 
 MARKER = -7.0
 SLOTS = ("exp_avg", "master")

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import saver as saver_module
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.saver import SaveOutcome, SaveRules, Saver, save
+from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules, save
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates, complete_iterations
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_parameter, placed_segment, placed_tensor, put
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, constant
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
 from tests.unit.dist_checkpointing.held import MARKER, local_tensor, specs, whole_tensor
 
 

@@ -14,7 +14,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter, local_shards, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, name_all, normal, parameter, spec_of
 from tests.helpers import tiny
 from tests.helpers.training import fill_gradients
 

@@ -14,11 +14,11 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
+from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.dialects import open_checkpoint
 from megatron.training.loaded import GPT, load_network
-from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.families.megatron_files import V2, Whole

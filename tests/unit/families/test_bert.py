@@ -17,8 +17,8 @@ from megatron.core.config.rules import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import differences, family_of, fitting_family, model_of
-from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.bert import BERTModel
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
 from megatron.training.loaded import Kind, load_network

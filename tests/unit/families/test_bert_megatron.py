@@ -17,8 +17,8 @@ from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.registry import model_of
-from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.bert import BERTModel
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny

@@ -10,8 +10,8 @@ import pytest
 from megatron.core.config.flags import spelling
 from megatron.core.config.network import network_fields
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.expressible import COUNTERPARTS, without_counterpart
 from megatron.core.families.megatron.export import write_legacy
+from megatron.core.families.megatron.expressible import COUNTERPARTS, without_counterpart
 from megatron.core.families.megatron.legacy import open_legacy
 from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
 from tests.unit.families.megatron_files import V2, Whole

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
-from megatron.inference.generate import following, segments
 from megatron.inference.detokenizer import Detokenizer
+from megatron.inference.generate import following, segments
 from tests.helpers.architecture import ROOT
 
 DATA = ROOT / "examples" / "data"

@@ -17,8 +17,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.requests import Busy, Event, Reply, Request
 from megatron.inference.sampling import Sampling
 from tests.helpers import tiny
-from tests.unit.inference.serving import (
-    KINDS, POSITIONS, engine_of, gigabytes, greedy, network, prompts, scores, slowly, stages_on)
+from tests.unit.inference.serving import KINDS, POSITIONS, engine_of, gigabytes, greedy, network, prompts, scores, slowly, stages_on
 
 TIGHT = {"block": 3, "tokens": 7, "together": 4}  # prompts are read in pieces, and texts cross many blocks
 WARM = Sampling(temperature=0.9, top_p=0.95)

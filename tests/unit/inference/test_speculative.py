@@ -9,10 +9,10 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import MTPInputs, Losses
+from megatron.core.models.mtp import Losses, MTPInputs
 from megatron.inference.requests import Request
-from megatron.inference.sequence import SequenceState
 from megatron.inference.sampling import Sampling
+from megatron.inference.sequence import SequenceState
 from tests.unit.inference.serving import LATENT, engine_of, gigabytes, greedy, network, prompts, slowly, stages_on
 
 SAMPLINGS = {"greedy": Sampling(0.0), "warm": Sampling(0.8, top_p=0.95), "penalty": Sampling(0.7, repetition_penalty=1.3),

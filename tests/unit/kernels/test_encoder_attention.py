@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.table import CANDIDATES, Need, select
-from megatron.core.config.flags import ConfigError
 
 B, N, D = 2, 4, 6
 PADDING = torch.tensor([[True] * 5, [True, True, False, True, False]])

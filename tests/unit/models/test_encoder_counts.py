@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.rules import stages_of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import MTPInputs, Losses
+from megatron.core.models.mtp import Losses, MTPInputs
 from megatron.training.batch import Batch, language_loss
 from tests.helpers import tiny
 

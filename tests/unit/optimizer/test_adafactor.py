@@ -12,7 +12,7 @@ from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, name_all, normal
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, name_all, normal
 
 RATE, DECAY = 0.3, 0.1
 SPECS = {

@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.orthogonal import COEFFICIENTS, Iteration, orthogonalize, scale_of
 from megatron.core.optimizer.owners import Slab, balance, divided, slabs_of
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Shard, ParamSpec, FusedSegment, name_all, normal, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, name_all, normal, parameter
 from tests.helpers import tiny
 
 RATE, DECAY, BETA = 1e-2, 0.1, 0.9

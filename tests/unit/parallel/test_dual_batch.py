@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-
 from unittest.mock import patch
 
 import pytest

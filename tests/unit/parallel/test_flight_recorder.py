@@ -8,8 +8,8 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
-from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.flight_recorder import FlightRecorder, action_words
+from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.helpers import tiny
 from tests.helpers.training import train_on

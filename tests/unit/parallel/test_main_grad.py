@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.main_grad import MainGrad, sum_of
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.linear import multiply
 from megatron.core.tensor_parallel.region import Region
 

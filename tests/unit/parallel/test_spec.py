@@ -9,8 +9,19 @@ from torch import nn
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import (
-    Shard, ParamSpec, FusedSegment, constant, is_shared_over_tensor, local_shape, name_all, normal, parameter, local_shards, spec_of,
-    xavier_uniform)
+    FusedSegment,
+    ParamSpec,
+    Shard,
+    constant,
+    is_shared_over_tensor,
+    local_shape,
+    local_shards,
+    name_all,
+    normal,
+    parameter,
+    spec_of,
+    xavier_uniform,
+)
 
 
 def mesh_of(tp: int, rank: int) -> Mesh:

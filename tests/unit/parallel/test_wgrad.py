@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.linear import multiply
 from megatron.core.tensor_parallel.region import Region
 

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.config.plan import Placement
 from megatron.core.parallel import collectives
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import (
     Plan,

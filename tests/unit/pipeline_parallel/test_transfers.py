@@ -8,7 +8,6 @@ import pytest
 
 from megatron.core.pipeline_parallel.schedules import (
     Action,
-    Plan,
     are_together,
     forward_only,
     gpipe,

@@ -16,13 +16,13 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import FusedSegment, name_all, normal, local_shards, spec_of
+from megatron.core.parallel.spec import FusedSegment, local_shards, name_all, normal, spec_of
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.region import Region
 
 S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
 

@@ -11,8 +11,8 @@ from megatron.core.config.model import ModelConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.tensor_parallel.region import Region
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.region import Region
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import H, S, V, data

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron.core.config.low_precision import LowPrecisionConfig
 from megatron.core.kernels import fp4, fp8
 from megatron.core.kernels.recipes import Recipe, recipe_of
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, histories_of, low_grouped_linear, low_linear
 from tests.helpers import tiny
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig, null_vocab_size
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.model import ModelConfig
 from megatron.core.tokenizers.base import around, flat, marked
 from megatron.core.tokenizers.build import KINDS, READS, ByteTokenizer, NullTokenizer, build_tokenizer, size_before_a_run
 
@@ -130,8 +130,8 @@ def test_flat_ids_of_kinds_without_files_are_those_of_each_text(config, texts):
 
 def test_a_chat_template_is_given_as_text_or_as_a_file(tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
-    for given in ("{{ messages }}", str(tmp_path / "chat.jinja")):
-        assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer", chat_template=given)).chat_template == "{{ messages }}"
+    for template in ("{{ messages }}", str(tmp_path / "chat.jinja")):
+        assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer", chat_template=template)).chat_template == "{{ messages }}"
     assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer")).chat_template is None
     with pytest.raises(ConfigError, match="--chat-template chatml is neither a file nor a Jinja template"):
         build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer", chat_template="chatml"))

@@ -9,8 +9,8 @@ import sentencepiece
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA, T5 = ROOT / "examples" / "data" / "demo-llama.model", ROOT / "examples" / "data" / "demo-t5.model"

@@ -16,8 +16,8 @@ from megatron.core.tokenizers import tiktoken as tiktoken_module
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.engines import PATTERNS
-from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.tiktoken import TikTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT2 = (ROOT / "examples" / "data" / "gpt2" / "vocab.json", ROOT / "examples" / "data" / "gpt2" / "merges.txt")

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets import pair_check, storage
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.config.data import TokenizerConfig
 from tools import inspect_dataset
 
 TEXTS = ["Hello", "", "a longer document, of 38 characters ..", "four"]

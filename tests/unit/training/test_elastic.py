@@ -14,11 +14,11 @@ import torch
 
 from megatron.core.config.flags import from_values
 from megatron.core.config.run import RunConfig
-from megatron.training.preflight import examine, fitted
 from megatron.training.batch import Batch
 from megatron.training.checkpointing import Checkpoint
 from megatron.training.elastic import told
 from megatron.training.ledger import read_events
+from megatron.training.preflight import examine, fitted
 from megatron.training.reading import in_turn
 from megatron.training.step import train_step
 from tests.helpers import tiny

@@ -14,9 +14,9 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
 from megatron.training.evaluate import evaluate
 from megatron.training.graphs import Recordings
+from megatron.training.preflight import preflight
 from megatron.training.stages import Trainer
 from megatron.training.step import train_step
-from megatron.training.preflight import preflight
 from tests.helpers import tiny
 from tests.helpers.repeats import record_only
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on

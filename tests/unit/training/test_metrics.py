@@ -7,8 +7,22 @@ from datetime import datetime
 import pytest
 import torch
 
-from megatron.training.metrics import (Loads, Meter, Report, Step, Throughput, Work, known_peak, memory_line, progress_facts,
-                                       progress_line, report_line, theoretical_memory_line, time_left_line, validation_text)
+from megatron.training.metrics import (
+    Loads,
+    Meter,
+    Report,
+    Step,
+    Throughput,
+    Work,
+    known_peak,
+    memory_line,
+    progress_facts,
+    progress_line,
+    report_line,
+    theoretical_memory_line,
+    time_left_line,
+    validation_text,
+)
 
 NOW = datetime(2024, 9, 3, 15, 54, 54)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.config.plan import layer_plans
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.parallel.spec import name_all
 from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext

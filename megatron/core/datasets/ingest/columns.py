@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, SourcePosition, InputFile, InputSpan, Texts
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, InputFile, InputSpan, SourcePosition
 
 if TYPE_CHECKING:
     import pyarrow

@@ -14,7 +14,7 @@ import xxhash
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.columns import count_rows, read_rows
 from megatron.core.datasets.ingest.lines import count_bytes, lines_before, read_document, read_lines
-from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, Kind, SourcePosition, InputFile, InputSpan
+from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, InputFile, InputSpan, Kind, SourcePosition
 
 HEAD_BYTES = 2**16
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed import DataError, BuilderProgress
+from megatron.core.datasets.indexed import BuilderProgress, DataError
 from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.datasets.storage import replacing
 

@@ -14,7 +14,7 @@ import xxhash
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, SourcePosition, InputFile, InputSpan
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, InputFile, InputSpan, SourcePosition
 
 COMPRESSED_PIECE = 2**11  # zstd can blow this up to 64 MB, if it wants to do harm
 

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder, BuilderProgress, best_dtype, bin_path, idx_path
+from megatron.core.datasets.indexed import BuilderProgress, DataError, IndexedDatasetBuilder, best_dtype, bin_path, idx_path
 from megatron.core.datasets.ingest import journal
-from megatron.core.datasets.ingest.encode import Encoded, Encoder, EncodeOptions
+from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
 from megatron.core.datasets.ingest.inputs import identity, name_record, read_spans, spans_of
 from megatron.core.datasets.ingest.journal import PARTIAL, Dropped, JournalState, Totals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
 from megatron.core.datasets.ingest.sentences import version
-from megatron.core.datasets.ingest.source import Chunk, SourcePosition, InputFile
+from megatron.core.datasets.ingest.source import Chunk, InputFile, SourcePosition
 from megatron.core.datasets.ingest.workers import encode_all
 from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
 from megatron.core.tokenizers.base import fingerprint

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.datasets.ingest.source import Chunk, Kind
+from megatron.core.datasets.ingest.source import Chunk
 
 BLANK = "blank"
 UNREADABLE = "text that the tokenizer cannot read"

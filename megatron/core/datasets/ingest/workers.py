@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.encode import Encoded, Encoder, EncodeOptions
+from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
 from megatron.core.datasets.ingest.source import Chunk
 
 DEPTH = 2  # chunks that wait for each stage

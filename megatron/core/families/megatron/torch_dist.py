@@ -15,7 +15,6 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
