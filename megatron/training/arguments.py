@@ -200,7 +200,7 @@ def _read_yaml(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--yaml-cfg {path} cannot be read: {error}") from None
+        raise ConfigError(f"--yaml-cfg {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values")
     return [word for name, value in _flatten(content) for word in _words_of(str(name), value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from megatron.core.config.flags import ConfigError, spelling
@@ -73,7 +74,8 @@ def positions(run: RunConfig) -> str:
         problems.append(f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1")
     if yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
         problems.append(f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}")
-    pairs, section = int(model.rotary_size * rope.rotary_percent) // 2, rope.mrope_section
+    share = rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0  # the rule of head sizes speaks of any other
+    pairs, section = int(model.rotary_size * share) // 2, rope.mrope_section
     if rope.position_embedding_type == "mrope" and (section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs):
         shown = "nothing" if section is None else " ".join(map(str, section))
         problems.append(f"--mrope-section {shown} must give three numbers that add up to the {pairs} pairs of a head")

@@ -127,6 +127,8 @@ def _head_size(s: Setting) -> str:
         return (f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
                 f"choose another, or give the size of a head with --kv-channels")
     size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
+    if not 0 <= model.rope.rotary_percent <= 1:
+        return f"--rotary-percent {model.rope.rotary_percent} is a share of each head; choose one from 0 to 1"
     if model.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
     if model.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:

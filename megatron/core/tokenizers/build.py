@@ -217,7 +217,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def absent_files(config: TokenizerConfig) -> list[str]:
     """The tokenizer's files that are named and not here."""
-    return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None and not Path(file).exists()]
+    return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None and not (file and Path(file).exists())]
 
 
 def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
