@@ -99,9 +99,26 @@ def test_the_schedules_on_the_page_are_those_that_run() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for page in [*PAGES, *ROOT.glob("*.md")]:
+    for page in [*PAGES, *(ROOT / "docs" / "developer").glob("*.md"), *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages - set(re.findall(r"\]\(([\w/.]+\.md)\)", index)) == set()
+
+
+def test_the_lines_of_one_step_stand_in_the_files_that_it_names() -> None:
+    page = (ROOT / "docs" / "developer" / "one_step.md").read_text(encoding="utf-8")
+    numbered = re.split(r"\n\d+\. ", page)[1:]
+    assert len(numbered) == 23
+    for part in numbered:
+        file = re.search(r"\]\(\.\./\.\./([^)]+)\)", part)[1]
+        lines = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+        quoted = [line.strip() for block in re.findall(r"```python\n(.*?)```", part, re.S) for line in block.splitlines() if line.strip()]
+        assert [line for line in quoted if line not in lines] == [], file
 
 
 def test_the_family_on_the_page_is_the_one_in_the_file() -> None:
