@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES: Mapping[str, str] = MappingProxyType({
     "Trail": "FlightRecorder", "Turns": "DualBatch", "Deferred": "WeightGradStore", "GradientSum": "MainGrad", "Rings": "OverlappedMatmuls",
     "recomputes_thinking": "recomputes_mlp", "AheadLayer": "MTPLayer", "is_first_copy": "is_first_replica", "own_tokens": "scatter_tokens", "whole_tokens": "gather_tokens",
+    "Side": "MicrobatchContext", "Flight": "_InFlightSave", "Sealed": "CommittedFile", "embeds": "has_embedding", "thinks": "mlp",
     "until_settled": "until_staged", "read_sealed": "read_committed", "NarrowAdam": "LowPrecisionAdam", "put_aside": "offload_activations", "see_through": "wait_for_axis",
 })
 

@@ -1,1 +1,1 @@
-"""The library: everything below the command line. Packages import only from floors below their own (README, "map")."""
+"""The library: everything below the command line. Packages import only from layers below their own (docs/developer/architecture.md)."""

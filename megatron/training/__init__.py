@@ -1,4 +1,4 @@
-"""Floor 6: the programme. The only package that knows flags.
+"""The training program. The only package that knows flags.
 
 run.py            Run: what initialize_megatron returns and every provider receives
 arguments.py      flags to namespace to RunConfig

@@ -1,18 +1,18 @@
-"""The rules of the house, read from the syntax trees: floors, imports, state, sizes, signatures. Nothing is imported.
+"""The rules of the code base, read from the syntax trees: layers, imports, state, sizes, signatures. Nothing is imported.
 
 A rule is a function from the files of a tree to its offences: path, line, what is wrong and what to do. The table RULES
 at the end names them all; `tests/test_architecture.py` runs them over the repository.
 
-    floor 10  tools/  examples/
-    floor 9   megatron/trust/
-    floor 8   pretrain_*.py  tasks/
-    floor 7   megatron/evaluation/
-    floor 6   megatron/training/  megatron/inference/
-    floor 5   core/models/, and above it core/families/
-    floor 4   core/transformer/  core/optimizer/
-    floor 3   core/{tensor,context,pipeline}_parallel/  core/distributed/  core/dist_checkpointing/  core/datasets/
-    floor 2   core/parallel/  core/kernels/  core/tokenizers/
-    floor 1   core/config/
+    layer 10  tools/  examples/
+    layer 9   megatron/trust/
+    layer 8   pretrain_*.py  tasks/
+    layer 7   megatron/evaluation/
+    layer 6   megatron/training/  megatron/inference/
+    layer 5   core/models/, and above it core/families/
+    layer 4   core/transformer/  core/optimizer/
+    layer 3   core/{tensor,context,pipeline}_parallel/  core/distributed/  core/dist_checkpointing/  core/datasets/
+    layer 2   core/parallel/  core/kernels/  core/tokenizers/
+    layer 1   core/config/
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("megatron", "tasks", "tools", "examples", "tests", "docs", ".ci")
 SUFFIXES = (".py", ".sh", ".sbatch", ".md", ".txt", ".ini", ".cfg", ".toml", ".yaml", ".yml")
 
-FLOORS = (
+LAYERS = (
     ("megatron", "megatron/core"),
     ("core/config",),
     ("core/parallel", "core/kernels", "core/tokenizers"),
@@ -42,8 +42,8 @@ FLOORS = (
     ("trust",),  # rehearses what the entries train
     ("tools", "examples"),
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-STRANGERS = (("core/models", "core/optimizer"), ("core/optimizer", "core/models"), ("training", "inference"),
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+SEPARATE = (("core/models", "core/optimizer"), ("core/optimizer", "core/models"), ("training", "inference"),
              ("inference", "training"))
 
 SHIMS = ("megatron/core/parallel_state.py", "megatron/training/global_vars.py")
@@ -93,17 +93,17 @@ class Source:
         return self.path.startswith("tests/")
 
     @property
-    def room(self) -> str | None:
-        """The package the file belongs to, as FLOORS names it; None for tests and setup.py."""
+    def package(self) -> str | None:
+        """The package the file belongs to, as LAYERS names it; None for tests and setup.py."""
         parts = self.path.removesuffix(".py").split("/")
         if parts[0] == "megatron":
             parts = parts[:-1] if parts[-1] == "__init__" else parts
-            if len(parts) < 3 and "/".join(parts) in FLOOR_OF:
+            if len(parts) < 3 and "/".join(parts) in LAYER_OF:
                 return "/".join(parts)
             return "/".join(parts[1:3]) if parts[1:2] == ["core"] else "".join(parts[1:2])
         if len(parts) == 1:
             return "entries" if parts[0].startswith("pretrain_") else None
-        return parts[0] if parts[0] in FLOOR_OF else None
+        return parts[0] if parts[0] in LAYER_OF else None
 
     def at(self, *places: str) -> bool:
         """Whether the file is one of these, or lies in one of these folders."""
@@ -177,31 +177,31 @@ def arrows(tree: Tree) -> Iterator[tuple[Source, int, Source]]:
 
 
 def imports_go_down(tree: Tree) -> Offences:
-    """A package imports only from the floors below it."""
+    """A package imports only from the layers below it."""
     for source, line, other in arrows(tree):
-        if source.room is None or source.room == other.room:
+        if source.package is None or source.package == other.package:
             continue
-        if other.room is None:
+        if other.package is None:
             yield source.path, line, f"the product does not import {other.path}"
-        elif FLOOR_OF[source.room] <= FLOOR_OF[other.room]:
-            yield source.path, line, (f"{source.room} (floor {FLOOR_OF[source.room]}) imports {other.path} "
-                                      f"(floor {FLOOR_OF[other.room]}); only lower floors are open to it")
+        elif LAYER_OF[source.package] <= LAYER_OF[other.package]:
+            yield source.path, line, (f"{source.package} (layer {LAYER_OF[source.package]}) imports {other.path} "
+                                      f"(layer {LAYER_OF[other.package]}); only lower layers are open to it")
 
 
-def every_file_has_a_floor(tree: Tree) -> Offences:
-    """A file of the product stands in a room that FLOORS knows; setup.py and what builds the documentation need none."""
+def every_file_has_a_layer(tree: Tree) -> Offences:
+    """A file of the product stands in a package that LAYERS knows; setup.py and what builds the documentation need none."""
     for source in tree.values():
-        if source.is_python and not source.is_test and not source.at("setup.py", "docs/") and source.room not in FLOOR_OF:
-            yield source.path, 1, f"no floor is known for {source.room or 'this place'}; see the table of floors"
+        if source.is_python and not source.is_test and not source.at("setup.py", "docs/") and source.package not in LAYER_OF:
+            yield source.path, 1, f"no layer is known for {source.package or 'this place'}; see the table of layers"
 
 
-def strangers_stay_apart(tree: Tree) -> Offences:
+def separate_packages_stay_separate(tree: Tree) -> Offences:
     """Models and optimizer, training and inference do not know each other; families know configs,
     boxes, checkpoints and what describes a network."""
     for source, line, other in arrows(tree):
-        if (source.room, other.room) in STRANGERS:
-            yield source.path, line, f"{source.room} and {other.room} do not know each other, but this imports {other.path}"
-        if source.room == "core/families" and other.room not in ("core/families", "core/config", "core/dist_checkpointing") and (
+        if (source.package, other.package) in SEPARATE:
+            yield source.path, line, f"{source.package} and {other.package} do not know each other, but this imports {other.path}"
+        if source.package == "core/families" and other.package not in ("core/families", "core/config", "core/dist_checkpointing") and (
                 other.path not in ("megatron/core/parallel/boxes.py", "megatron/core/models/describe.py", "megatron/core/models/names.py")):
             yield source.path, line, f"families know configs, boxes, checkpoints and what describes a network, not {other.path}"
 
@@ -245,10 +245,10 @@ def imports_stand_at_the_top(tree: Tree) -> Offences:
                 yield source.path, node.lineno, "an import by string hides an arrow; use an import statement"
 
 
-def flags_stay_in_their_rooms(tree: Tree) -> Offences:
+def flags_are_read_where_they_may_be(tree: Tree) -> Offences:
     """argparse, sys.argv and Namespace are for the parser, the handle of a run, and scripts with a main of their own."""
     for source in tree.values():
-        has_main = source.room in ("entries", "tasks", "tools", "examples") and any(
+        has_main = source.package in ("entries", "tasks", "tools", "examples") and any(
             isinstance(node, ast.FunctionDef) and node.name == "main" for node in source.syntax.body)
         if source.is_test or has_main or source.at(*FLAG_READERS):
             continue
@@ -476,8 +476,8 @@ def the_package_is_installed_from_its_checkout(tree: Tree) -> Offences:
 
 
 RULES: tuple[Callable[[Tree], Offences], ...] = (
-    imports_go_down, every_file_has_a_floor, strangers_stay_apart, files_form_no_cycle, imports_stand_at_the_top,
-    flags_stay_in_their_rooms, global_state_stays_in_the_shims, module_names_keep_their_values, cuda_is_behind_the_device,
+    imports_go_down, every_file_has_a_layer, separate_packages_stay_separate, files_form_no_cycle, imports_stand_at_the_top,
+    flags_are_read_where_they_may_be, global_state_stays_in_the_shims, module_names_keep_their_values, cuda_is_behind_the_device,
     environment_is_read_once, files_and_functions_fit_a_reader, asserts_say_what_we_believed, signatures_are_annotated,
     public_things_have_a_docstring, paths_of_one_machine_stay_out, text_is_ascii, files_are_loaded_as_data,
     errors_are_caught_by_name, the_package_is_installed_from_its_checkout,

@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Side:
+class Notes:
     """What the layers of a microbatch add beside the tokens' losses. objective: a sum of coefficient * loss."""
 
     objective: Tensor
@@ -57,7 +57,7 @@ class Decoder:
     def __init__(self, model: ModelConfig, weights: Weights) -> None:
         self.model, self.weights, self.so_far = model, weights, {}
 
-    def losses(self, batch: Microbatch, side: Side) -> list[Tensor]:
+    def losses(self, batch: Microbatch, side: Notes) -> list[Tensor]:
         """The loss of every token, [b, s]: of the next token, and of each depth of multi-token prediction."""
         model = self.model
         places = torch.arange(batch.tokens.shape[1])
@@ -105,7 +105,7 @@ class Decoder:
         """x W^T, and the bias if there is one."""
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def layer(self, here: str, plan: LayerPlan, x: Tensor, side: Side, number: int) -> Tensor:
+    def layer(self, here: str, plan: LayerPlan, x: Tensor, side: Notes, number: int) -> Tensor:
         """One layer, [b, s, h] to the same. number: by which logs call its router."""
         model = self.model
         before = not model.norm_after_sublayer
@@ -195,7 +195,7 @@ class Decoder:
             gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
         return act(gate) * (up + self.model.glu_linear_offset)
 
-    def experts(self, here: str, x: Tensor, side: Side, number: int) -> Tensor:
+    def experts(self, here: str, x: Tensor, side: Notes, number: int) -> Tensor:
         """A mixture of experts, token by token: [b, s, h] to the same. Its losses are noted beside."""
         moe, (b, s, h) = self.model.moe, x.shape
         scores = self.linear(f"{here}router", x).transpose(0, 1).reshape(s * b, -1)  # token i is of sequence i % b
@@ -267,7 +267,7 @@ class Decoder:
             keep[row[best], place[best]] = 1.0
         return keep
 
-    def balance(self, here: str, scores: Tensor, b: int, side: Side, number: int) -> None:
+    def balance(self, here: str, scores: Tensor, b: int, side: Notes, number: int) -> None:
         """Balancing losses, E * sum of share of choices * mean score (Switch, 2022), and the z-loss (ST-MoE, 2022)."""
         moe, total = self.model.moe, scores.shape[0]
         shares = scores.softmax(-1) if moe.moe_router_score_function == "softmax" else (
@@ -352,7 +352,7 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
     loads: dict[str, Tensor] = {}
     objective = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        side = Side(torch.zeros((), dtype=torch.float64))
+        side = Notes(torch.zeros((), dtype=torch.float64))
         following, *ahead = network.losses(batch, side)
         own = float(batch.mask.sum())
         total = (following * batch.mask).sum()

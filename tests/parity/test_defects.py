@@ -1,4 +1,4 @@
-"""The table can see: every planted mistake makes a row that should notice it differ from the serial run; at night, all of them."""
+"""The table can see: every planted mistake makes a row that should notice it differ from the serial run; nightly, all of them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def serial(model: str, precision: str) -> Outcome:
 
 
 def every_row() -> list[Any]:
-    """Every row in fp64, and every tenth in fp32; the other rows in fp32 are for the night."""
+    """Every row in fp64, and every tenth in fp32; the other rows in fp32 are nightly."""
     return [pytest.param(*row, precision, id=f"{named(*row)}-{precision}",
                          marks=[pytest.mark.nightly] if precision != "fp64" and place % 10 else [])
             for precision in PRECISIONS for place, row in enumerate(ROWS) if precision == "fp64" or row not in rounding_rows.ROWS]

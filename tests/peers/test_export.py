@@ -77,7 +77,7 @@ def test_layers_that_predict_ahead_are_not_written_into_files_of_ranks(tmp_path:
     assert "write torch_dist" in caught.value.problems[0]
 
 
-# The real Megatron Core, by night: a run of ours of two iterations is saved after the first and written for Megatron, which then
+# The real Megatron Core, nightly: a run of ours of two iterations is saved after the first and written for Megatron, which then
 # must have our second iteration's loss and gradient norm.
 
 COMMON = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 32 --max-position-embeddings 16 --seq-length 16 "

@@ -1,4 +1,4 @@
-"""Floor 1: what the user said, as frozen dataclasses. Pure data; imports nothing of ours and no torch.
+"""What the user said, as frozen dataclasses. Pure data; imports nothing of ours and no torch.
 
 flags.py     a config field and its command-line flag are one thing
 model.py     what the network is

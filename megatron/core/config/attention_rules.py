@@ -41,6 +41,9 @@ def attention(run: RunConfig) -> str:
     normed = [spelling(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if model.qk_clip and normed and not model.mla.multi_latent_attention:  # whose norms stand before the matrices that shrink
         problems.append(f"--qk-clip shrinks weights whose size {' and '.join(normed)} takes away again; keep one of them")
+    if model.qk_layernorm_across_heads and (not model.qk_layernorm or model.mla.multi_latent_attention or model.normalization != "RMSNorm"):
+        problems.append("--qk-layernorm-across-heads is a way to do --qk-layernorm with --normalization RMSNorm, and not for "
+                        "--multi-latent-attention; give both, or leave it out")
     if not model.qk_clip and (model.qk_clip_threshold, model.qk_clip_alpha) != (100.0, 0.5):
         problems.append("--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it")
     if not model.gated and (model.activation_func_clamp_value is not None or model.glu_linear_offset):

@@ -414,9 +414,6 @@ def _norms(s: Setting) -> str:
                 "--apply-residual-connection-post-layernorm place norms elsewhere; keep one")
     if model.norm_after_sublayer and model.architecture == "t5":
         return "--norm-after-sublayer knows no norm behind the cross attention of a T5; leave it out"
-    if model.qk_layernorm_across_heads and (not model.qk_layernorm or model.mla.multi_latent_attention or model.normalization != "RMSNorm"):
-        return ("--qk-layernorm-across-heads is a way to do --qk-layernorm with --normalization RMSNorm, and not for "
-                "--multi-latent-attention; give both, or leave it out")
     if model.sandwich_norm and model.architecture == "t5":
         return "--sandwich-norm knows no norm behind the cross attention of a T5; leave it out"
     if model.kernels.wishes.get("residual_norm", "apart") != "apart" and (not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())):

@@ -1,4 +1,4 @@
-"""Floor 3: sequences that are cut over the context ranks, and attention that sees them whole.
+"""Sequences that are cut over the context ranks, and attention that sees them whole.
 
 sequence.py   Zigzag: which places of a sequence each rank holds
 attention.py  a kernel with the usual signature around any attention kernel: all-to-all, all-gather, ring, and two levels

@@ -1,4 +1,4 @@
-"""Floor 3: ids to samples. numpy only, so that tools start quickly; `samplers.py` alone needs torch.
+"""Ids to samples. numpy only, so that tools start quickly; `samplers.py` alone needs torch.
 
     text --tools/preprocess_data.py--> PREFIX.bin + PREFIX.idx --GPTDataset--> token windows --sampler--> micro batches
 

@@ -1,4 +1,4 @@
-"""Floor 3: global names and boxes to disk.
+"""Global names and boxes to disk.
 
 tree.py      which boxes of which global tensor this rank holds: parameters, and slots of the optimizer
 source.py    a checkpoint of any dialect, seen as global tensors

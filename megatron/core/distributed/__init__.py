@@ -1,4 +1,4 @@
-"""Floor 3: gradients meet here.
+"""Gradients meet here.
 
 buffers.py   contiguous parameter and gradient buffers in buckets; which range of each this rank owns
 rounded.py   buckets of weights that work in 8 bits

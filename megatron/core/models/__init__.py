@@ -1,4 +1,4 @@
-"""Floor 5: whole networks, one pipeline stage at a time.
+"""Whole networks, one pipeline stage at a time.
 
 names.py      names of parameters that several files speak of
 embedding.py  what goes into a network: ids, positions and types as vectors

@@ -156,10 +156,10 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
     attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
     if model.attention_backend in ("unfused", "local") and "core_attn" not in again:
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
-    thinks = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
+    mlp_bytes = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
     if mlp == "moe":
-        thinks = size * _kept_numbers(model, Split.of(config.parallel), frozenset(again))
-    return between / saved_cut + attention + thinks
+        mlp_bytes = size * _kept_numbers(model, Split.of(config.parallel), frozenset(again))
+    return between / saved_cut + attention + mlp_bytes
 
 
 def _latent_bytes(config: RunConfig) -> float:

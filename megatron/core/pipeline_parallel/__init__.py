@@ -1,4 +1,4 @@
-"""Floor 3: pipelines as data.
+"""Pipelines as data.
 
 A schedule is a list of actions a rank; everything else reads that list.
 

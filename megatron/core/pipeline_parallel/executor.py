@@ -1,4 +1,4 @@
-"""Walk one rank's script. The only file of this room that touches tensors, and the only executor there is: training
+"""Walk one rank's script. The only file of this package that touches tensors, and the only executor there is: training
 with and without a pipeline, evaluation and decoding differ in their plans alone.
 
 What a stage is and what a microbatch holds is the caller's `Work`. What lies between stages is handled here:

@@ -1,4 +1,4 @@
-"""Floor 2: text to ids and back.
+"""Text to ids and back.
 
 base.py         what every tokenizer offers; the identity that is kept with its ids
 bpe.py          GPT-2's byte-level BPE, from vocab.json and merges.txt

@@ -1,4 +1,4 @@
-"""Floor 4: what a layer is made of.
+"""What a layer is made of.
 
 build.py      Build: what every layer constructor receives
 rope.py       rotary tables

@@ -1,4 +1,4 @@
-"""What the ranks of a pool do in the tests of this room: attention of pieces, against attention of the whole."""
+"""What the ranks of a pool do in the tests of this package: attention of pieces, against attention of the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pool do in the tests of this room."""
+"""What the ranks of a pool do in the tests of this package."""
 
 from __future__ import annotations
 

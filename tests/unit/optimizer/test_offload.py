@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron.core.config.optim import PrecisionConfig
-from megatron.core.optimizer import optimizer as room
+from megatron.core.optimizer import optimizer as module
 from tests.unit.optimizer.test_optimizer import ADAM, SGD, optimizer_of, take_step
 
 FORMATS = {"bf16": (torch.bfloat16, PrecisionConfig(bf16=True), torch.float32), "fp32": (torch.float32, PrecisionConfig(), torch.float32),
            "fp16": (torch.float16, PrecisionConfig(fp16=True, loss_scale=64.0), torch.float16)}
 
 
-def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, torch.Tensor], room.Optimizer]:
+def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, torch.Tensor], module.Optimizer]:
     dtype, precision, grad_dtype = FORMATS[numbers]
     module, optimizer = optimizer_of(dtype, precision=precision, grad_dtype=grad_dtype, **settings)
     for step in range(steps):
@@ -28,7 +28,7 @@ def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, to
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_steps_are_the_same_wherever_they_are_made(monkeypatch: pytest.MonkeyPatch, numbers: str, fraction: float, overlap: bool) -> None:
     expected, plain = trained(numbers, **ADAM)
-    monkeypatch.setattr(room, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     found, away = trained(numbers, **ADAM, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlap)
     for name, value in expected.items():
         # A parameter in two pieces adds its squares to the norm in another order.
@@ -41,7 +41,7 @@ def test_steps_are_the_same_wherever_they_are_made(monkeypatch: pytest.MonkeyPat
 
 def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained("bf16", **SGD)
-    monkeypatch.setattr(room, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     found, away = trained("bf16", **SGD, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     names = [segment.name for segment in away.segments]
@@ -49,7 +49,7 @@ def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
     assert "master" not in {slot for slot, _, _ in optimizer.slots()}
     for value in weights.values():

@@ -1,4 +1,4 @@
-"""What the ranks of a pool do in the tests of this room: small modules, run cut and brought home whole."""
+"""What the ranks of a pool do in the tests of this package: small modules, run cut and brought home whole."""
 
 from __future__ import annotations
 

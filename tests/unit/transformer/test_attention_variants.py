@@ -74,8 +74,8 @@ def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], to
 
 
 def their_masks(config: Any, x: Tensor) -> dict[str, Tensor]:
-    embeds = x.transpose(0, 1)
-    about = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None,
+    embedded = x.transpose(0, 1)
+    about = {"config": config, "inputs_embeds": embedded, "attention_mask": None, "past_key_values": None,
              "position_ids": torch.arange(S)[None]}
     return {"full_attention": create_causal_mask(**about), "sliding_attention": create_sliding_window_causal_mask(**about)}
 
