@@ -22,7 +22,6 @@ from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.place import end_in_a_line_when_interrupted, launcher_place
-from megatron.training.preflight import LOCAL, examine, preflight
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 
@@ -49,6 +48,7 @@ def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any]
     end_in_a_line_when_interrupted()
     try:
         args = read_flags(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider)
+        from megatron.training.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
         found = preflight(from_namespace(RunConfig, args), world_size, reads_data=reads_data)
         place = launcher_place()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
@@ -64,6 +64,7 @@ def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None,
               provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
     """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
+    from megatron.training.preflight import examine  # as above
     refuse([*args.problems, *(line for _, line in examine(from_namespace(RunConfig, args), world_size)[1])])
     return args
 
@@ -101,6 +102,7 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
+    from megatron.training.preflight import examine  # as above
     config, problems = examine(from_namespace(RunConfig, args), world_size)
     refuse(said for _, said in problems)
     return config

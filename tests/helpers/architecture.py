@@ -57,6 +57,7 @@ LATE_OWN = (("megatron/training/stages.py", "megatron.core.distributed.fsdp.Full
             ("megatron/training/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
             ("megatron/training/preflight.py", "megatron.training.device_checks.machine_problems"),
             ("megatron/training/preflight.py", "megatron.training.device_checks.device_type"),
+            *(("megatron/training/arguments.py", f"megatron.training.preflight.{name}") for name in ("LOCAL", "preflight", "examine")),
             ("megatron/core/models/describe.py", "megatron.core.models.on_meta.held_parameters"),
             ("tools/check_config.py", "megatron.trust.built.check_build"),
             ("tools/check_parity.py", "megatron.trust.parity.checked_on_ranks"),

@@ -18,7 +18,7 @@ from tests.helpers.architecture import ROOT, arrows, imported, repository
 # What a file needs beyond the declared packages; no other file of the library imports these files.
 SERVER = "megatron/inference/server/"  # nothing else of the library imports it
 OPTIONAL = {"megatron/core/pipeline_parallel/picture.py": {"matplotlib"}, f"{SERVER}app.py": {"fastapi", "starlette"},
-            f"{SERVER}run.py": {"uvicorn"}, "megatron/evaluation/harness.py": {"lm_eval"}, "megatron/evaluation/plugin.py": {"lm_eval"},
+            f"{SERVER}run.py": {"uvicorn"}, f"{SERVER}connections.py": {"uvicorn"}, "megatron/evaluation/harness.py": {"lm_eval"}, "megatron/evaluation/plugin.py": {"lm_eval"},
             **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")}}
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
