@@ -223,7 +223,7 @@ LATER = (
                  "moe-routing-trace-max-training-iters"),
     Group("later", "this part of multi-token prediction is not built yet",
           switches="mtp-standalone mtp-hsm", values="mtp-hybrid-override-pattern"),
-    Group("later", "Mamba, hybrid and linear-attention layers are not built yet",
+    Group("later", "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet",
           switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
           values="hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio=0 hybrid-mlp-ratio=0 "
                  "mamba-state-dim=128 mamba-head-dim=64 mamba-num-groups=8 mamba-num-heads "

@@ -26,9 +26,9 @@ ELSEWHERE: Mapping[str, str] = {
     "gpt_static_inference.py": "tools/generate.py continues texts", "gpt_dynamic_inference.py": "tools/generate.py continues texts",
     "gpt_dynamic_inference_with_coordinator.py": "tools/run_text_generation_server.py serves a network on many ranks",
     "run_text_generation_server.py": "its own --help lists the flags of the server",
-    "pretrain_hybrid.py": "Mamba, hybrid and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
-    "pretrain_mamba.py": "Mamba, hybrid and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
-    "pretrain_hybrid_flex.py": "Mamba, hybrid and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_hybrid.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_mamba.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_vlm.py": "images and multimodal models are not built yet; pretrain_gpt.py trains language models",
     "train_rl.py": "reinforcement learning is not built yet; pretrain_gpt.py trains on texts and, with --sft, on conversations",
     "main.py": "flags of tasks are looked at when tasks/main.py starts"}
