@@ -20,6 +20,7 @@ from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
 from megatron.core.config.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
+from megatron.training.help import Help
 from megatron.training.legacy_flags import nearest, translate
 from megatron.training.place import end_in_a_line_when_interrupted, launcher_place
 
@@ -28,8 +29,10 @@ Provider = Callable[[argparse.ArgumentParser], Any]
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
     """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False, usage="%(prog)s [flags]",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description="Train a transformer. Flags are Megatron's; they come in groups.")
+    parser.add_argument("-h", "--help", action=Help)
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
     for config_class in (RunConfig, *extra):
         add_arguments(parser, config_class)

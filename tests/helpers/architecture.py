@@ -62,7 +62,7 @@ LATE_OWN = (("megatron/training/stages.py", "megatron.core.distributed.fsdp.Full
             ("tools/check_config.py", "megatron.trust.built.check_build"),
             ("tools/check_parity.py", "megatron.trust.parity.checked_on_ranks"),
             ("tools/plan.py", "megatron.trust.dry_run.dry_run"), ("tools/plan.py", "megatron.trust.measure.measured"))
-FLAG_READERS = ("megatron/core/config/flags.py", "megatron/training/arguments.py", "megatron/training/run.py",
+FLAG_READERS = ("megatron/core/config/flags.py", "megatron/training/arguments.py", "megatron/training/help.py", "megatron/training/run.py",
                 "megatron/training/initialize.py", "megatron/training/global_vars.py")
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
 ENVIRONMENT_READERS = ("megatron/core/parallel/device.py", "megatron/training/initialize.py", "megatron/training/place.py")
