@@ -10,8 +10,12 @@ from megatron.training.place import launcher_place
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True,
-                      defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert"})
+    ARGS = parse_args(
+        world_size=PLACE.size,
+        speaks=PLACE.rank == 0,
+        reads_data=True,
+        defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert"},
+    )
 
 import torch
 
@@ -38,11 +42,18 @@ def model(run: Run, stage: StageSpec) -> BERTModel:
     return BERTModel(stage, run.build)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: BERTModel) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
+def forward_step(
+    run: Run, batches: Iterator[Batch], stage: BERTModel
+) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
     """One microbatch through one stage; the last gives what its heads say."""
     batch = next(batches)
-    output = stage(ids=batch.tokens, types=batch.extras["types"], hidden=batch.hidden, labels=batch.targets,
-                   padding=batch.extras["padding_mask"].bool())
+    output = stage(
+        ids=batch.tokens,
+        types=batch.extras["types"],
+        hidden=batch.hidden,
+        labels=batch.targets,
+        padding=batch.extras["padding_mask"].bool(),
+    )
 
     def loss(said: BERTOutput) -> Loss:
         return pair_loss(said, batch, per_token=run.config.train.calculate_per_token_loss)

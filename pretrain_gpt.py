@@ -10,7 +10,9 @@ from megatron.training.place import launcher_place
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    ARGS = parse_args(
+        world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
 
 import torch
 
@@ -31,8 +33,15 @@ from megatron.training.stages import Samples
 def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:
     """Training, validation and test samples: windows of tokens, or with --sft conversations."""
     train, valid, test = samples
-    return build_datasets(run.config.data, sequence_length=run.config.train.seq_length, seed=run.config.train.seed,
-                          train_samples=train, valid_samples=valid, test_samples=test, tokenizer=run.tokenizer)
+    return build_datasets(
+        run.config.data,
+        sequence_length=run.config.train.seq_length,
+        seed=run.config.train.seed,
+        train_samples=train,
+        valid_samples=valid,
+        test_samples=test,
+        tokenizer=run.tokenizer,
+    )
 
 
 def model(run: Run, stage: StageSpec) -> GPTModel:
@@ -43,8 +52,15 @@ def model(run: Run, stage: StageSpec) -> GPTModel:
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
     batch = next(batches)
-    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
-                   documents=batch.documents, microbatch_context=batch.microbatch_context, ahead=batch.ahead)
+    output = stage(
+        ids=batch.tokens,
+        hidden=batch.hidden,
+        labels=batch.targets,
+        positions=batch.positions,
+        documents=batch.documents,
+        microbatch_context=batch.microbatch_context,
+        ahead=batch.ahead,
+    )
 
     def loss(losses: torch.Tensor | Losses) -> Loss:
         return language_loss(losses, batch, run.config.model.mtp)
@@ -55,8 +71,14 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 def samples(run: Run) -> Samples:
     """What continues the prompts of --eval-generate."""
     train = run.config.train
-    prompts = read_prompts(train.eval_generate, run.tokenizer, num_tokens=train.eval_generate_tokens, seed=train.seed,
-                           temperature=train.eval_generate_temperature, positions=run.config.model.max_position_embeddings)
+    prompts = read_prompts(
+        train.eval_generate,
+        run.tokenizer,
+        num_tokens=train.eval_generate_tokens,
+        seed=train.seed,
+        temperature=train.eval_generate_temperature,
+        positions=run.config.model.max_position_embeddings,
+    )
 
     def continued(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
         return list(zip(prompts.texts, continuations(stages, run.tokenizer, prompts), strict=True))

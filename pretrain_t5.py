@@ -10,8 +10,12 @@ from megatron.training.place import launcher_place
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True,
-                      defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "t5"})
+    ARGS = parse_args(
+        world_size=PLACE.size,
+        speaks=PLACE.rank == 0,
+        reads_data=True,
+        defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "t5"},
+    )
 
 import torch
 
@@ -40,8 +44,13 @@ def model(run: Run, stage: StageSpec) -> T5Model:
 def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[torch.Tensor | Message, LossFunction]:
     """One microbatch through one stage; the last gives the loss of every token that the decoder writes."""
     batch = next(batches)
-    output = stage(encoder_ids=batch.tokens, encoder_padding=batch.extras["enc_mask"].bool(), decoder_ids=batch.extras["text_dec"],
-                   message=batch.message, labels=batch.targets)
+    output = stage(
+        encoder_ids=batch.tokens,
+        encoder_padding=batch.extras["enc_mask"].bool(),
+        decoder_ids=batch.extras["text_dec"],
+        message=batch.message,
+        labels=batch.targets,
+    )
 
     def loss(losses: torch.Tensor) -> Loss:
         return masked_loss(losses, batch.loss_mask)

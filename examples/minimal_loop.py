@@ -46,11 +46,20 @@ STEPS = 50
 def settings(world_size: int) -> RunConfig:
     """Everything about the run."""
     config = RunConfig(
-        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, swiglu=True, normalization="RMSNorm",
-                          add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-                          rope=RopeConfig(position_embedding_type="rope")),
-        parallel=ParallelConfig(tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE,
-                                use_distributed_optimizer=SHARDED),
+        model=ModelConfig(
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            swiglu=True,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            rope=RopeConfig(position_embedding_type="rope"),
+        ),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE, use_distributed_optimizer=SHARDED
+        ),
         train=TrainConfig(seq_length=128, micro_batch_size=4, global_batch_size=16, train_iters=STEPS),
         optimizer=OptimizerConfig(adam_beta2=0.95, weight_decay=0.1),
         schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.1),
@@ -64,9 +73,11 @@ def microbatches(run: Run, text: np.ndarray) -> Iterator[Batch]:
     random = np.random.default_rng(0)
     while True:
         starts = random.integers(0, len(text) - train.seq_length - 1, train.micro_batch_size * axis.size)
-        own = starts[axis.rank * train.micro_batch_size:(axis.rank + 1) * train.micro_batch_size]
-        windows = torch.from_numpy(np.stack([text[start:start + train.seq_length + 1] for start in own]))
-        yield Batch(tokens=windows[:, :-1], labels=windows[:, 1:].contiguous(), loss_mask=torch.ones(windows[:, 1:].shape))
+        own = starts[axis.rank * train.micro_batch_size : (axis.rank + 1) * train.micro_batch_size]
+        windows = torch.from_numpy(np.stack([text[start : start + train.seq_length + 1] for start in own]))
+        yield Batch(
+            tokens=windows[:, :-1], labels=windows[:, 1:].contiguous(), loss_mask=torch.ones(windows[:, 1:].shape)
+        )
 
 
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
@@ -88,8 +99,16 @@ def main() -> None:
     config = settings(dist.get_world_size() if dist.is_initialized() else 1)
     device = torch.device("cpu")
     mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single(device)
-    run = Run(args=argparse.Namespace(), config=config, mesh=mesh, kernels=select(Need()), tokenizer=ByteTokenizer(),
-              streams=RandomStreams.build(mesh, config.train.seed), timers=Timers(level=0), log=logging.getLogger())
+    run = Run(
+        args=argparse.Namespace(),
+        config=config,
+        mesh=mesh,
+        kernels=select(Need()),
+        tokenizer=ByteTokenizer(),
+        streams=RandomStreams.build(mesh, config.train.seed),
+        timers=Timers(level=0),
+        log=logging.getLogger(),
+    )
     lines = (ROOT / "examples/data/demo_train_small.jsonl").read_text(encoding="utf-8").splitlines()
     text = np.frombuffer("\n".join(json.loads(line)["text"] for line in lines).encode(), np.uint8).astype(np.int64)
     trainer, batches = build_trainer(run, model, forward_step), microbatches(run, text)

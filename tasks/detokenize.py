@@ -13,10 +13,17 @@ from pathlib import Path
 _Rules = tuple[tuple[str, str], ...]
 
 _WIKITEXT: _Rules = (
-    (r"s '", "s'"),                                # plural possessives
+    (r"s '", "s'"),  # plural possessives
     (r"/' [0-9]/", r"/'[0-9]/"),
-    (" @-@ ", "-"), (" @,@ ", ","), (r" @\.@ ", "."),  # inside words and numbers
-    (" : ", ": "), (" ; ", "; "), (r" \. ", ". "), (" ! ", "! "), (r" \? ", "? "), (" , ", ", "),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (r" @\.@ ", "."),  # inside words and numbers
+    (" : ", ": "),
+    (" ; ", "; "),
+    (r" \. ", ". "),
+    (" ! ", "! "),
+    (r" \? ", "? "),
+    (" , ", ", "),
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
@@ -32,8 +39,13 @@ _WIKITEXT: _Rules = (
     (r" 's", "'s"),
 )
 _PENN_TREEBANK: _Rules = (
-    (r" '", "'"), (r" \n", "\n"), (r"\n ", "\n"), (r" n't", "n't"),
-    (r" N ", "1 "), (r"\$ 1", "$1"), (r"# 1", "#1"),  # Megatron's, which takes the space before a number: perplexities compare
+    (r" '", "'"),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" n't", "n't"),
+    (r" N ", "1 "),
+    (r"\$ 1", "$1"),
+    (r"# 1", "#1"),  # Megatron's, which takes the space before a number: perplexities compare
 )
 _BY_NAME: tuple[tuple[str, _Rules], ...] = (("wiki", _WIKITEXT), ("ptb", _PENN_TREEBANK), ("lambada", ()))
 

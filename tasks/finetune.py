@@ -103,8 +103,11 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
 
     def loss(scores: Tensor) -> Loss:
         scores, labels = scores if scores.dtype == torch.float64 else scores.float(), batch.labels[:, 0]
-        losses = F.mse_loss(scores[:, 0], labels.to(scores.dtype), reduction="none") if labels.is_floating_point() else (
-            F.cross_entropy(scores, labels, reduction="none"))
+        losses = (
+            F.mse_loss(scores[:, 0], labels.to(scores.dtype), reduction="none")
+            if labels.is_floating_point()
+            else (F.cross_entropy(scores, labels, reduction="none"))
+        )
         kept = batch.loss_mask[:, 0].to(losses.dtype)
         total, count = (losses * kept).sum(), kept.sum()
         return total, count, {"lm loss": torch.stack((total.detach(), count))}
@@ -115,8 +118,12 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
 def judged(batch: Batch, stage: ClassifierModel) -> Tensor:
     """A stage's output for a microbatch: texts of several choices stand one after the other."""
     assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
-    scores = stage(ids=batch.tokens.flatten(0, -2), types=batch.extras["types"].flatten(0, -2), hidden=batch.hidden,
-                   padding=batch.extras["padding_mask"].bool().flatten(0, -2))
+    scores = stage(
+        ids=batch.tokens.flatten(0, -2),
+        types=batch.extras["types"].flatten(0, -2),
+        hidden=batch.hidden,
+        padding=batch.extras["padding_mask"].bool().flatten(0, -2),
+    )
     return scores + batch.extras["choices"] if stage.stage.has_output and stage.choices > 1 else scores
 
 
@@ -131,8 +138,10 @@ class Epochs:
         self.run, self.samples, self.full, self.keep_last = run, samples, full, keep_last
         self.steps = -(-len(samples) // full) if keep_last else len(samples) // full
         if not self.steps:
-            raise ConfigError(f"the training data have {len(samples)} samples, less than one --global-batch-size of {full}; give a "
-                              "smaller batch, or --keep-last")
+            raise ConfigError(
+                f"the training data have {len(samples)} samples, less than one --global-batch-size of {full}; give a "
+                "smaller batch, or --keep-last"
+            )
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """The microbatches of an epoch, from 0."""
@@ -141,7 +150,7 @@ class Epochs:
         order += [FILL] * (self.steps * self.full - len(order))
         block = train.micro_batch_size * axis.size
         for start in range(axis.rank * train.micro_batch_size, self.steps * self.full, block):
-            arrays = read(self.samples, order[start:start + train.micro_batch_size])
+            arrays = read(self.samples, order[start : start + train.micro_batch_size])
             yield Batch.from_arrays(arrays, self.run.mesh.device, positions=False)
 
 
@@ -155,11 +164,19 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
     """The same. lock: of `--save`."""
     sets = read_sets(task, run)
     train = run.config.train
-    epochs = Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last) if sets.train is not None else None
+    epochs = (
+        Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last)
+        if sets.train is not None
+        else None
+    )
     if run.config.faults.on_bad_step == "rollback":
-        raise ConfigError("--on-bad-step rollback goes back within the data of pretraining; finetuning can only stop or skip")
+        raise ConfigError(
+            "--on-bad-step rollback goes back within the data of pretraining; finetuning can only stop or skip"
+        )
     if run.config.faults.step_rerun != "disabled":
-        raise ConfigError(f"--rerun-mode {run.config.faults.step_rerun} is for pretraining; finetuning looks at its steps with --on-bad-step")
+        raise ConfigError(
+            f"--rerun-mode {run.config.faults.step_rerun} is for pretraining; finetuning looks at its steps with --on-bad-step"
+        )
     if epochs is not None:
         length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))
@@ -176,8 +193,15 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
         return _best_of(trainer, task, sets, epochs, checkpoint, guard, writers)
 
 
-def _best_of(trainer: Trainer, task: TaskConfig, sets: Sets, epochs: Epochs | None, checkpoint: Checkpoint, guard: Guard,
-             writers: Writers) -> dict[str, float]:
+def _best_of(
+    trainer: Trainer,
+    task: TaskConfig,
+    sets: Sets,
+    epochs: Epochs | None,
+    checkpoint: Checkpoint,
+    guard: Guard,
+    writers: Writers,
+) -> dict[str, float]:
     """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
     run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
@@ -200,8 +224,14 @@ def _best_of(trainer: Trainer, task: TaskConfig, sets: Sets, epochs: Epochs | No
 
 def writers_of(run: Run) -> Writers:
     """Where the numbers of finetuning go: as those of pretraining, from the rank that has the loss."""
-    return Writers(run.config.log, speaks=run.mesh.world.is_last, world_size=run.mesh.world.size, settings=to_values(run.config),
-                   start_iteration=run.progress.iteration, train_iters=run.config.train.train_iters or 0)
+    return Writers(
+        run.config.log,
+        speaks=run.mesh.world.is_last,
+        world_size=run.mesh.world.size,
+        settings=to_values(run.config),
+        start_iteration=run.progress.iteration,
+        train_iters=run.config.train.train_iters or 0,
+    )
 
 
 def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
@@ -216,7 +246,9 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
     asked, run = checkpoint.config.checkpoint, checkpoint.trainer.run
     if asked.load:
         if not checkpoint.resume():
-            raise ConfigError(f"--load {asked.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint")
+            raise ConfigError(
+                f"--load {asked.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint"
+            )
     elif asked.pretrained_checkpoint:
         source = encoder_of(asked.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
         checkpoint.adopt_weights(source, own=_HEADS, unused=_UNUSED)
@@ -230,10 +262,13 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     """The checkpoint of an encoder; `CheckpointError` for one of another kind of network."""
     source = open_checkpoint(path, given=given)
     if not any(name.startswith("model.encoder.") for name in source.formats) or any(
-            name.startswith("model.decoder.") for name in source.formats):
+        name.startswith("model.decoder.") for name in source.formats
+    ):
         kind = "a T5" if any(name.startswith("model.encoder.") for name in source.formats) else "a GPT"
-        raise CheckpointError(f"{source.where} holds {kind}; this task finetunes a BERT: give a checkpoint of pretrain_bert.py, or one "
-                              "of a published BERT")
+        raise CheckpointError(
+            f"{source.where} holds {kind}; this task finetunes a BERT: give a checkpoint of pretrain_bert.py, or one "
+            "of a published BERT"
+        )
     return source
 
 
@@ -253,8 +288,14 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: Guard, writ
             record_steps(run.ledger, resolved)
             watch.demand_finite(resolved)
             train = run.config.train
-            writers.report(meter.report(train_iters=train.train_iters, seconds=time.perf_counter() - since, seq_length=train.seq_length,
-                                        samples_left=(train.train_iters - progress.iteration) * epochs.full))
+            writers.report(
+                meter.report(
+                    train_iters=train.train_iters,
+                    seconds=time.perf_counter() - since,
+                    seq_length=train.seq_length,
+                    samples_left=(train.train_iters - progress.iteration) * epochs.full,
+                )
+            )
             since = time.perf_counter()
     run.say(f"epoch {epoch + 1} is done")
 
@@ -278,11 +319,15 @@ def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
     batches = all_once(run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
     evaluate(trainer, batches, -(-len(samples) // full))
     trainer.forward_step = ordinary
-    found = {index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()}
+    found = {
+        index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()
+    }
     assert len(found) == len(samples), f"{len(found)} of {len(samples)} samples were judged"
     labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
-    return [Judged(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
-            for index, scores in sorted(found.items())]
+    return [
+        Judged(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
+        for index, scores in sorted(found.items())
+    ]
 
 
 def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, float], list[list[Judged]]]:
@@ -322,12 +367,16 @@ def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[
         return {"file": name, "uid": samples.texts[row.index].uid, **numbers}
     if isinstance(samples, ChoiceSamples):
         question = samples.questions[row.index]
-        classes: Sequence[str] = "ABCD"[:len(question.answers)]
+        classes: Sequence[str] = "ABCD"[: len(question.answers)]
         uid = question.uid
     else:
         classes, uid = TASKS[str(task.task)].classes, samples.texts[row.index].uid
-    record = {"file": name, "uid": uid, "prediction": classes[row.predicted],
-              "scores": dict(zip(classes, (round(score, 6) for score in row.scores)))}
+    record = {
+        "file": name,
+        "uid": uid,
+        "prediction": classes[row.predicted],
+        "scores": dict(zip(classes, (round(score, 6) for score in row.scores))),
+    }
     return record if row.label is None else {**record, "label": classes[row.label]}
 
 

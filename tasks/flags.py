@@ -18,15 +18,20 @@ class TaskConfig:
     What a model is tested on as it is (WIKITEXT103, LAMBADA), or finetuned for (the others).
     """
 
-    task: Literal["WIKITEXT103", "LAMBADA", "RACE", "MNLI", "QQP", "QNLI", "RTE", "WNLI", "MRPC", "SST-2", "CoLA",
-                  "STS-B"] | None = flag(
-        None, "which task")
+    task: (
+        Literal[
+            "WIKITEXT103", "LAMBADA", "RACE", "MNLI", "QQP", "QNLI", "RTE", "WNLI", "MRPC", "SST-2", "CoLA", "STS-B"
+        ]
+        | None
+    ) = flag(None, "which task")
     train_data: tuple[str, ...] | None = flag(None, "files (RACE: folders) to finetune on", metavar="PATH")
     valid_data: tuple[str, ...] | None = flag(None, "files (RACE: folders) to evaluate on", metavar="PATH")
     epochs: int = flag(0, "times to go through the training data; 0: evaluate only")
     keep_last: bool = flag(False, "train on the last batch of an epoch even if it is not full")
     long_texts: Literal["cut", "refuse"] = flag("cut", "what becomes of texts that are longer than --seq-length")
-    output_file: str | None = flag(None, "JSON lines of what is predicted for each sample of --valid-data, by the best epoch")
+    output_file: str | None = flag(
+        None, "JSON lines of what is predicted for each sample of --valid-data, by the best epoch"
+    )
     overlapping_eval: int = flag(32, "WIKITEXT103: tokens by which windows advance; only those are scored anew")
     strict_lambada: bool = flag(False, "LAMBADA: the whole last word must be predicted, not its last token only")
 
@@ -40,7 +45,12 @@ def defaults_of(words: Sequence[str]) -> dict[str, Any]:
     common = {"finetune": True, "mock_data": True, "eval_iters": 0, "micro_batch_size": 4, "train_iters": 1}
     if task in (None, *ZERO_SHOT):
         return {**common, "tokenizer_type": "GPT2BPETokenizer", "skip_train": True}
-    return {**common, "tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert", "skip_train": epochs in (None, "0")}
+    return {
+        **common,
+        "tokenizer_type": "BertWordPieceLowerCase",
+        "architecture": "bert",
+        "skip_train": epochs in (None, "0"),
+    }
 
 
 def value_of(words: Sequence[str], flag_name: str) -> str | None:

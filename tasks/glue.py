@@ -53,7 +53,7 @@ def matthews(pairs: Pairs) -> float:
     only_found = sum(found == 1 and true == 0 for found, true in pairs)
     only_true = sum(found == 0 and true == 1 for found, true in pairs)
     spread = (both + only_found) * (both + only_true) * (neither + only_found) * (neither + only_true)
-    return (both * neither - only_found * only_true) / spread ** 0.5 if spread else 0.0
+    return (both * neither - only_found * only_true) / spread**0.5 if spread else 0.0
 
 
 def pearson(pairs: Pairs) -> float:
@@ -107,18 +107,25 @@ class GlueTask:
 
 _ENTAILMENT = ("entailment", "not_entailment")
 
-TASKS: Mapping[str, GlueTask] = MappingProxyType({
-    "MNLI": GlueTask((("sentence1",), ("sentence2",)), "gold_label", ("contradiction", "entailment", "neutral")),
-    "QQP": GlueTask((("question1",), ("question2",)), "is_duplicate", ("0", "1"), uid="id", metrics=(accuracy, f1)),
-    "QNLI": GlueTask((("question",), ("sentence",)), "label", _ENTAILMENT),
-    "RTE": GlueTask((("sentence1",), ("sentence2",)), "label", _ENTAILMENT),
-    "WNLI": GlueTask((("sentence1",), ("sentence2",)), "label", ("0", "1")),
-    "MRPC": GlueTask((("#1 String",), ("#2 String",)), "Quality", ("0", "1"), metrics=(accuracy, f1)),
-    "SST-2": GlueTask((("sentence",),), "label", ("0", "1")),
-    "CoLA": GlueTask((("sentence",),), "label", ("0", "1"), metrics=(matthews, accuracy),
-                     header=("source", "label", "mark", "sentence")),
-    "STS-B": GlueTask((("sentence1",), ("sentence2",)), "score", (), metrics=(pearson, spearman), scale=(0.0, 5.0)),
-})
+TASKS: Mapping[str, GlueTask] = MappingProxyType(
+    {
+        "MNLI": GlueTask((("sentence1",), ("sentence2",)), "gold_label", ("contradiction", "entailment", "neutral")),
+        "QQP": GlueTask((("question1",), ("question2",)), "is_duplicate", ("0", "1"), uid="id", metrics=(accuracy, f1)),
+        "QNLI": GlueTask((("question",), ("sentence",)), "label", _ENTAILMENT),
+        "RTE": GlueTask((("sentence1",), ("sentence2",)), "label", _ENTAILMENT),
+        "WNLI": GlueTask((("sentence1",), ("sentence2",)), "label", ("0", "1")),
+        "MRPC": GlueTask((("#1 String",), ("#2 String",)), "Quality", ("0", "1"), metrics=(accuracy, f1)),
+        "SST-2": GlueTask((("sentence",),), "label", ("0", "1")),
+        "CoLA": GlueTask(
+            (("sentence",),),
+            "label",
+            ("0", "1"),
+            metrics=(matthews, accuracy),
+            header=("source", "label", "mark", "sentence"),
+        ),
+        "STS-B": GlueTask((("sentence1",), ("sentence2",)), "score", (), metrics=(pearson, spearman), scale=(0.0, 5.0)),
+    }
+)
 _SHOWN = 20  # bad lines that an error lists
 
 
@@ -129,7 +136,7 @@ def read_glue(name: str, path: str | Path) -> list[Text]:
     header, first_line = _header(task, lines, path)
     places = _columns(name, task, header, path)
     samples, problems = [], []
-    for number, line in enumerate(lines[first_line - 1:], first_line):
+    for number, line in enumerate(lines[first_line - 1 :], first_line):
         if not line.strip():
             continue
         try:
@@ -138,7 +145,9 @@ def read_glue(name: str, path: str | Path) -> list[Text]:
             problems.append(f"{path}:{number}: {error}")
     if problems:
         rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError("\n  ".join([f"{len(problems)} lines of {path} are no samples of {name}", *problems[:_SHOWN], *rest]))
+        raise DataError(
+            "\n  ".join([f"{len(problems)} lines of {path} are no samples of {name}", *problems[:_SHOWN], *rest])
+        )
     if not samples:
         raise DataError(f"{path} holds no sample of {name}")
     return samples
@@ -171,7 +180,9 @@ def _columns(name: str, task: GlueTask, header: Sequence[str], path: str | Path)
         else:
             missing.append(" or ".join(spellings))
     if missing:
-        raise DataError(f"{path}:1: {name} needs the columns {', '.join(missing)}, and the header has: {', '.join(header)}")
+        raise DataError(
+            f"{path}:1: {name} needs the columns {', '.join(missing)}, and the header has: {', '.join(header)}"
+        )
     for key, word in (("label", task.label), ("uid", task.uid)):
         if word in header:
             places[key] = header.index(word)

@@ -23,7 +23,9 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     if value_of(sys.argv, "--task") is None and not {"-h", "--help"} & set(sys.argv):
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (PLACE.rank == 0))
         sys.exit(2)
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv))
+    ARGS = parse_args(
+        world_size=PLACE.size, speaks=PLACE.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv)
+    )
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.training.entry import entry
@@ -40,7 +42,9 @@ def main() -> None:
     """Initialize and do the task."""
     task = from_namespace(TaskConfig, ARGS)
     if ARGS.context_parallel_size > 1 or ARGS.hybrid_context_parallel:
-        raise ConfigError("tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel")
+        raise ConfigError(
+            "tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel"
+        )
     run = initialize_megatron(ARGS)
     with recorded(run), Watchdog(run), locating(run):
         (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)

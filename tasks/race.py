@@ -53,7 +53,11 @@ def read_race(folder: str | Path) -> list[Question]:
                 problems += wrong
     if problems:
         rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError("\n  ".join([f"{len(problems)} passages or questions of {folder} cannot be used", *problems[:_SHOWN], *rest]))
+        raise DataError(
+            "\n  ".join(
+                [f"{len(problems)} passages or questions of {folder} cannot be used", *problems[:_SHOWN], *rest]
+            )
+        )
     return questions
 
 
@@ -78,17 +82,28 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
             wrong.append(f"{place}, question {number}: {problem}")
             continue
         texts = tuple(joined(question, option) for option in options)
-        found.append(Question(f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}", content["article"], texts,
-                              _LETTERS.index(answer), place))
+        found.append(
+            Question(
+                f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}",
+                content["article"],
+                texts,
+                _LETTERS.index(answer),
+                place,
+            )
+        )
     return found, wrong
 
 
 def _problem(question: Any, options: Any, answer: Any) -> str:
     if not isinstance(question, str):
         return "it is no text"
-    if not isinstance(options, list) or not 2 <= len(options) <= CHOICES or not all(isinstance(option, str) for option in options):
+    if (
+        not isinstance(options, list)
+        or not 2 <= len(options) <= CHOICES
+        or not all(isinstance(option, str) for option in options)
+    ):
         return f"expected two to {CHOICES} options that are texts"
-    letters = tuple(_LETTERS[:len(options)])
+    letters = tuple(_LETTERS[: len(options)])
     return "" if answer in letters else f"answer {answer!r}, expected one of {', '.join(letters)}"
 
 

@@ -27,8 +27,10 @@ class Encoder:
     def __post_init__(self) -> None:
         missing = [name for name in ("cls", "sep", "pad") if getattr(self.tokenizer, name) is None]
         if missing:
-            raise ConfigError(f"this task needs a tokenizer with the tokens {', '.join(missing)}, as --tokenizer-type "
-                              "BertWordPieceLowerCase has them")
+            raise ConfigError(
+                f"this task needs a tokenizer with the tokens {', '.join(missing)}, as --tokenizer-type "
+                "BertWordPieceLowerCase has them"
+            )
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text by itself; `row` puts [CLS] and [SEP] around."""
@@ -44,10 +46,15 @@ class Encoder:
             types += [1] * (len(second) + 1)
         lost = max(0, len(ids) - self.length)
         if lost:
-            ids, types = [*ids[:self.length - 1], tokenizer.sep], types[:self.length]
+            ids, types = [*ids[: self.length - 1], tokenizer.sep], types[: self.length]
         rest = self.length - len(ids)
         mask = [1] * len(ids) + [0] * rest
-        return (np.array(ids + [tokenizer.pad] * rest, np.int64), np.array(types + [0] * rest, np.int64), np.array(mask, np.int64), lost)
+        return (
+            np.array(ids + [tokenizer.pad] * rest, np.int64),
+            np.array(types + [0] * rest, np.int64),
+            np.array(mask, np.int64),
+            lost,
+        )
 
 
 class PairSamples:
@@ -63,8 +70,11 @@ class PairSamples:
         seconds = encoder.ids([text.second or "" for text in texts])
         self._ids = list(zip(firsts, seconds))
         special = 2 if texts and texts[0].second is None else 3
-        self.cut = [f"{text.place} ({len(a) + len(b) + special} tokens)" for text, (a, b) in zip(texts, self._ids)
-                    if len(a) + len(b) + special > encoder.length]
+        self.cut = [
+            f"{text.place} ({len(a) + len(b) + special} tokens)"
+            for text, (a, b) in zip(texts, self._ids)
+            if len(a) + len(b) + special > encoder.length
+        ]
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -74,7 +84,12 @@ class PairSamples:
         """The index-th sample."""
         text, (first, second) = self.texts[index], self._ids[index]
         ids, types, mask, _ = self.encoder.row(first, None if text.second is None else second)
-        return {"tokens": ids, "types": types, "padding_mask": mask, **_labelled(index, text.label, numbers=self._numbers)}
+        return {
+            "tokens": ids,
+            "types": types,
+            "padding_mask": mask,
+            **_labelled(index, text.label, numbers=self._numbers),
+        }
 
 
 class ChoiceSamples:
@@ -92,11 +107,15 @@ class ChoiceSamples:
         flat = encoder.ids([answer for question in questions for answer in question.answers])
         self._answers, at = [], 0
         for question in questions:
-            self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at:at + len(question.answers)]])
+            self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at : at + len(question.answers)]])
             at += len(question.answers)
-        longest = [max(map(len, answers)) + len(self._articles[question.article]) + 3
-                   for question, answers in zip(questions, self._answers)]
-        self.cut = [f"{question.place} ({size} tokens)" for question, size in zip(questions, longest) if size > encoder.length]
+        longest = [
+            max(map(len, answers)) + len(self._articles[question.article]) + 3
+            for question, answers in zip(questions, self._answers)
+        ]
+        self.cut = [
+            f"{question.place} ({size} tokens)" for question, size in zip(questions, longest) if size > encoder.length
+        ]
 
     def __len__(self) -> int:
         """The number of questions."""
@@ -109,12 +128,21 @@ class ChoiceSamples:
         rows = [self.encoder.row(answer, article)[:3] for answer in [*answers, *answers[:1] * missing]]
         ids, types, mask = (np.stack(column) for column in zip(*rows))
         chances = np.array([0.0] * len(answers) + [-np.inf] * missing, np.float32)
-        return {"tokens": ids, "types": types, "padding_mask": mask, "choices": chances, **_labelled(index, question.label)}
+        return {
+            "tokens": ids,
+            "types": types,
+            "padding_mask": mask,
+            "choices": chances,
+            **_labelled(index, question.label),
+        }
 
 
 def _labelled(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
-    return {"labels": np.array([label or 0], np.float32 if numbers else np.int64), "index": np.array([index], np.int64),
-            "loss_mask": np.array([label is not None], np.float32)}
+    return {
+        "labels": np.array([label or 0], np.float32 if numbers else np.int64),
+        "index": np.array([index], np.int64),
+        "loss_mask": np.array([label is not None], np.float32),
+    }
 
 
 def about_long_texts(samples: PairSamples | ChoiceSamples, name: str, length: int, *, refuse: bool) -> str:

@@ -63,16 +63,20 @@ class TokenWindows:
         """tokens, labels, position_ids: int64 [length]; loss_mask: float32 [length], 1 at labels that are scored here."""
         start = index * self.stride
         window = np.full(self.length + 1, self.fill, np.int64)
-        held = self.ids[start:start + self.length + 1]
-        window[:len(held)] = held
+        held = self.ids[start : start + self.length + 1]
+        window[: len(held)] = held
         mask = np.zeros(self.length, np.float32)
-        mask[0 if index == 0 else self.length - self.stride:len(held) - 1] = 1.0
+        mask[0 if index == 0 else self.length - self.stride : len(held) - 1] = 1.0
         return _sample(window, mask)
 
 
 def _sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    return {"tokens": window[:-1], "labels": window[1:].copy(), "loss_mask": mask,
-            "position_ids": np.arange(len(mask), dtype=np.int64)}
+    return {
+        "tokens": window[:-1],
+        "labels": window[1:].copy(),
+        "loss_mask": mask,
+        "position_ids": np.arange(len(mask), dtype=np.int64),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +118,19 @@ def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> R
         raise ValueError("expected an object whose `text` has two words or more")
     if strict:
         last = text.split()[-1]
-        start = text[:text.rfind(last)].strip()
+        start = text[: text.rfind(last)].strip()
         beginning, whole, alone = (ids.tolist() for ids in bare_ids(tokenizer, (start, f"{start} {last}", f" {last}")))
-        word = whole[len(beginning):] if whole[:len(beginning)] == beginning else alone
+        word = whole[len(beginning) :] if whole[: len(beginning)] == beginning else alone
     else:
         (ids,) = (ids.tolist() for ids in bare_ids(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
-    beginning = tokenizer.tokenize("1")[:frame(tokenizer)[0]] + beginning  # a begin of text, where the tokenizer has one
+    beginning = (
+        tokenizer.tokenize("1")[: frame(tokenizer)[0]] + beginning
+    )  # a begin of text, where the tokenizer has one
     if not beginning or not word or len(word) > length:
-        raise ValueError(f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window")
+        raise ValueError(
+            f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window"
+        )
     return Request(tuple(beginning), tuple(word))
 
 
@@ -180,8 +188,12 @@ def perplexities(loss: float, text: Text) -> dict[str, float]:
     The adjusted perplexity shares the whole loss among the words of the published file, so that tokenizers compare.
     """
     ratio = text.windows.labels / max(1, text.original_words - 1)
-    return {"avg loss": loss, "ppl": math.exp(min(LARGEST_EXPONENT, loss)),
-            "adjusted ppl": math.exp(min(LARGEST_EXPONENT, loss * ratio)), "token ratio": ratio}
+    return {
+        "avg loss": loss,
+        "ppl": math.exp(min(LARGEST_EXPONENT, loss)),
+        "adjusted ppl": math.exp(min(LARGEST_EXPONENT, loss * ratio)),
+        "token ratio": ratio,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +209,24 @@ def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
     """How likely each last word is; the same on every rank. A passage longer than --seq-length loses its first tokens."""
     run, train = trainer.run, trainer.run.config.train
     with resting(trainer), torch.no_grad():
-        return loglikelihoods(_Stages(run.config, run.mesh, trainer.stages), passages, max_length=train.seq_length,
-                              size=BatchSize(train.micro_batch_size))
+        return loglikelihoods(
+            _Stages(run.config, run.mesh, trainer.stages),
+            passages,
+            max_length=train.seq_length,
+            size=BatchSize(train.micro_batch_size),
+        )
 
 
 def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
     """What is stated of last words. ppl: of a word, however many tokens it has (lm-evaluation-harness's definition)."""
     right, count = sum(answer.greedy for answer in answers), len(answers)
     loss = -sum(answer.loglikelihood for answer in answers) / count
-    return {"number correct": right, "total examples": count, "avg accuracy": right / count, "ppl": math.exp(min(LARGEST_EXPONENT, loss))}
+    return {
+        "number correct": right,
+        "total examples": count,
+        "avg accuracy": right / count,
+        "ppl": math.exp(min(LARGEST_EXPONENT, loss)),
+    }
 
 
 def language_model(run: Run, stage: StageSpec) -> GPTModel:

@@ -17,11 +17,15 @@ NOTES = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # asked when triton is first imported, which parts of torch do, too
+        os.environ.setdefault(
+            "TRITON_INTERPRET", "1"
+        )  # asked when triton is first imported, which parts of torch do, too
     config.stash[NOTES] = []
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: more than a few seconds")
-    config.addinivalue_line("markers", "nightly: takes many minutes in all; runs only when it is asked for with -m nightly")
+    config.addinivalue_line(
+        "markers", "nightly: takes many minutes in all; runs only when it is asked for with -m nightly"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,11 @@ def test_a_question_has_its_script_and_one_place_on_the_page(question: figures.Q
 
 
 def test_every_place_has_its_question_and_a_page_without_the_place_is_refused() -> None:
-    names = [line.removeprefix("<!-- figures: ").removesuffix(" -->") for line in PAGE.splitlines() if line.startswith("<!-- figures")]
+    names = [
+        line.removeprefix("<!-- figures: ").removesuffix(" -->")
+        for line in PAGE.splitlines()
+        if line.startswith("<!-- figures")
+    ]
     assert sorted(names) == sorted(question.name for question in figures.QUESTIONS)
     with pytest.raises(ValueError, match="2 places for startup"):
         figures.written(PAGE + PAGE, "startup", "")

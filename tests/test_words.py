@@ -19,18 +19,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Identifiers that are gone everywhere: what to write instead.
-NAMES: Mapping[str, str] = MappingProxyType({
-    "Trail": "FlightRecorder", "Turns": "DualBatch", "Deferred": "WeightGradStore", "GradientSum": "MainGrad", "Rings": "OverlappedMatmuls",
-    "recomputes_thinking": "recomputes_mlp", "AheadLayer": "MTPLayer", "is_first_copy": "is_first_replica", "own_tokens": "scatter_tokens", "whole_tokens": "gather_tokens",
-    "Side": "MicrobatchContext", "Flight": "_InFlightSave", "Sealed": "CommittedFile", "embeds": "has_embedding", "thinks": "mlp",
-    "until_settled": "until_staged", "read_sealed": "read_committed", "NarrowAdam": "LowPrecisionAdam", "put_aside": "offload_activations", "see_through": "wait_for_axis",
-})
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "Trail": "FlightRecorder",
+        "Turns": "DualBatch",
+        "Deferred": "WeightGradStore",
+        "GradientSum": "MainGrad",
+        "Rings": "OverlappedMatmuls",
+        "recomputes_thinking": "recomputes_mlp",
+        "AheadLayer": "MTPLayer",
+        "is_first_copy": "is_first_replica",
+        "own_tokens": "scatter_tokens",
+        "whole_tokens": "gather_tokens",
+        "Side": "MicrobatchContext",
+        "Flight": "_InFlightSave",
+        "Sealed": "CommittedFile",
+        "embeds": "has_embedding",
+        "thinks": "mlp",
+        "until_settled": "until_staged",
+        "read_sealed": "read_committed",
+        "NarrowAdam": "LowPrecisionAdam",
+        "put_aside": "offload_activations",
+        "see_through": "wait_for_axis",
+    }
+)
 
 # Names of variables that say nothing about the value.
-LOCALS: Mapping[str, str] = MappingProxyType({
-    "said": "message", "told": "message", "shown": "formatted", "meant": "expected", "wanted": "requested", "asked": "requested",
-    "found": "result",
-})
+LOCALS: Mapping[str, str] = MappingProxyType(
+    {
+        "said": "message",
+        "told": "message",
+        "shown": "formatted",
+        "meant": "expected",
+        "wanted": "requested",
+        "asked": "requested",
+        "found": "result",
+    }
+)
 
 # Packages whose variables have names that say what they hold.
 PACKAGES: Sequence[str] = ("megatron/core/tokenizers", "megatron/core/datasets", "megatron/core/dist_checkpointing")
@@ -48,15 +73,23 @@ def identifiers(path: Path) -> Mapping[str, int]:
 
 def test_no_file_has_an_identifier_that_the_field_does_not_know() -> None:
     banned = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
-    offences = [f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name} is called {NAMES[name]}"
-                for folder in ("megatron", "tools", "tasks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))
-                if path != Path(__file__).resolve() and banned.search(path.read_text())
-                for name in NAMES if name in identifiers(path)]
+    offences = [
+        f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name} is called {NAMES[name]}"
+        for folder in ("megatron", "tools", "tasks", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != Path(__file__).resolve() and banned.search(path.read_text())
+        for name in NAMES
+        if name in identifiers(path)
+    ]
     assert not offences, "\n".join(offences)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_variables_say_what_they_hold(package: str) -> None:
-    offences = [f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name}: say what it holds, for example {LOCALS[name]}"
-                for path in sorted((ROOT / package).rglob("*.py")) for name in LOCALS if name in identifiers(path)]
+    offences = [
+        f"{path.relative_to(ROOT)}:{identifiers(path)[name]}: {name}: say what it holds, for example {LOCALS[name]}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in LOCALS
+        if name in identifiers(path)
+    ]
     assert not offences, "\n".join(offences)

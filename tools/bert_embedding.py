@@ -73,7 +73,7 @@ class Embedder:
         for number, ids in enumerate(bare_ids(self.tokenizer, texts)):
             if len(ids) + 2 > self.length:
                 cut.append(number)
-                ids = ids[:self.length - 2]
+                ids = ids[: self.length - 2]
             rows.append(np.concatenate(([self.tokenizer.cls], ids, [self.tokenizer.sep])).astype(np.int64))
         return rows, cut
 
@@ -100,7 +100,7 @@ class Embedder:
         """[b, h]; the sums of a mean are taken in fp32 or better."""
         ids = np.full((len(rows), len(rows[0])), self.tokenizer.pad, np.int64)
         for row, line in zip(ids, rows):
-            row[:len(line)] = line
+            row[: len(line)] = line
         device = self.network.build.mesh.device
         lengths = torch.tensor([len(row) for row in rows], device=device)
         mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
@@ -135,7 +135,9 @@ class Rows:
         self._file.write(np.ascontiguousarray(rows, "<f4").tobytes())
         self.count += len(rows)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._file as file:
             file.seek(0)
             file.write(self._header())
@@ -158,10 +160,16 @@ def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
     for chunk in read_spans(spans, [key], SourcePosition()):
         span = spans[chunk.start.span]
         records = read_records(chunk, [key])
-        bad = [f"{name_record(span, number)}: {reason}" for reason, drop in records.drops.items() if reason != BLANK
-               for number in drop.records]
+        bad = [
+            f"{name_record(span, number)}: {reason}"
+            for reason, drop in records.drops.items()
+            if reason != BLANK
+            for number in drop.records
+        ]
         if bad:
-            raise DataError("\n  ".join(["lines that are no texts; rows of the output would not stand for lines", *bad]))
+            raise DataError(
+                "\n  ".join(["lines that are no texts; rows of the output would not stand for lines", *bad])
+            )
         bar.update(behind[chunk.start.span] + chunk.consumed - bar.n)
         yield records.texts[0]
 
@@ -169,15 +177,22 @@ def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
 def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, refuse_long: bool) -> tuple[int, int]:
     """Write the vectors of all texts. Returns the number of texts, and of those that lost their ends."""
     lost, size = 0, sum(source.size for source in find_sources(words, "auto", "line"))
-    with Rows(output, embedder.width) as rows, tqdm(total=size, unit="B", unit_scale=True, desc="embeddings", disable=None) as bar:
+    with (
+        Rows(output, embedder.width) as rows,
+        tqdm(total=size, unit="B", unit_scale=True, desc="embeddings", disable=None) as bar,
+    ):
         for texts in texts_of(words, key, bar):
             try:
                 found, cut = embedder.rows(texts)
             except ValueError as error:
-                raise DataError(f"the tokenizer cannot read one of the texts {rows.count + 1} to {rows.count + len(texts)}: {error}") from error
+                raise DataError(
+                    f"the tokenizer cannot read one of the texts {rows.count + 1} to {rows.count + len(texts)}: {error}"
+                ) from error
             if cut and refuse_long:
-                raise DataError(f"text {rows.count + cut[0] + 1} is longer than {embedder.length} tokens; give --long-texts cut, or a "
-                                "larger --seq-length if the network has more positions")
+                raise DataError(
+                    f"text {rows.count + cut[0] + 1} is longer than {embedder.length} tokens; give --long-texts cut, or a "
+                    "larger --seq-length if the network has more positions"
+                )
             lost += len(cut)
             rows.add(embedder.vectors(found))
         if not rows.count:
@@ -187,23 +202,50 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     what = parser.add_argument_group("what")
-    what.add_argument("--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
     what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
-    what.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                      help="JSON lines, plain text (.txt, a text a line), both also .gz or .zst, .parquet or .arrow; - is standard input")
+    what.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, plain text (.txt, a text a line), both also .gz or .zst, .parquet or .arrow; - is standard input",
+    )
     what.add_argument("--json-key", default="text", metavar="KEY", help="key, or column, of the text (default: text)")
     what.add_argument("--output", required=True, metavar="FILE", help="the .npy file, float32 [texts, hidden size]")
     how = parser.add_argument_group("how")
-    how.add_argument("--pooling", choices=POOLINGS, default="mean",
-                     help="mean of all tokens, the first token, or the pooler's (default: mean)")
+    how.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        default="mean",
+        help="mean of all tokens, the first token, or the pooler's (default: mean)",
+    )
     how.add_argument("--normalize", action="store_true", help="make every vector as long as 1")
-    how.add_argument("--seq-length", type=int, metavar="N", help="most tokens of a text (default: all positions of the network)")
-    how.add_argument("--long-texts", choices=("cut", "refuse"), default="cut", help="what becomes of longer texts (default: cut)")
-    how.add_argument("--batch-tokens", type=int, default=8192, metavar="N", help="tokens in one batch, padding included (default: 8192)")
-    how.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
-                     help="format of the weights (default: as they were saved)")
+    how.add_argument(
+        "--seq-length", type=int, metavar="N", help="most tokens of a text (default: all positions of the network)"
+    )
+    how.add_argument(
+        "--long-texts", choices=("cut", "refuse"), default="cut", help="what becomes of longer texts (default: cut)"
+    )
+    how.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens in one batch, padding included (default: 8192)",
+    )
+    how.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
     add_arguments(parser, TokenizerConfig)
     return parser.parse_args(argv)
 
@@ -211,18 +253,27 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def embedder_of(given: argparse.Namespace) -> Embedder:
     """What the command line describes; `ConfigError` and `CheckpointError` for what cannot be."""
     parts = ("model.embedding.", "model.encoder.", *(("model.pooler.",) if given.pooling == "pooled" else ()))
-    tokenizer = {field.name: getattr(given, field.name) for field, _ in flag_fields(TokenizerConfig)
-                 if getattr(given, field.name) != field.default}
-    loaded = load_network(given.load, Kind("bert", BERTModel, parts), step=given.ckpt_step, dtype=given.dtype, tokenizer=tokenizer)
+    tokenizer = {
+        field.name: getattr(given, field.name)
+        for field, _ in flag_fields(TokenizerConfig)
+        if getattr(given, field.name) != field.default
+    }
+    loaded = load_network(
+        given.load, Kind("bert", BERTModel, parts), step=given.ckpt_step, dtype=given.dtype, tokenizer=tokenizer
+    )
     (network,), model = loaded.stages, loaded.config.model
     if given.pooling == "pooled" and network.pooler is None:
         raise ConfigError(f"{loaded.source.where} has no pooler; choose --pooling mean or first")
     if None in (loaded.tokenizer.cls, loaded.tokenizer.sep, loaded.tokenizer.pad):
-        raise ConfigError("a BERT needs a tokenizer with [CLS], [SEP] and [PAD], as --tokenizer-type BertWordPieceLowerCase has them")
+        raise ConfigError(
+            "a BERT needs a tokenizer with [CLS], [SEP] and [PAD], as --tokenizer-type BertWordPieceLowerCase has them"
+        )
     length = given.seq_length or model.max_position_embeddings
     learned = model.rope.position_embedding_type == "learned_absolute"
     if length < 3 or learned and length > model.max_position_embeddings:
-        raise ConfigError(f"--seq-length {length} is not between 3 and the network's {model.max_position_embeddings} positions")
+        raise ConfigError(
+            f"--seq-length {length} is not between 3 and the network's {model.max_position_embeddings} positions"
+        )
     if given.batch_tokens < 1:
         raise ConfigError(f"--batch-tokens {given.batch_tokens} is less than 1")
     return Embedder(network, loaded.tokenizer, length, given.pooling, given.normalize, given.batch_tokens)
@@ -234,13 +285,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING)
     try:
         embedder = embedder_of(given)
-        count, lost = embed(embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse")
+        count, lost = embed(
+            embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse"
+        )
     except (ConfigError, CheckpointError, DataError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None
     seconds = time.perf_counter() - began
-    sys.stdout.write(f"{given.output}: {count} texts x {embedder.width} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "
-                     f"{embedder.length} tokens\n")
+    sys.stdout.write(
+        f"{given.output}: {count} texts x {embedder.width} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "
+        f"{embedder.length} tokens\n"
+    )
 
 
 if __name__ == "__main__":

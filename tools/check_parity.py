@@ -33,15 +33,26 @@ from megatron.trust.shrink import Shrunk, shrink
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
-    parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
-    parser.add_argument("--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which ranks that have not come back are stopped (default: 300)")
+    parser.add_argument(
+        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
+    parser.add_argument(
+        "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds after which ranks that have not come back are stopped (default: 300)",
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     place = list(argv).index("--") if "--" in argv else len(argv)
     options, words = parser.parse_known_args(list(argv[:place]))
-    words += argv[place + 1:]
+    words += argv[place + 1 :]
     if not words:
         parser.error("give the flags of a run")
     return options, words
@@ -52,7 +63,10 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
     command = read_command(words, ranks=options.world_size, entry=options.entry)
     broken = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
     if broken or command.setting is None:
-        lines = ["these flags would not start; tools/check_config.py says what to change", *(f"  {said}" for said in broken)]
+        lines = [
+            "these flags would not start; tools/check_config.py says what to change",
+            *(f"  {said}" for said in broken),
+        ]
         raise ConfigError("\n".join(lines))
     setting = command.setting.as_started()
     config, _ = examine(setting.config, setting.world_size)
@@ -62,13 +76,30 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
 def compared(small: Shrunk, limit: float) -> dict[str, Any]:
     """What both rehearsals say of each other, as plain values."""
     from megatron.trust.parity import checked_on_ranks  # needs torch, which no other answer waits for
+
     found = checked_on_ranks(small, limit)
     if isinstance(found, str):
-        return {"same": False, "failed": found, "compared": 0, "counts": {}, "tolerance": None, "start": None, "problems": [], "largest": []}
+        return {
+            "same": False,
+            "failed": found,
+            "compared": 0,
+            "counts": {},
+            "tolerance": None,
+            "start": None,
+            "problems": [],
+            "largest": [],
+        }
     counts = {kind: sum(one.kind == kind for one in found.checked) for kind in ("loss", "norm", "gradient", "weight")}
-    return {"same": found.same, "failed": None, "compared": found.compared, "counts": counts, "tolerance": found.tolerance,
-            "start": None if found.same or found.start is None else asdict(found.start),
-            "problems": [_plain(one) for one in found.problems], "largest": [_plain(one) for one in found.largest()]}
+    return {
+        "same": found.same,
+        "failed": None,
+        "compared": found.compared,
+        "counts": counts,
+        "tolerance": found.tolerance,
+        "start": None if found.same or found.start is None else asdict(found.start),
+        "problems": [_plain(one) for one in found.problems],
+        "largest": [_plain(one) for one in found.largest()],
+    }
 
 
 def _plain(one: Any) -> dict[str, Any]:
@@ -79,7 +110,12 @@ def _plain(one: Any) -> dict[str, Any]:
 def layout_of(config: RunConfig, ranks: int) -> str:
     """The degrees above 1, in words."""
     parallel = config.parallel
-    sizes = {"tensor": parallel.tp, "context": parallel.context_parallel_size, "pipeline": parallel.pp, "data": parallel.data_parallel_size(ranks)}
+    sizes = {
+        "tensor": parallel.tp,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pp,
+        "data": parallel.data_parallel_size(ranks),
+    }
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     experts = f", experts over {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
     return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
@@ -89,26 +125,37 @@ def said(small: Shrunk, found: dict[str, Any], seconds: float) -> list[str]:
     """The report, line by line."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)
-    lines = [f"every layout computes the same step: {'yes' if found['same'] else 'no'}", "",
-             f"one rank against {layout_of(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
-             f"{seconds:.0f} s"]
+    lines = [
+        f"every layout computes the same step: {'yes' if found['same'] else 'no'}",
+        "",
+        f"one rank against {layout_of(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
+        f"{seconds:.0f} s",
+    ]
     if found["failed"] is not None:
         lines += ["the layout does not run:", *(f"    {line}" for line in found["failed"].splitlines())]
     else:
         counts = found["counts"]
-        lines.append(f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
-                     f"{counts['weight']} weights; {found['compared']} pieces of activations")
+        lines.append(
+            f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
+            f"{counts['weight']} weights; {found['compared']} pieces of activations"
+        )
     if found["start"] is not None:
         start = found["start"]
         during = start["during"] + " pass" * (start["during"] in ("forward", "backward"))
-        lines += ["", f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":", f"    {start['says']}"]
+        lines += [
+            "",
+            f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":",
+            f"    {start['says']}",
+        ]
     if found["problems"]:
         lines += ["", f"{len(found['problems'])} differ by more than {found['tolerance']:g}, the first of them:"]
         lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in found["problems"][:10]]
     if found["largest"]:
         lines += ["", "largest differences, relative"]
-        lines += [f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
-                  for one in found["largest"]]
+        lines += [
+            f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
+            for one in found["largest"]
+        ]
     smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
     lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
     lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []
@@ -128,9 +175,17 @@ def main(argv: list[str] | None = None) -> None:
     found = compared(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
-        changes = [{"flag": one.name, **{key: value for key, value in asdict(one).items() if key != "name"}} for one in small.changes]
-        report = {**found, "ranks": small.world_size, "layout": layout_of(small.config, small.world_size), "seconds": round(seconds, 1),
-                  "changes": changes}
+        changes = [
+            {"flag": one.name, **{key: value for key, value in asdict(one).items() if key != "name"}}
+            for one in small.changes
+        ]
+        report = {
+            **found,
+            "ranks": small.world_size,
+            "layout": layout_of(small.config, small.world_size),
+            "seconds": round(seconds, 1),
+            "changes": changes,
+        }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         sys.stdout.write("\n".join(said(small, found, seconds)) + "\n")

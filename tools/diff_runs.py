@@ -33,12 +33,16 @@ def shown(value: Any) -> str:
     if value is None:
         return "(none)"
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= WIDEST else f"{text[:WIDEST - 3]}..."
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
 
 
 def spans(iterations: Sequence[int]) -> str:
     """Rising numbers as ranges."""
-    ends = [place for place, number in enumerate(iterations) if place + 1 == len(iterations) or iterations[place + 1] != number + 1]
+    ends = [
+        place
+        for place, number in enumerate(iterations)
+        if place + 1 == len(iterations) or iterations[place + 1] != number + 1
+    ]
     parts, begin = [], 0
     for end in ends:
         parts.append(f"{iterations[begin]}-{iterations[end]}" if end > begin else str(iterations[begin]))
@@ -54,9 +58,11 @@ def told(letter: str, run: History) -> list[str]:
 
 def numbers(apart: Apart) -> list[str]:
     """The values of one step, side by side."""
-    return [f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
-            + ("" if a is None or b is None or not math.isfinite(a - b) else f" apart by {abs(a - b):.3g}")
-            for name, (a, b) in apart.values.items()]
+    return [
+        f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
+        + ("" if a is None or b is None or not math.isfinite(a - b) else f" apart by {abs(a - b):.3g}")
+        for name, (a, b) in apart.values.items()
+    ]
 
 
 def inputs_told(inputs: Sequence[Input]) -> list[str]:
@@ -66,7 +72,10 @@ def inputs_told(inputs: Sequence[Input]) -> list[str]:
         origins = one.origins or ("", "")
         told_origins = [f" ({origin})" if origin else "" for origin in origins]
         lines.append(f"  {place:2} {one.kind:16} {one.name}")
-        lines += [f"       {letter} {shown(value)}{origin}" for letter, value, origin in zip("AB", (one.a, one.b), told_origins)]
+        lines += [
+            f"       {letter} {shown(value)}{origin}"
+            for letter, value, origin in zip("AB", (one.a, one.b), told_origins)
+        ]
     return lines
 
 
@@ -79,16 +88,29 @@ def report(a: History, b: History, found: Difference, tolerance: float) -> str:
         lines.append(f"Equal to the last bit in all {len(found.common)} steps that both have.")
     else:
         before = [step for step in found.common if step < found.first.iteration]
-        lines += [f"They part in step {found.first.iteration}, by {found.first.size:.2g} of the value; equal to the last bit before: "
-                  f"{spans(before)}", *numbers(found.first)]
+        lines += [
+            f"They part in step {found.first.iteration}, by {found.first.size:.2g} of the value; equal to the last bit before: "
+            f"{spans(before)}",
+            *numbers(found.first),
+        ]
         if found.beyond is None:
             lines.append(f"No step differs by more than {tolerance:g}.")
         elif found.beyond.iteration != found.first.iteration:
-            lines += [f"By more than {tolerance:g} they first differ in step {found.beyond.iteration}:", *numbers(found.beyond)]
+            lines += [
+                f"By more than {tolerance:g} they first differ in step {found.beyond.iteration}:",
+                *numbers(found.beyond),
+            ]
     if found.restarts:
-        lines.append(f"Only one of them was resumed behind step{'s' * (len(found.restarts) > 1)} {spans(found.restarts)}.")
-    lines += ["", "What they were given differently, the likeliest cause first:" if found.inputs else
-              "They were given the same, as far as the ledgers tell.", *inputs_told(found.inputs)]
+        lines.append(
+            f"Only one of them was resumed behind step{'s' * (len(found.restarts) > 1)} {spans(found.restarts)}."
+        )
+    lines += [
+        "",
+        "What they were given differently, the likeliest cause first:"
+        if found.inputs
+        else "They were given the same, as far as the ledgers tell.",
+        *inputs_told(found.inputs),
+    ]
     if found.idle:
         lines += ["", f"And what cannot change a number: {', '.join(one.name for one in found.idle)}"]
     return "\n".join(lines) + "\n"
@@ -99,7 +121,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or ledger of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference up to which rounding may be the cause (default: 1e-4)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="relative difference up to which rounding may be the cause (default: 1e-4)",
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
@@ -108,7 +135,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     found = difference(a, b, options.tolerance)
     if options.json:
-        ends = {letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end} for letter, run in (("a", a), ("b", b))}
+        ends = {
+            letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end}
+            for letter, run in (("a", a), ("b", b))
+        }
         text = json.dumps(plain({**ends, **asdict(found)}), indent=2) + "\n"
     else:
         text = report(a, b, found, options.tolerance)

@@ -37,8 +37,10 @@ from megatron.trust.command import ENTRIES, split_command
 from megatron.trust.doctor import Row, Subject, examine_all
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
-STAND_IN = ("--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 "
-            "--mock-data").split()
+STAND_IN = (
+    "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 "
+    "--mock-data"
+).split()
 
 
 def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
@@ -49,14 +51,25 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
     try:
         args = read_flags(words, defaults=ENTRIES[entry])
     except ConfigError as error:
-        return stand_in, [Row("rules", "FAIL", line.strip(), "see --help of the entry script") for line in str(error).splitlines()]
+        return stand_in, [
+            Row("rules", "FAIL", line.strip(), "see --help of the entry script") for line in str(error).splitlines()
+        ]
     config, broken = examine(from_namespace(RunConfig, args), world_size())
     rows = [Row("rules", "FAIL", said) for said in args.problems]
-    rows += [Row("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes") for name, said in broken]
+    rows += [
+        Row("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes")
+        for name, said in broken
+    ]
     _, ranks = fitted(from_namespace(RunConfig, args), world_size())
     if not rows and ranks < world_size():
-        rows = [Row("rules", "WARN", f"--elastic: {ranks} of {world_size()} ranks would train; the machines are examined with a small network",
-                    f"start the doctor on {ranks} ranks for the run's own kernels, links and data")]
+        rows = [
+            Row(
+                "rules",
+                "WARN",
+                f"--elastic: {ranks} of {world_size()} ranks would train; the machines are examined with a small network",
+                f"start the doctor on {ranks} ranks for the run's own kernels, links and data",
+            )
+        ]
     if rows:
         return dataclasses.replace(stand_in, data=config.data, checkpoint=config.checkpoint), rows
     return config, [Row("rules", "OK", f"all are kept on {world_size()} rank(s)")]
@@ -99,10 +112,16 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report on rank 0, and exit with its code on all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script that the flags are for")
-    parser.add_argument("--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)")
-    parser.add_argument("--all-kernels", action="store_true", help="also try the kernels that this machine has and the run does not use")
+    parser.add_argument(
+        "--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)"
+    )
+    parser.add_argument(
+        "--all-kernels", action="store_true", help="also try the kernels that this machine has and the run does not use"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
     _, entry, words = split_command([word for word in words if word != "--"], options.entry)
@@ -112,7 +131,9 @@ def main(argv: list[str] | None = None) -> None:
         subject, found = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
         rows += [*found, *examine_all(subject)]
         if subject.mesh.world.is_first:
-            sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n" if options.json else table(rows))
+            sys.stdout.write(
+                json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n" if options.json else table(rows)
+            )
     finally:
         shut_down()
     raise SystemExit(1 if any(row.status == "FAIL" for row in rows) else 0)

@@ -47,8 +47,18 @@ from megatron.training.loaded import FORMATS, GPT, Kind, Loaded, architecture_of
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 KINDS: dict[str, tuple[type, ...]] = {
-    "prompt": (str,), "ids": (list,), "num_tokens": (int,), "seed": (int,), "stop": (list,), "logprobs": (int,),
-    "temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float), "repetition_penalty": (int, float)}
+    "prompt": (str,),
+    "ids": (list,),
+    "num_tokens": (int,),
+    "seed": (int,),
+    "stop": (list,),
+    "logprobs": (int,),
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+}
 AHEAD = 4  # times the requests that are decoded together: how far lines are read before the first of them is answered
 
 
@@ -56,22 +66,54 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
-    what.add_argument("--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
     what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
-    what.add_argument("--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens "
-                      "(default: the network's own layers of multi-token prediction)")
+    what.add_argument(
+        "--draft",
+        metavar="FOLDER",
+        help="a smaller network with the same tokenizer, for --num-speculative-tokens "
+        "(default: the network's own layers of multi-token prediction)",
+    )
     what.add_argument("--input", required=True, metavar="FILE", help="prompts, a JSON object a line")
-    what.add_argument("--output", required=True, metavar="FILE", help="answers, a JSON object a line; begun by an earlier run: gone on with")
-    what.add_argument("--dtype", choices=("auto", *FORMATS), default="auto", help="format of the weights (default: as they were saved)")
+    what.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="answers, a JSON object a line; begun by an earlier run: gone on with",
+    )
+    what.add_argument(
+        "--dtype",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
     for name in SIZES:
         what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
     how = parser.add_argument_group("how, where a line does not say")
     how.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
     how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)")
-    how.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)")
-    how.add_argument("--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)")
-    how.add_argument("--min-p", type=float, default=0.0, metavar="P", help="no token less likely than P of the likeliest (default: 0)")
-    how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="make tokens of the text less likely (default: 1, no)")
+    how.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
+    )
+    how.add_argument(
+        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
+    )
+    how.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="no token less likely than P of the likeliest (default: 0)",
+    )
+    how.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="make tokens of the text less likely (default: 1, no)",
+    )
     how.add_argument("--seed", type=int, default=1234, help="line n draws with seed + n (default: 1234)")
     add_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
@@ -94,10 +136,16 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
 def start_of(loaded: Loaded) -> int:
     """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
     where, tokenizer = loaded.source.where, loaded.tokenizer
-    said = json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id") if is_folder(where) else tokenizer.bos
+    said = (
+        json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
+        if is_folder(where)
+        else tokenizer.bos
+    )
     if type(said) is not int:
-        raise ConfigError(f"neither {where} nor its tokenizer says what a decoder's text begins with; give a folder whose config.json has a "
-                          "decoder_start_token_id")
+        raise ConfigError(
+            f"neither {where} nor its tokenizer says what a decoder's text begins with; give a folder whose config.json has a "
+            "decoder_start_token_id"
+        )
     return said
 
 
@@ -111,7 +159,9 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
         raise ConfigError("a line is a JSON object with a prompt or with ids")
     for name, value in asked.items():
         if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
-            raise ConfigError(f"{name} is {value!r}; it must be of the type {' or '.join(kind.__name__ for kind in KINDS[name])}")
+            raise ConfigError(
+                f"{name} is {value!r}; it must be of the type {' or '.join(kind.__name__ for kind in KINDS[name])}"
+            )
     ids, stop = asked.get("ids", []), asked.get("stop", [])
     if any(type(token) is not int for token in ids) or any(type(word) is not str for word in stop):
         raise ConfigError("ids are whole numbers, and stop holds texts")
@@ -120,8 +170,15 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
     except ValueError as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
     sampling = Sampling(**{name: asked.get(name, getattr(given, name)) for name in SAMPLING})
-    return Request(tuple(prompt), asked.get("num_tokens", given.num_tokens), sampling, asked.get("seed", given.seed + number),
-                   stop_words=tuple(stop), logprobs="logprobs" in asked, top_logprobs=asked.get("logprobs", 0))
+    return Request(
+        tuple(prompt),
+        asked.get("num_tokens", given.num_tokens),
+        sampling,
+        asked.get("seed", given.seed + number),
+        stop_words=tuple(stop),
+        logprobs="logprobs" in asked,
+        top_logprobs=asked.get("logprobs", 0),
+    )
 
 
 def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:
@@ -156,12 +213,16 @@ def refusal_of(line: str, problem: str) -> dict[str, Any]:
     return {**{name: kept[name] for name in ("id", "prompt") if name in kept}, "error": problem}
 
 
-def answers(engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def answers(
+    engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """The answers to lines, in their order; only so many lines are held at once."""
     found: dict[int, dict[str, Any]] = {}
     asked: dict[int, tuple[int, str]] = {}
     config, following, first, end = engine.config, None, None, False
-    most = min(AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests)
+    most = min(
+        AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
+    )
 
     def keep(event: Event) -> None:
         if event.reply is not None:
@@ -179,7 +240,9 @@ def answers(engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], g
             try:
                 asked[engine.submit(request_of(line, number, given, engine), keep)] = following
             except ConfigError as error:
-                found[number] = refusal_of(line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error))
+                found[number] = refusal_of(
+                    line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
+                )
         engine.step()
         while first in found:
             yield found.pop(first)
@@ -197,7 +260,9 @@ def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
                 break
             _, line = next(lines, (number, ""))
             if not _answers(line, answer):
-                raise ConfigError(f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it")
+                raise ConfigError(
+                    f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
+                )
             whole += len(answer)
             number += 1
     with output.open("rb+") as file:

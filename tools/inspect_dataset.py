@@ -42,17 +42,30 @@ SHOWN = 2000
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens")
-    parser.add_argument("--documents", type=int, default=0, metavar="N",
-                        help="show the text of the first N documents; needs the tokenizer")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the text of the first N documents; needs the tokenizer",
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the lengths of the documents")
-    parser.add_argument("--verify", action="store_true",
-                        help="read everything and list what is wrong; ids are compared with the vocabulary of the tokenizer "
-                             "given, else of the sidecar")
-    parser.add_argument("--multimodal", action="store_true", help="the index has a mode for each sequence: text or image")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything and list what is wrong; ids are compared with the vocabulary of the tokenizer "
+        "given, else of the sidecar",
+    )
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the index has a mode for each sequence: text or image"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line and a prefix instead of text")
     add_arguments(parser, TokenizerConfig)
     args = parser.parse_args(arguments)
@@ -68,8 +81,13 @@ def lengths_in_words(lengths: np.ndarray, limit: int | None) -> dict[str, float]
     if len(lengths) == 0:
         return {}
     middle, high = np.percentile(lengths, (50, 95)).tolist()
-    words = {"min": int(lengths.min()), "median": middle, "p95": high, "max": int(lengths.max()),
-             "mean": round(float(lengths.mean()), 2)}
+    words = {
+        "min": int(lengths.min()),
+        "median": middle,
+        "p95": high,
+        "max": int(lengths.max()),
+        "mean": round(float(lengths.mean()), 2),
+    }
     if limit is not None:
         words["share_above_seq_length"] = float((lengths > limit).mean())
     return words
@@ -115,12 +133,17 @@ def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
     data = IndexedDataset(prefix)
     texts = []
     for first, last in zip(data.document_indices[:count].tolist(), data.document_indices[1 : count + 1].tolist()):
-        ids = [token for sequence in range(first, last) for token in data.get(sequence, 0, min(SHOWN, data.sequence_lengths.item(
-            sequence))).tolist()]
+        ids = [
+            token
+            for sequence in range(first, last)
+            for token in data.get(sequence, 0, min(SHOWN, data.sequence_lengths.item(sequence))).tolist()
+        ]
         outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
         if outside:
-            raise DataError(f"{prefix} holds the id {outside[0]}, but the vocabulary has {tokenizer.vocab_size} ids; give the "
-                            "tokenizer that the data was written with")
+            raise DataError(
+                f"{prefix} holds the id {outside[0]}, but the vocabulary has {tokenizer.vocab_size} ids; give the "
+                "tokenizer that the data was written with"
+            )
         text = tokenizer.detokenize(ids)
         texts.append(text if len(text) <= SHOWN else text[:SHOWN] + " ...")
     return texts
@@ -128,18 +151,22 @@ def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
 
 def report(found: dict[str, Any], seq_length: int | None) -> str:
     """The findings as text, with a bar for each doubling of the length."""
-    lines = [found["prefix"],
-             f"  {found['documents']:,} documents ({found['empty_documents']:,} empty), {found['sequences']:,} sequences, "
-             f"{found['tokens']:,} tokens of {found['dtype']}",
-             f"  .bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes",
-             f"  tokenizer: {tokenizer_name(found['tokenizer']) if found['tokenizer'] else 'not recorded'}"]
+    lines = [
+        found["prefix"],
+        f"  {found['documents']:,} documents ({found['empty_documents']:,} empty), {found['sequences']:,} sequences, "
+        f"{found['tokens']:,} tokens of {found['dtype']}",
+        f"  .bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes",
+        f"  tokenizer: {tokenizer_name(found['tokenizer']) if found['tokenizer'] else 'not recorded'}",
+    ]
     for thing in ("document", "sequence"):
         words = found.get(f"tokens_per_{thing}")
         if words:
             above = words.get("share_above_seq_length")
-            lines.append(f"  tokens a {thing}: min {words['min']:,}, median {words['median']:,.0f}, 95 % up to {words['p95']:,.0f}, "
-                         f"max {words['max']:,}, mean {words['mean']:,.1f}"
-                         + (f"; {above:.2%} above {seq_length}" if above is not None else ""))
+            lines.append(
+                f"  tokens a {thing}: min {words['min']:,}, median {words['median']:,.0f}, 95 % up to {words['p95']:,.0f}, "
+                f"max {words['max']:,}, mean {words['mean']:,.1f}"
+                + (f"; {above:.2%} above {seq_length}" if above is not None else "")
+            )
     most = max((count for *_, count in found["histogram"]), default=0)
     for low, high, count in found["histogram"]:
         bar = "#" * -(-count * BAR // most) if most else ""
@@ -173,8 +200,12 @@ def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -
     except DataError:
         size = 0
     with tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty()) as bar:
-        return problems_of(prefix, vocab_size=tokenizer.vocab_size if tokenizer else None, multimodal=args.multimodal,
-                           advance=bar.update)
+        return problems_of(
+            prefix,
+            vocab_size=tokenizer.vocab_size if tokenizer else None,
+            multimodal=args.multimodal,
+            advance=bar.update,
+        )
 
 
 def run(args: argparse.Namespace) -> bool:

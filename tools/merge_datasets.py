@@ -81,8 +81,11 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     known = {prefix: sidecar.read(prefix) for prefix in prefixes}
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     hashes = {prefix: facts and facts.tokenizer and facts.tokenizer["hash"] for prefix, facts in known.items()}
-    names = {facts.tokenizer["hash"]: tokenizer_name(facts.tokenizer) for facts in known.values()
-             if facts and facts.tokenizer}
+    names = {
+        facts.tokenizer["hash"]: tokenizer_name(facts.tokenizer)
+        for facts in known.values()
+        if facts and facts.tokenizer
+    }
     problems = [
         *unlike(dtypes, "holds ids of type", str),
         *unlike(hashes, "was written with", lambda key: names[str(key)]),
@@ -104,24 +107,33 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
     # What is not known of a part is not said of the whole.
     tokenizer = facts[0].tokenizer if all(known and known.tokenizer for known in facts) else None
     level = next((known.level for known in facts if known), "document")
-    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype, tokenizer=tokenizer, level=level,
-                               multimodal=multimodal) as builder:
+    with IndexedDatasetBuilder(
+        output_prefix, IndexedDataset(prefixes[0]).dtype, tokenizer=tokenizer, level=level, multimodal=multimodal
+    ) as builder:
         for prefix, _ in tqdm(pairs, unit="pair", disable=not sys.stderr.isatty()):
             builder.add_index(prefix)
-    return (f"{len(prefixes)} pairs, {builder.num_documents} documents, {builder.num_tokens} tokens -> "
-            f"{bin_path(output_prefix)}, {idx_path(output_prefix)}")
+    return (
+        f"{len(prefixes)} pairs, {builder.num_documents} documents, {builder.num_tokens} tokens -> "
+        f"{bin_path(output_prefix)}, {idx_path(output_prefix)}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--input", type=Path, metavar="DIR", help="folder whose pairs are joined, in the order of their names")
+    given.add_argument(
+        "--input", type=Path, metavar="DIR", help="folder whose pairs are joined, in the order of their names"
+    )
     given.add_argument("--prefixes", nargs="+", metavar="PREFIX", help="the pairs to join, in this order")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX",
-                        help="the files are PREFIX.bin, PREFIX.idx and PREFIX.json")
-    parser.add_argument("--multimodal", action="store_true", help="the pairs say of each sequence whether it is text or image")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="the files are PREFIX.bin, PREFIX.idx and PREFIX.json"
+    )
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the pairs say of each sequence whether it is text or image"
+    )
     args = parser.parse_args(arguments)
     try:
         print(merge(args.prefixes or pairs_in(args.input), args.output_prefix, args.multimodal))

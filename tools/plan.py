@@ -42,22 +42,43 @@ from megatron.trust.sketch import with_vocabulary
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
-    parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one")
+    parser.add_argument(
+        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
-    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)")
+    parser.add_argument(
+        "--true-vocab-size",
+        type=int,
+        help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+    )
     parser.add_argument("--search", action="store_true", help="look at all layouts, instead of the one that is given")
-    parser.add_argument("--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="--search, and changes that would make it fit: when to stop (default: 120)")
+    parser.add_argument(
+        "--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="--search, and changes that would make it fit: when to stop (default: 120)",
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page, with the memory and the schedule drawn")
-    parser.add_argument("--measure", type=Path, metavar="FILE",
-                        help="measure this machine, write its profile, and stop; under torchrun, its links too")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as one page, with the memory and the schedule drawn"
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine, write its profile, and stop; under torchrun, its links too",
+    )
     place = list(argv).index("--") if "--" in argv else len(argv)
     options, words = parser.parse_known_args(list(argv[:place]))
-    words += argv[place + 1:]
+    words += argv[place + 1 :]
     if not words and options.measure is None:
         parser.error("give the flags of a run")
     if options.search and options.html:
@@ -76,8 +97,14 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
     broken = (*command.unread, *(command.setting.broken() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
-        note("\n".join(["the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
-                        *(f"  {one.rule}: {one.says}" for one in broken)]))
+        note(
+            "\n".join(
+                [
+                    "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
+                    *(f"  {one.rule}: {one.says}" for one in broken),
+                ]
+            )
+        )
         raise SystemExit(1)
     setting = command.setting if broken else command.setting.as_started()
     if setting.world_size < command.setting.world_size:
@@ -86,13 +113,16 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
     if options.true_vocab_size is None:
         options.true_vocab_size, doubt = size_before_a_run(config.tokenizer)
         if doubt:
-            note(f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)")
+            note(
+                f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"
+            )
     return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
 
 
 def dry_runner() -> DryRunner:
     """The dry run, which needs torch."""
     from megatron.trust.dry_run import dry_run
+
     return dry_run
 
 
@@ -106,18 +136,30 @@ def look_for_layouts(options: argparse.Namespace, setting: Given, hardware: Hard
         return found.run.worst.peak, found.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
+
         def progress(done: int, whole: int, what: str) -> None:
             bar.total, bar.n = whole, done
             bar.set_description(what)
 
-        found = search(setting, hardware, true_vocab_size=options.true_vocab_size, planner=planner if options.plans else None,
-                       plans=options.plans, seconds=options.seconds, progress=progress)
+        found = search(
+            setting,
+            hardware,
+            true_vocab_size=options.true_vocab_size,
+            planner=planner if options.plans else None,
+            plans=options.plans,
+            seconds=options.seconds,
+            progress=progress,
+        )
     flags = [one.layout.flags(setting) for one in found.fits]
-    sys.stdout.write(json.dumps(found_plain(found, flags), indent=2) + "\n" if options.json else found_text(found, flags))
+    sys.stdout.write(
+        json.dumps(found_plain(found, flags), indent=2) + "\n" if options.json else found_text(found, flags)
+    )
     return 0 if found.fits else 1
 
 
-def plan_one(options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware, command: Sequence[str]) -> int:
+def plan_one(
+    options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware, command: Sequence[str]
+) -> int:
     """Print the plan of one layout; the exit code. command: the words that asked for it."""
     dry_run = dry_runner()
     note(f"running one step dry on {setting.world_size:,} ranks")
@@ -137,6 +179,7 @@ def plan_one(options: argparse.Namespace, setting: Given, config: RunConfig, har
 def write_profile(path: Path) -> None:
     """Measure, and write what was found."""
     from megatron.trust.measure import measured
+
     found = measured(say=note)
     if found is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +200,11 @@ def main(argv: list[str] | None = None) -> None:
         note(f"ConfigError: {error}")
         raise SystemExit(2) from None
     setting, config = set_up(options, words)
-    code = look_for_layouts(options, setting, hardware) if options.search else plan_one(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+    code = (
+        look_for_layouts(options, setting, hardware)
+        if options.search
+        else plan_one(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+    )
     raise SystemExit(code)
 
 

@@ -64,14 +64,16 @@ def read_curves(path: Path, loss: str) -> Curves:
     if not train and not valid:
         known = f"it has {', '.join(sorted(seen))}" if seen else "it has no losses at all"
         raise LogError(f"{path} has no '{loss}'; {known}")
-    return Curves(path.stem if path.stem != "log" else path.parent.name, sorted(train.items()), sorted(valid.items()), resumed)
+    return Curves(
+        path.stem if path.stem != "log" else path.parent.name, sorted(train.items()), sorted(valid.items()), resumed
+    )
 
 
 def smooth(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
     """Means over the last `window` points (over fewer at the start)."""
     means = []
     for place, (iteration, _) in enumerate(points):
-        recent = [value for _, value in points[max(0, place + 1 - window):place + 1]]
+        recent = [value for _, value in points[max(0, place + 1 - window) : place + 1]]
         means.append((iteration, sum(recent) / len(recent)))
     return means
 
@@ -89,8 +91,13 @@ def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]]
         if curve.valid:
             axes.plot(*zip(*curve.valid), color=colour, marker="o", linestyle="--", label=f"{curve.name}: validation")
         for number, iteration in enumerate(curve.resumed):
-            axes.axvline(iteration, color=colour, linewidth=0.8, linestyle=":",
-                         label=f"{curve.name}: resumed" if number == 0 else None)
+            axes.axvline(
+                iteration,
+                color=colour,
+                linewidth=0.8,
+                linestyle=":",
+                label=f"{curve.name}: resumed" if number == 0 else None,
+            )
     for name, height in lines:
         axes.axhline(height, color="black", linewidth=1, linestyle="-.", label=f"{name} {height:.2f}")
     axes.grid(alpha=0.3)
@@ -104,12 +111,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files that --log-jsonl wrote")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), metavar="PNG", help="default: loss.png")
     parser.add_argument("--loss", default="lm loss", metavar="NAME", help="which loss (default: 'lm loss')")
-    parser.add_argument("--line", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
-                        help="a level line to compare with; may be given several times")
+    parser.add_argument(
+        "--line",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a level line to compare with; may be given several times",
+    )
     args = parser.parse_args(arguments)
     try:
-        figure = draw([read_curves(path, args.loss) for path in args.logs], args.loss,
-                      [(name, float(value)) for name, value in args.line])
+        figure = draw(
+            [read_curves(path, args.loss) for path in args.logs],
+            args.loss,
+            [(name, float(value)) for name, value in args.line],
+        )
         figure.savefig(args.output)
     except (LogError, OSError, ValueError) as error:
         sys.exit(f"plot_loss.py: {error}")

@@ -29,8 +29,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.training.place import end_in_a_line_when_interrupted
 from megatron.trust.replay import Replayed, replay
 
-PROVIDERS = {"gpt": (pretrain_gpt.model, pretrain_gpt.forward_step), "bert": (pretrain_bert.model, pretrain_bert.forward_step),
-             "t5": (pretrain_t5.model, pretrain_t5.forward_step)}
+PROVIDERS = {
+    "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
+    "bert": (pretrain_bert.model, pretrain_bert.forward_step),
+    "t5": (pretrain_t5.model, pretrain_t5.forward_step),
+}
 
 
 def lines(found: Replayed, shown: int) -> Iterator[str]:
@@ -45,19 +48,29 @@ def lines(found: Replayed, shown: int) -> Iterator[str]:
     yield from (f"first bad {what}: {sight}" for what, sight in found.first.items())
     if found.bad_gradients:
         more = len(found.bad_gradients) - 4
-        yield f"gradients that are not finite: {', '.join(found.bad_gradients[:4])}" + (f" and {more} more" if more > 0 else "")
-    order = sorted(found.largest, key=lambda name: -found.largest[name] if math.isfinite(found.largest[name]) else -math.inf)
+        yield f"gradients that are not finite: {', '.join(found.bad_gradients[:4])}" + (
+            f" and {more} more" if more > 0 else ""
+        )
+    order = sorted(
+        found.largest, key=lambda name: -found.largest[name] if math.isfinite(found.largest[name]) else -math.inf
+    )
     yield from (f"largest output of {name or 'the whole network'}: {found.largest[name]:g}" for name in order[:shown])
     yield f"verdict: {found.verdict}"
 
 
 def main(argv: Sequence[str]) -> int:
     """Read the options, replay, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("bundle", type=Path, help="folder of a bad step")
-    parser.add_argument("--weights", type=Path, help="checkpoint to start from, instead of the one in the bundle or named by it")
+    parser.add_argument(
+        "--weights", type=Path, help="checkpoint to start from, instead of the one in the bundle or named by it"
+    )
     parser.add_argument("--large", type=float, default=math.inf, help="absolute values above this count as trouble")
-    parser.add_argument("--modules", type=int, default=0, help="list so many modules with the largest outputs (default: 0)")
+    parser.add_argument(
+        "--modules", type=int, default=0, help="list so many modules with the largest outputs (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
@@ -66,9 +79,17 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
     if options.json:
-        said = {"iteration": found.facts["iteration"], "verdict": found.verdict, "notes": found.notes, "losses": found.losses,
-                "gradient_norm": found.norm, "first": {what: str(sight) for what, sight in found.first.items()},
-                "gradients_not_finite": found.bad_gradients, "weights_not_finite": found.bad_weights, "largest": found.largest}
+        said = {
+            "iteration": found.facts["iteration"],
+            "verdict": found.verdict,
+            "notes": found.notes,
+            "losses": found.losses,
+            "gradient_norm": found.norm,
+            "first": {what: str(sight) for what, sight in found.first.items()},
+            "gradients_not_finite": found.bad_gradients,
+            "weights_not_finite": found.bad_weights,
+            "largest": found.largest,
+        }
         sys.stdout.write(json.dumps(said, indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(lines(found, options.modules)) + "\n")

@@ -46,36 +46,82 @@ except ModuleNotFoundError as missing:
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "chat_template")
 
+
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
-    what.add_argument("--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
     what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
-    what.add_argument("--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens")
-    what.add_argument("--dtype", choices=("auto", *FORMATS), default="auto", help="format of the weights (default: as they were saved)")
+    what.add_argument(
+        "--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens"
+    )
+    what.add_argument(
+        "--dtype",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
     for name in SIZES:
         what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
     where = parser.add_argument_group("where, and for whom")
-    where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
+    )
     where.add_argument("--port", type=int, default=5000, metavar="N", help="port; 0: a free one (default: 5000)")
     where.add_argument("--open", action="store_true", help="open the page in this machine's browser, if it has one")
-    where.add_argument("--allowed-hosts", nargs="+", metavar="NAME", default=(), help="names beside localhost by which the server may be "
-                       "called (default: at a --host of this machine none, at any other all)")
-    where.add_argument("--token-file", metavar="FILE", help="holds the token that clients must show as `Authorization: Bearer TOKEN`")
-    where.add_argument("--model-name", metavar="NAME", help="what clients call the network (default: the last part of --load)")
-    where.add_argument("--chat-format", choices=("tokenizer", *CHAT_FORMATS), default="tokenizer",
-                       help="how conversations are written (default: by the tokenizer's chat template, if it has one)")
+    where.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        default=(),
+        help="names beside localhost by which the server may be "
+        "called (default: at a --host of this machine none, at any other all)",
+    )
+    where.add_argument(
+        "--token-file", metavar="FILE", help="holds the token that clients must show as `Authorization: Bearer TOKEN`"
+    )
+    where.add_argument(
+        "--model-name", metavar="NAME", help="what clients call the network (default: the last part of --load)"
+    )
+    where.add_argument(
+        "--chat-format",
+        choices=("tokenizer", *CHAT_FORMATS),
+        default="tokenizer",
+        help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
+    )
     limits, usual = parser.add_argument_group("limits of one call"), Limits()
-    limits.add_argument("--max-body-bytes", type=int, default=usual.body_bytes, metavar="N", help=f"default: {usual.body_bytes}")
-    limits.add_argument("--max-prompts", type=int, default=usual.prompts, metavar="N", help=f"texts of one call (default: {usual.prompts})")
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=usual.body_bytes, metavar="N", help=f"default: {usual.body_bytes}"
+    )
+    limits.add_argument(
+        "--max-prompts",
+        type=int,
+        default=usual.prompts,
+        metavar="N",
+        help=f"texts of one call (default: {usual.prompts})",
+    )
     limits.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: the positions of the network")
     limits.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the positions of the network")
-    limits.add_argument("--max-connections", type=int, default=usual.connections, metavar="N",
-                        help=f"clients that may be connected at once; each is a file to the system, see `ulimit -n` (default: {usual.connections})")
-    limits.add_argument("--drain-seconds", type=float, default=20.0, metavar="S",
-                        help="how long requests may go on after SIGTERM; launchers kill 30 s after it (default: 20)")
-    files = parser.add_argument_group("tokenizer", "Other files than the run was given; with a type, instead of all its settings.")
+    limits.add_argument(
+        "--max-connections",
+        type=int,
+        default=usual.connections,
+        metavar="N",
+        help=f"clients that may be connected at once; each is a file to the system, see `ulimit -n` (default: {usual.connections})",
+    )
+    limits.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="how long requests may go on after SIGTERM; launchers kill 30 s after it (default: 20)",
+    )
+    files = parser.add_argument_group(
+        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
+    )
     files.add_argument("--tokenizer-type", metavar="TYPE")
     for name in TOKENIZER[1:]:
         files.add_argument("--" + name.replace("_", "-"), metavar="FILE")
@@ -125,12 +171,19 @@ def main() -> None:
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = launcher_place()
     token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
-    limits = Limits(given.max_body_bytes, given.max_prompts, given.max_prompt_tokens, given.max_new_tokens,
-                    connections=given.max_connections)
+    limits = Limits(
+        given.max_body_bytes,
+        given.max_prompts,
+        given.max_prompt_tokens,
+        given.max_new_tokens,
+        connections=given.max_connections,
+    )
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
-    loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed)
+    loaded = load_network(
+        given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed
+    )
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
@@ -140,10 +193,14 @@ def main() -> None:
             lead(engine, liveness, sock, given, limits, token)
 
 
-def lead(engine: Engine, liveness: RankLiveness, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str) -> None:
+def lead(
+    engine: Engine, liveness: RankLiveness, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str
+) -> None:
     """What the first rank does."""
     if not token and not is_local(given):
-        logging.getLogger(__name__).warning("--host %s without --token-file: whoever reaches this port may use it", given.host)
+        logging.getLogger(__name__).warning(
+            "--host %s without --token-file: whoever reaches this port may use it", given.host
+        )
     chat, name = chat_of(given, engine.tokenizer), given.model_name or Path(given.load).resolve().name
     service = Service(engine, liveness)
     service.start()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show what a layout means before anything runs: ranks, stages, parameters and bytes a rank, and the schedule.
 
-    python tools/show_layout.py --world-size 8 --picture schedule.svg -- <the flags of the run>
+python tools/show_layout.py --world-size 8 --picture schedule.svg -- <the flags of the run>
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     """The tool's own options, and the config of the run it is to show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
-    parser.add_argument("--true-vocab-size", type=int, help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)")
+    parser.add_argument(
+        "--true-vocab-size",
+        type=int,
+        help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+    )
     parser.add_argument("--picture", type=Path, help="draw the schedule into this .png or .svg file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of the run")
     options = parser.parse_args(argv)
@@ -73,18 +77,31 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = dataclasses.replace(config, model=model)
     stages = stages_of(config)
-    memory = rank_memory(config, stages, data_parallel_size=config.parallel.data_parallel_size(world_size),
-                         num_microbatches=num_microbatches)
+    memory = rank_memory(
+        config,
+        stages,
+        data_parallel_size=config.parallel.data_parallel_size(world_size),
+        num_microbatches=num_microbatches,
+    )
     active = f", {active_parameters(model):,} of them used by a token" if model.moe.num_experts else ""
-    lines = [f"{count_parameters(model).total:,} parameters{active}, vocabulary padded to {model.padded_vocab_size:,}",
-             f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}"]
+    lines = [
+        f"{count_parameters(model).total:,} parameters{active}, vocabulary padded to {model.padded_vocab_size:,}",
+        f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}",
+    ]
     for rank, held in enumerate(memory):
         own = [stage for stage in stages if stage.rank == rank]
         depths = model.mtp.mtp_num_layers or 0
-        layers = " | ".join(("E " if s.has_embedding else "") + _span([p.index for p in s.layers]) + (" " + "m" * depths if s.has_mtp and depths else "")
-                            + (" L" if s.has_output else "") for s in own)
-        lines.append(f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
-                     f"{_gigabytes(held.activations):>14}")
+        layers = " | ".join(
+            ("E " if s.has_embedding else "")
+            + _span([p.index for p in s.layers])
+            + (" " + "m" * depths if s.has_mtp and depths else "")
+            + (" L" if s.has_output else "")
+            for s in own
+        )
+        lines.append(
+            f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
+            f"{_gigabytes(held.activations):>14}"
+        )
     return lines
 
 
@@ -93,8 +110,14 @@ def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
     chunks = len(stages_of(config)) // parallel.pp
-    return choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule, together=parallel.overlap_moe_expert_parallel_comm,
-                  group=parallel.microbatch_group_size_per_virtual_pipeline_stage), count
+    return choose(
+        parallel.pp,
+        chunks,
+        count,
+        name=parallel.pipeline_schedule,
+        together=parallel.overlap_moe_expert_parallel_comm,
+        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    ), count
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,8 +131,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
     timeline = play(plan)
-    lines += ["", f"{count} microbatches a step over {num_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
-                  f"{max(timeline.peak)} microbatches alive on a rank"]
+    lines += [
+        "",
+        f"{count} microbatches a step over {num_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
+        f"{max(timeline.peak)} microbatches alive on a rank",
+    ]
     drawn = picture(plan, timeline).splitlines()
     lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
     sys.stdout.write("\n".join(lines) + "\n")

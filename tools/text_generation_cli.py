@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ask a text generation server, ours or Megatron's, prompt after prompt, until the end of the input (Ctrl-D).
 
-    python tools/text_generation_cli.py localhost:5000
+python tools/text_generation_cli.py localhost:5000
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from pathlib import Path
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://")
+    parser.add_argument(
+        "server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://"
+    )
     parser.add_argument("--token-file", metavar="FILE", help="holds the token of the server, if it asks for one")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an answer (default: 600)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an answer (default: 600)"
+    )
     return parser.parse_args(argv)
 
 
@@ -29,7 +33,9 @@ def ask(server: str, prompt: str, count: int, *, token: str, timeout: float) -> 
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
     body = json.dumps({"prompts": [prompt], "tokens_to_generate": count}).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, body, headers, method="PUT"), timeout=timeout) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(address, body, headers, method="PUT"), timeout=timeout
+        ) as answer:
             return "Megatron Response: \n" + json.load(answer)["text"][0]
     except urllib.error.HTTPError as error:
         return f"Error {error.code}: {message_of(error.read())}"

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.quiet:
         print(f"{entropy(counts):.4f}")
     else:
-        print(f"{counts.sum()} tokens, {np.count_nonzero(counts)} different: unigram entropy {entropy(counts):.4f} nats per token")
+        print(
+            f"{counts.sum()} tokens, {np.count_nonzero(counts)} different: unigram entropy {entropy(counts):.4f} nats per token"
+        )
 
 
 if __name__ == "__main__":

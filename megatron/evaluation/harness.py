@@ -87,7 +87,9 @@ class Settings:
         if self.device in (None, "cuda", "cuda:0"):
             return None
         if self.device.startswith("cuda") and world_size() > 1:
-            raise ConfigError(f"device {self.device}: {world_size()} ranks would share it; leave it out, and each takes the GPU of its number")
+            raise ConfigError(
+                f"device {self.device}: {world_size()} ranks would share it; leave it out, and each takes the GPU of its number"
+            )
         return torch.device(self.device)
 
     @property
@@ -97,8 +99,10 @@ class Settings:
         parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         left = parallel.data_parallel_size(world_size())
         if self.data_parallel_size not in (None, left):
-            raise ConfigError(f"data_parallel_size {self.data_parallel_size}: {world_size()} ranks of tensor {tp} x pipeline {pp} "
-                              f"leave {left}; start {tp * pp * self.data_parallel_size} ranks, or leave it out")
+            raise ConfigError(
+                f"data_parallel_size {self.data_parallel_size}: {world_size()} ranks of tensor {tp} x pipeline {pp} "
+                f"leave {left}; start {tp * pp * self.data_parallel_size} ranks, or leave it out"
+            )
         return parallel
 
 
@@ -108,9 +112,13 @@ def settings_of(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     strangers = [name for name in given if name not in mine | theirs]
     if strangers or not given.get("load"):
         problem = f"--model_args has {', '.join(strangers)}" if strangers else "--model_args has no load=FOLDER"
-        raise ConfigError(f"{problem}; the model megatron takes {', '.join(sorted(mine))}, and the tokenizer's "
-                          f"{', '.join(sorted(theirs))}")
-    return Settings(**{name: given[name] for name in given if name in mine}), {name: given[name] for name in given if name in theirs}
+        raise ConfigError(
+            f"{problem}; the model megatron takes {', '.join(sorted(mine))}, and the tokenizer's "
+            f"{', '.join(sorted(theirs))}"
+        )
+    return Settings(**{name: given[name] for name in given if name in mine}), {
+        name: given[name] for name in given if name in theirs
+    }
 
 
 @register_model("megatron")
@@ -121,8 +129,15 @@ class MegatronLM(TemplateLM):
         super().__init__()
         self.settings, tokenizer = settings_of(given)
         self._size = self.settings.size
-        self.loaded = load_network(self.settings.load, GPT, step=self.settings.ckpt_step, parallel=self.settings.parallel,
-                                   dtype=self.settings.dtype, tokenizer=tokenizer, device=self.settings.place)
+        self.loaded = load_network(
+            self.settings.load,
+            GPT,
+            step=self.settings.ckpt_step,
+            parallel=self.settings.parallel,
+            dtype=self.settings.dtype,
+            tokenizer=tokenizer,
+            device=self.settings.place,
+        )
         self._device = self.loaded.mesh.device
         positions = self.loaded.config.model.max_position_embeddings
         self.max_length = positions if self.settings.max_length is None else self.settings.max_length
@@ -131,7 +146,7 @@ class MegatronLM(TemplateLM):
             raise ConfigError(f"max_length {self.max_length} is not between 1 and the network's {positions} positions")
         before, behind = frame(self.ids)
         framed = self.ids.tokenize("1")
-        self._before, self._behind = framed[:before], framed[len(framed) - behind:]
+        self._before, self._behind = framed[:before], framed[len(framed) - behind :]
 
     @property
     def ids(self) -> Tokenizer:
@@ -168,8 +183,12 @@ class MegatronLM(TemplateLM):
         self._asked_alike(requests)
         owners, windows = [], []
         for number, request in enumerate(requests):
-            for pair in get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
-                                                  max_seq_len=self.max_length, context_len=1):
+            for pair in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
                 owners.append(number)
                 windows.append(Request(*map(tuple, make_disjoint_window(pair))))
         totals = [0.0] * len(requests)
@@ -190,7 +209,9 @@ class MegatronLM(TemplateLM):
         if text is None:
             raise ConfigError("the tokenizer has no chat template; give one by chat_template=FILE in --model_args")
         bos, eos = ("" if token is None else self.ids.id_to_token(token) for token in (self.ids.bos, self.ids.eos))
-        return Template(text, bos=bos, eos=eos, marks=()).render(chat_history, add_generation_prompt=add_generation_prompt)
+        return Template(text, bos=bos, eos=eos, marks=()).render(
+            chat_history, add_generation_prompt=add_generation_prompt
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The tokenizer's template, for lm_eval's records."""
@@ -204,17 +225,24 @@ class MegatronLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes beside its results."""
         parallel = self.loaded.config.parallel
-        return {"checkpoint": self.loaded.source.where, "model_dtype": self.loaded.config.precision.dtype,
-                "layout": {"tensor": parallel.tp, "pipeline": parallel.pp, "data": self.loaded.mesh.dp.size}}
+        return {
+            "checkpoint": self.loaded.source.where,
+            "model_dtype": self.loaded.config.precision.dtype,
+            "layout": {"tensor": parallel.tp, "pipeline": parallel.pp, "data": self.loaded.mesh.dp.size},
+        }
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the likeliest) of ids after ids; the first of a request is its text."""
         return self._answers([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
 
     def _answers(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         long = [len(request.continuation) for request in requests if len(request.continuation) > self.max_length]
         if long:
-            raise ConfigError(f"a continuation of {max(long)} tokens does not fit into the network's {self.max_length} positions")
+            raise ConfigError(
+                f"a continuation of {max(long)} tokens does not fit into the network's {self.max_length} positions"
+            )
         answers = loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
         return [(answer.loglikelihood, answer.greedy) for answer in answers]
 
@@ -223,8 +251,10 @@ class MegatronLM(TemplateLM):
         until, num_tokens, sampling = generation(given, self.settings.max_gen_toks)
         room = self.max_length - num_tokens
         if room < 1:
-            raise ConfigError(f"{num_tokens} new tokens leave no room for a context in the network's {self.max_length} positions; lower "
-                              "max_gen_toks, by --gen_kwargs or in --model_args")
+            raise ConfigError(
+                f"{num_tokens} new tokens leave no room for a context in the network's {self.max_length} positions; lower "
+                "max_gen_toks, by --gen_kwargs or in --model_args"
+            )
         ids: Ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
         ended: Callable[[list[int]], bool] = lambda new: any(word in self._text(new) for word in until)
         return Prompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
@@ -237,8 +267,10 @@ class MegatronLM(TemplateLM):
         """Refuse what ranks are not asked together, before they wait for each other for ever."""
         mine = digest(repr(request.args).encode() for request in requests)
         if len(set(collectives.gather_objects(mine, self.loaded.mesh.world))) > 1:
-            raise ConfigError("the ranks are asked different requests; with --use_cache, remove caches of an earlier run that did not "
-                              "end")
+            raise ConfigError(
+                "the ranks are asked different requests; with --use_cache, remove caches of an earlier run that did not "
+                "end"
+            )
 
 
 def generation(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sampling]:
@@ -255,8 +287,10 @@ def generation(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sam
         if left.get(name) == value:
             del left[name]
     if left:
-        raise ConfigError(f"generation asks for {', '.join(f'{name}={value}' for name, value in left.items())}, which the model megatron "
-                          f"does not know; it takes until, {', '.join(_NUMBERS_OF_TOKENS)}, do_sample, temperature, top_k and top_p")
+        raise ConfigError(
+            f"generation asks for {', '.join(f'{name}={value}' for name, value in left.items())}, which the model megatron "
+            f"does not know; it takes until, {', '.join(_NUMBERS_OF_TOKENS)}, do_sample, temperature, top_k and top_p"
+        )
     sampling = Sampling(0.0)
     if samples:
         sampling = Sampling(1.0 if temperature is None else float(temperature), int(top_k or 0), float(top_p or 0.0))

@@ -58,8 +58,11 @@ class BatchSize:
         """Inputs in batches, the longest first."""
         batches: list[list[Ids]] = []
         for ids in sorted(inputs, key=lambda ids: (-len(ids), ids)):
-            full = not batches or len(batches[-1]) == self.rows or (
-                self.tokens is not None and (len(batches[-1]) + 1) * len(batches[-1][0]) > self.tokens)
+            full = (
+                not batches
+                or len(batches[-1]) == self.rows
+                or (self.tokens is not None and (len(batches[-1]) + 1) * len(batches[-1][0]) > self.tokens)
+            )
             if full:
                 batches.append([])
             batches[-1].append(ids)
@@ -101,20 +104,31 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
 
     Requests with equal inputs, as answers of a multiple choice that differ in their last id, are computed once.
     """
-    inputs = [(request.context + request.continuation)[-(max_length + 1):][:-1] for request in requests]
+    inputs = [(request.context + request.continuation)[-(max_length + 1) :][:-1] for request in requests]
     asked: dict[Ids, list[int]] = {}
     for number, ids in enumerate(inputs):
         assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
         asked.setdefault(ids, []).append(number)
     axis, found = loaded.mesh.dp, {}
     batches = size.cut(list(asked))
-    mine = batches[axis.rank::axis.size] if loaded.config.parallel.expert_model_parallel_size == 1 else _alike(batches, axis)
+    mine = (
+        batches[axis.rank :: axis.size]
+        if loaded.config.parallel.expert_model_parallel_size == 1
+        else _alike(batches, axis)
+    )
 
     def keep(microbatch: int, logits: Tensor) -> None:
         batch = mine[microbatch]
         numbers = [number for ids in batch for number in asked[ids]]
         rows = [row for row, ids in enumerate(batch) for _ in asked[ids]]
-        found.update(zip(numbers, _judged(loaded, logits, rows, [inputs[n] for n in numbers], [requests[n].continuation for n in numbers])))
+        found.update(
+            zip(
+                numbers,
+                _judged(
+                    loaded, logits, rows, [inputs[n] for n in numbers], [requests[n].continuation for n in numbers]
+                ),
+            )
+        )
 
     with _shown(loaded, mine, "loglikelihoods") as bar:
         _forward(loaded, mine, keep, bar)
@@ -129,24 +143,33 @@ def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
     """
     mine = []
     for start in range(0, len(batches), axis.size):
-        together = batches[start:start + axis.size]
+        together = batches[start : start + axis.size]
         rows, longest = max(map(len, together)) + 1, together[0][0]
         own = together[axis.rank] if axis.rank < len(together) else ()
         mine.append([longest] * (rows - len(own)) + list(own))
     return mine
 
 
-def _judged(loaded: Network, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]) -> list[Answer]:
+def _judged(
+    loaded: Network, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
+) -> list[Answer]:
     """logits: [s, b, v/tp], padded columns included; rows: each request's row of the batch. Only asked places are looked at."""
     columns = [row for row, ids in zip(rows, continuations, strict=True) for _ in ids]
-    places = [place for ids, asked in zip(inputs, continuations, strict=True) for place in range(len(ids) - len(asked), len(ids))]
+    places = [
+        place
+        for ids, asked in zip(inputs, continuations, strict=True)
+        for place in range(len(ids) - len(asked), len(ids))
+    ]
     targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
     chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
     axis, true_size = loaded.mesh.tp, loaded.config.model.true_vocab_size
     right = likeliest(chosen, axis, true_size) == targets
     losses = cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
     lengths = [len(ids) for ids in continuations]
-    return [Answer(-float(loss.double().sum()), bool(hits.all())) for loss, hits in zip(losses.split(lengths), right.split(lengths))]
+    return [
+        Answer(-float(loss.double().sum()), bool(hits.all()))
+        for loss, hits in zip(losses.split(lengths), right.split(lengths))
+    ]
 
 
 def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
@@ -158,7 +181,7 @@ def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     valid = true_vocab_size - axis.rank * columns
     if valid < columns:
         logits = logits.clone()
-        logits[..., max(0, valid):] = float("-inf")
+        logits[..., max(0, valid) :] = float("-inf")
     largest, place = logits.float().max(dim=-1)
     best = collectives.all_reduce(largest.clone(), axis, "max")
     nowhere = torch.full_like(place, torch.iinfo(torch.int64).max)
@@ -177,7 +200,7 @@ def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize)
     axis, found = loaded.mesh.dp, {}
     batches = size.cut([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
-    mine = places[axis.rank::axis.size]
+    mine = places[axis.rank :: axis.size]
     for batch in _shown(loaded, mine, "continuations"):
         found.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
     gathered = _everywhere(loaded, found)
@@ -197,7 +220,7 @@ def _continued(loaded: Loaded, prompts: Sequence[Prompt]) -> list[list[int]]:
             places = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
             last = _whole_rows(loaded, logits[places, torch.arange(len(texts), device=logits.device)])
             for place, row in enumerate(active):
-                tokens[place] = draw(last[place:place + 1], prompts[row].sampling, draws[row])[0]
+                tokens[place] = draw(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
         _forward(loaded, [texts], keep)
         collectives.broadcast(tokens, loaded.mesh.pp, stages_of(loaded.config)[-1].rank)
@@ -212,7 +235,9 @@ def _is_over(prompt: Prompt, new: list[int], eod: int) -> bool:
 
 def _whole_rows(loaded: Loaded, logits: Tensor) -> Tensor:
     """logits: [b, v/tp]. Returns [b, v] without padding, in fp32 (fp64 for fp64), the same on every tensor rank."""
-    whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[:, :loaded.config.model.true_vocab_size]
+    whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[
+        :, : loaded.config.model.true_vocab_size
+    ]
     return whole if whole.dtype == torch.float64 else whole.float()
 
 
@@ -261,11 +286,15 @@ class _Pass:
         """Never asked."""
 
 
-def _forward(loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None) -> None:
+def _forward(
+    loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
+) -> None:
     """Run all batches through all stages."""
     axis = loaded.mesh.pp
     if batches:
-        plan = script(forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.placement), axis.rank)
+        plan = script(
+            forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.placement), axis.rank
+        )
         run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 
 

@@ -31,20 +31,35 @@ class BeamFailed(Exception):
     """The engine did not answer; the message says why."""
 
 
-def beam_search(ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0) -> list[Beam]:
+def beam_search(
+    ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0
+) -> list[Beam]:
     """The `width` continuations with the highest scores that the search finds, the best first.
 
     ask: `Engine.run` or `Service.ask`. ends: ids that end a text. A length penalty above 1 favours long texts. Raises `ConfigError`
     as `Engine.submit` does.
     """
-    refuse(filter(None, ("" if width >= 1 else f"beam width {width} is too small; give 1 or more",
-                         "" if num_tokens >= 1 else f"{num_tokens} new tokens are asked for; a beam needs 1 or more")))
+    refuse(
+        filter(
+            None,
+            (
+                "" if width >= 1 else f"beam width {width} is too small; give 1 or more",
+                "" if num_tokens >= 1 else f"{num_tokens} new tokens are asked for; a beam needs 1 or more",
+            ),
+        )
+    )
     running: list[tuple[Ids, float]] = [((), 0.0)]
     ended: list[Beam] = []
     for length in range(1, num_tokens + 1):
         scores = _scored(ask, prompt, [ids for ids, _ in running], 2 * width)
-        steps = sorted(((before + logprob, place, token) for place, (_, before) in enumerate(running) for token, logprob in scores[place]),
-                       key=lambda step: (-step[0], *step[1:]))[:2 * width]
+        steps = sorted(
+            (
+                (before + logprob, place, token)
+                for place, (_, before) in enumerate(running)
+                for token, logprob in scores[place]
+            ),
+            key=lambda step: (-step[0], *step[1:]),
+        )[: 2 * width]
         going: list[tuple[Ids, float]] = []
         for place, (total, parent, token) in enumerate(steps):
             if token not in ends:
@@ -56,7 +71,7 @@ def beam_search(ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Col
         if not running or _over(ended, width, running[0][1], length, length_penalty):
             break
     else:
-        ended += [Beam(ids, total, total / len(ids)**length_penalty) for ids, total in running]
+        ended += [Beam(ids, total, total / len(ids) ** length_penalty) for ids, total in running]
     return sorted(ended, key=lambda beam: -beam.score)[:width]
 
 
@@ -67,8 +82,14 @@ def _over(ended: Sequence[Beam], width: int, best: float, length: int, penalty: 
 
 def _scored(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
     """(id, log-probability) of what is likeliest to follow each text."""
-    replies = ask([Request(prompt + ids, num_tokens=1, sampling=Sampling(0.0), ignore_eod=True, logprobs=True, top_logprobs=count)
-                   for ids in texts])
+    replies = ask(
+        [
+            Request(
+                prompt + ids, num_tokens=1, sampling=Sampling(0.0), ignore_eod=True, logprobs=True, top_logprobs=count
+            )
+            for ids in texts
+        ]
+    )
     for reply in replies:
         if reply.reason not in ("length", "stop") or not reply.tokens:
             raise BeamFailed(reply.problem or f"a request of the search was {reply.reason}")

@@ -60,14 +60,14 @@ class BlockAllocator:
         open_ = self._unused & ~self._reserved
         if behind:
             first = behind[-1] + 1
-            closed = np.flatnonzero(~open_[first:first + count])
+            closed = np.flatnonzero(~open_[first : first + count])
             run = range(first, min(first + (int(closed[0]) if len(closed) else count), self.count))
         else:
             blank = open_.copy()
             blank[list(self._cached)] = False
             run = _run(blank, count, self._last) or _run(open_, count, self._last)
             self._last = run.stop or self._last
-        self._reserved[run.start:run.stop] = True
+        self._reserved[run.start : run.stop] = True
         return run
 
     def take(self, wish: int = _NOWHERE) -> int:
@@ -87,7 +87,7 @@ class BlockAllocator:
         """Release a sequence's blocks and reservation. Its last blocks are evicted first, since a prefix is more likely to be
         used again.
         """
-        self._reserved[reserved.start:reserved.stop] = False
+        self._reserved[reserved.start : reserved.stop] = False
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -103,7 +103,7 @@ class BlockAllocator:
             return found
         content = b""
         for start in range(0, len(ids) - self.size, self.size):
-            content = _mark(content, ids[start:start + self.size])
+            content = _mark(content, ids[start : start + self.size])
             block = self._by_content.get(content)
             if block is None:
                 break
@@ -121,7 +121,7 @@ class BlockAllocator:
         if not self.sharing:
             return content
         for place in range(known, len(ids) // self.size):
-            content = _mark(content, ids[place * self.size:(place + 1) * self.size])
+            content = _mark(content, ids[place * self.size : (place + 1) * self.size])
             if content not in self._by_content and blocks[place] not in self._content:
                 self._by_content[content] = blocks[place]
                 self._content[blocks[place]] = content

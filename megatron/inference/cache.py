@@ -53,10 +53,14 @@ def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[
     return ((heads, model.kv_channels), (heads, model.kv_channels))
 
 
-def bytes_per_token(model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype, *, states: int = 0) -> int:
+def bytes_per_token(
+    model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype, *, states: int = 0
+) -> int:
     """Bytes that the layers of these rows, and so many states beside them, take of a token on one rank."""
-    return dtype.itemsize * (states * model.hidden_size
-                             + sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size)))
+    return dtype.itemsize * (
+        states * model.hidden_size
+        + sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size))
+    )
 
 
 class KVCache:
@@ -66,17 +70,35 @@ class KVCache:
     of multi-token prediction reads, [slots, h] a depth, if it makes guesses.
     """
 
-    def __init__(self, model: ModelConfig, plans: Sequence[LayerPlan], *, tensor_size: int, slots: int, dtype: torch.dtype,
-                 device: torch.device, states: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        plans: Sequence[LayerPlan],
+        *,
+        tensor_size: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: int = 0,
+    ) -> None:
         self.device = device
         self.states = tuple(torch.zeros(slots, model.hidden_size, dtype=dtype, device=device) for _ in range(states))
-        self.width = sum(sum(heads * size for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans) // max(1, len(plans))
+        self.width = sum(
+            sum(heads * size for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans
+        ) // max(1, len(plans))
         self.first_ahead = model.num_layers
-        self.layers = {plan.index: tuple(torch.empty(slots, heads * size, dtype=dtype, device=device)
-                                         for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans}
+        self.layers = {
+            plan.index: tuple(
+                torch.empty(slots, heads * size, dtype=dtype, device=device)
+                for heads, size in entry_sizes(model, plan, tensor_size)
+            )
+            for plan in plans
+        }
         for tensors in self.layers.values():
             for tensor in tensors:
-                tensor[0] = 0.0  # read in the place of keys that a shorter row lacks; no other slot is read before it is written
+                tensor[0] = (
+                    0.0  # read in the place of keys that a shorter row lacks; no other slot is read before it is written
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +134,20 @@ class _View:
         """The last `seen` keys and values of every text, [b, keys, heads * size] each, where they lie."""
         count = min(seen, self.length)
         first = self.start + self.length - count
-        return [pool.as_strided((self.rows, count, pool.shape[1]), (self.step * pool.shape[1], pool.shape[1], 1), first * pool.shape[1])
-                for pool in stored], None
+        return [
+            pool.as_strided(
+                (self.rows, count, pool.shape[1]), (self.step * pool.shape[1], pool.shape[1], 1), first * pool.shape[1]
+            )
+            for pool in stored
+        ], None
 
 
 def ordered(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
     groups: list[list[int]] = []
-    for number in sorted(range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys, spans[number].blocks[:1])):
+    for number in sorted(
+        range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys, spans[number].blocks[:1])
+    ):
         span, first = spans[number], spans[groups[-1][0]] if groups else None
         if first is not None and first.count == span.count and first.keys <= max(2 * span.keys, _SHORT):
             groups[-1].append(number)
@@ -133,9 +161,24 @@ class StepCache:
     how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
-    def __init__(self, pool: KVCache, groups: Sequence[CacheGroup | _View], *, new: Tensor, wanted: Tensor | None = None, filling: int = 0,
-                 depth: int = 0) -> None:
-        self._pool, self._groups, self._new, self._wanted, self._filling, self._depth = pool, groups, new, wanted, filling, depth
+    def __init__(
+        self,
+        pool: KVCache,
+        groups: Sequence[CacheGroup | _View],
+        *,
+        new: Tensor,
+        wanted: Tensor | None = None,
+        filling: int = 0,
+        depth: int = 0,
+    ) -> None:
+        self._pool, self._groups, self._new, self._wanted, self._filling, self._depth = (
+            pool,
+            groups,
+            new,
+            wanted,
+            filling,
+            depth,
+        )
 
     def states(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
@@ -156,9 +199,15 @@ class StepCache:
         # One layer may serve all depths; what it stores of each is another thing.
         stored = self._pool.layers[self._pool.first_ahead + self._depth - 1 if self._depth else layer]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
-            assert dropout == 0.0 and scores.bias is None, "texts are decoded without dropout and without a bias of the scores"
-            for pool, new in zip(stored, (k, v), strict=False):  # latent attention stores what its values are the beginning of
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+        ) -> Tensor:
+            assert dropout == 0.0 and scores.bias is None, (
+                "texts are decoded without dropout and without a bias of the scores"
+            )
+            for pool, new in zip(
+                stored, (k, v), strict=False
+            ):  # latent attention stores what its values are the beginning of
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
             found = [_attend(group, stored, kernel, q, v, mask, scores) for group in self._groups]
             if self._filling:
@@ -168,24 +217,45 @@ class StepCache:
         return attend
 
 
-def step_cache(pool: KVCache, groups: Sequence[Sequence[Span]], *, block_size: int, wanted: Tensor | None, total: int, depth: int = 0) -> StepCache:
+def step_cache(
+    pool: KVCache,
+    groups: Sequence[Sequence[Span]],
+    *,
+    block_size: int,
+    wanted: Tensor | None,
+    total: int,
+    depth: int = 0,
+) -> StepCache:
     """The cache of a pass over `total` tokens, those of the spans, as `ordered` says, and what fills the shape behind them."""
     found: list[CacheGroup | _View] = []
     new, first = [], 0
     for spans in groups:
         slots, padding = slots_of(spans, block_size)
         count = spans[0].count
-        new.append(slots[:, slots.shape[1] - count:].reshape(-1))
+        new.append(slots[:, slots.shape[1] - count :].reshape(-1))
         views = _views(slots, padding, first, count)
         copied = slots.size * pool.width if pool.device.type == "cpu" else 0
         if views and (len(views) == 1 or len(views) * _CALL < copied):
             found += views
         else:
-            found.append(CacheGroup(first, count, torch.from_numpy(slots).to(pool.device),
-                               None if padding.all() else torch.from_numpy(padding).to(pool.device)))
+            found.append(
+                CacheGroup(
+                    first,
+                    count,
+                    torch.from_numpy(slots).to(pool.device),
+                    None if padding.all() else torch.from_numpy(padding).to(pool.device),
+                )
+            )
         first += len(spans) * count
     new.append(np.zeros(total - first, np.int64))
-    return StepCache(pool, found, new=torch.from_numpy(np.concatenate(new)).to(pool.device), wanted=wanted, filling=total - first, depth=depth)
+    return StepCache(
+        pool,
+        found,
+        new=torch.from_numpy(np.concatenate(new)).to(pool.device),
+        wanted=wanted,
+        filling=total - first,
+        depth=depth,
+    )
 
 
 def slots_of(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +263,7 @@ def slots_of(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.nda
     lengths = np.array([span.keys for span in spans])
     tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int64)
     for row, span in enumerate(spans):
-        tables[row, :len(span.blocks)] = span.blocks
+        tables[row, : len(span.blocks)] = span.blocks
     places = np.arange(lengths.max())[None] - (lengths.max() - lengths)[:, None]
     there = places >= 0
     places = np.maximum(places, 0)
@@ -217,16 +287,23 @@ def _views(slots: np.ndarray, there: np.ndarray, first: int, count: int) -> list
     return views
 
 
-def _attend(group: CacheGroup | _View, stored: Sequence[Tensor], kernel: Callable[..., Tensor], q: Tensor, v: Tensor, mask: MaskSpec,
-            scores: Scores) -> Tensor:
+def _attend(
+    group: CacheGroup | _View,
+    stored: Sequence[Tensor],
+    kernel: Callable[..., Tensor],
+    q: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    scores: Scores,
+) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
     windowed = mask.window is not None and mask.window[0] >= 0
     # What no query of the group sees need not be fetched.
     fetched, padding = group.keys(stored, mask.window[0] + group.queries if windowed else _ALL)
     rows, heads = fetched[0].shape[0], v.shape[2]
     k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
-    values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., :v.shape[-1]]
-    queries = q[group.first:group.first + rows * group.queries, 0].unflatten(0, (rows, group.queries)).transpose(0, 1)
+    values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., : v.shape[-1]]
+    queries = q[group.first : group.first + rows * group.queries, 0].unflatten(0, (rows, group.queries)).transpose(0, 1)
     # A single query stands at the last key, so that it sees all of them.
     causal = mask.causal and group.queries > 1
     window = mask.window if group.queries > 1 else None

@@ -56,7 +56,9 @@ class CapturedGraphs:
     record: runs what it is given, and returns what repeats it on the same tensors, and the tensor that it returns.
     """
 
-    def __init__(self, stage: GPTModel, pool: KVCache, *, block_size: int, count: int, record: Recorder | None = None) -> None:
+    def __init__(
+        self, stage: GPTModel, pool: KVCache, *, block_size: int, count: int, record: Recorder | None = None
+    ) -> None:
         self._stage, self._pool, self._block_size, self._count = stage, pool, block_size, count
         self._record = record or devices.Graphs(pool.device).record
         self._kept: OrderedDict[tuple[int, int], _CapturedGraph] = OrderedDict()
@@ -68,9 +70,15 @@ class CapturedGraphs:
         # A row that fills up sees one key, the first block's: of no key, the softmax would be no number.
         table, seen = np.zeros(shape, np.int64), np.zeros(shape, bool)
         seen[:, -1] = True
-        table[:len(spans), shape[1] - slots.shape[1]:], seen[:len(spans), shape[1] - slots.shape[1]:] = slots, there
+        table[: len(spans), shape[1] - slots.shape[1] :], seen[: len(spans), shape[1] - slots.shape[1] :] = slots, there
         filling = [0] * (shape[0] - len(spans))
-        given = [np.array([[*ids, *filling]]), np.array([[*(span.start for span in spans), *filling]]), table[:, -1], table, seen]
+        given = [
+            np.array([[*ids, *filling]]),
+            np.array([[*(span.start for span in spans), *filling]]),
+            table[:, -1],
+            table,
+            seen,
+        ]
         inputs = [torch.from_numpy(values) for values in given]
         if shape not in self._kept:
             if len(self._kept) == self._count:
@@ -78,10 +86,12 @@ class CapturedGraphs:
             self._kept[shape] = self._recorded([tensor.to(self._pool.device) for tensor in inputs])
         self._kept.move_to_end(shape)
         found = self._kept[shape]
-        for tensor, values in zip((found.ids, found.positions, found.new, found.slots, found.padding), inputs, strict=True):
+        for tensor, values in zip(
+            (found.ids, found.positions, found.new, found.slots, found.padding), inputs, strict=True
+        ):
             tensor.copy_(values)
         found.repeat()
-        return found.logits[:len(spans)]
+        return found.logits[: len(spans)]
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _CapturedGraph:
         ids, positions, new, slots, padding = inputs

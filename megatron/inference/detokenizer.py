@@ -17,10 +17,15 @@ _PATIENCE = 64  # ids without a complete character after which waiting for one e
 class Detokenizer:
     """The text of one reply."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
+    ) -> None:
         self._tokenizer, self._stop_words, self._keep_stop = tokenizer, tuple(stop_words), keep_stop
         self._ids = list(prompt[-_CONTEXT:])
-        self._first, self._settled = 0, len(self._ids)  # ids before _settled have their text; from _first on they are context
+        self._first, self._settled = (
+            0,
+            len(self._ids),
+        )  # ids before _settled have their text; from _first on they are context
         self._before = ""  # the text of the new ones among the settled
         self._text, self._said, self._searched = "", 0, 0
         self.ended = False
@@ -46,8 +51,8 @@ class Detokenizer:
 
     def _decode(self, *, finishing: bool) -> None:
         """Decode all ids, without an incomplete character at the end."""
-        context = self._tokenizer.detokenize(self._ids[self._first:self._settled])
-        found = self._tokenizer.detokenize(self._ids[self._first:])[len(context):]
+        context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
+        found = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
         whole = finishing or not found.endswith(_UNFINISHED)
         self._text = self._before + (found if whole else found[:-1])
         if whole or len(self._ids) - self._settled > _PATIENCE:
@@ -62,15 +67,17 @@ class Detokenizer:
         self._searched = len(self._text)
         if found:
             place, length = min(found)
-            self._text = self._text[:place + length if self._keep_stop else place]
+            self._text = self._text[: place + length if self._keep_stop else place]
             self.ended = True
 
     def _doubtful(self) -> int:
         """Number of characters at the end that may begin a stop word."""
-        return max((size for word in self._stop_words for size in range(1, len(word))
-                    if self._text.endswith(word[:size])), default=0)
+        return max(
+            (size for word in self._stop_words for size in range(1, len(word)) if self._text.endswith(word[:size])),
+            default=0,
+        )
 
     def _say(self, end: int) -> str:
-        said = self._text[self._said:end] if end > self._said else ""
+        said = self._text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
         return said

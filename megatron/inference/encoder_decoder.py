@@ -43,12 +43,15 @@ class _Past:
 
     def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`kernel` for the last token of all texts, which sees those before."""
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+        ) -> Tensor:
             if layer not in self._stored:
                 self._stored[layer] = k.new_empty((self._most, *k.shape[1:])), v.new_empty((self._most, *v.shape[1:]))
             for stored, new in zip(self._stored[layer], (k, v), strict=True):
                 stored[self._length - 1] = new[0]
-            keys, values = (stored[:self._length] for stored in self._stored[layer])
+            keys, values = (stored[: self._length] for stored in self._stored[layer])
             return kernel(q, keys, values, replace(mask, causal=False), dropout, scores)  # the last token sees all
 
         return attend
@@ -71,15 +74,34 @@ class EncoderDecoder:
     tensor group share the network, and copies share the requests. Raises `ConfigError` for what does not fit together.
     """
 
-    def __init__(self, stages: Sequence[T5Model], tokenizer: Tokenizer, config: InferenceConfig = InferenceConfig(), *, start: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[T5Model],
+        tokenizer: Tokenizer,
+        config: InferenceConfig = InferenceConfig(),
+        *,
+        start: int,
+    ) -> None:
         (self._stage, *others), self.tokenizer, self.config, self._start = stages, tokenizer, config, start
         self.mesh, self.model = self._stage.build.mesh, self._stage.build.model
         positions = self.model.max_position_embeddings
         self.max_length = min(config.inference_max_seq_length or positions, positions)
-        refuse([*config.problems(), *filter(None, (
-            "a T5 is decoded without --pipeline-model-parallel-size; divide it by --tensor-model-parallel-size"
-            if others or self.mesh.pp.size > 1 else "",
-            "a T5 is decoded without drafts; leave out --num-speculative-tokens" if config.num_speculative_tokens else ""))])
+        refuse(
+            [
+                *config.problems(),
+                *filter(
+                    None,
+                    (
+                        "a T5 is decoded without --pipeline-model-parallel-size; divide it by --tensor-model-parallel-size"
+                        if others or self.mesh.pp.size > 1
+                        else "",
+                        "a T5 is decoded without drafts; leave out --num-speculative-tokens"
+                        if config.num_speculative_tokens
+                        else "",
+                    ),
+                ),
+            ]
+        )
         self._tickets, self._waiting = itertools.count(), deque[tuple[int, Request, Listener]]()
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput, self._made = ThroughputMeter(), 0
@@ -88,13 +110,23 @@ class EncoderDecoder:
         """Ask for an answer; the number of the request. Raises `ConfigError` for what cannot be served."""
         size = self.model.true_vocab_size
         bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
-        refuse(filter(None, (
-            f"a prompt of {len(request.prompt)} tokens is longer than the {self.max_length} positions; shorten it"
-            if len(request.prompt) > self.max_length else "",
-            f"{request.num_tokens} new tokens are more than the {self.max_length} positions; ask for fewer"
-            if request.num_tokens > self.max_length else "",
-            f"{bad[:3]} are no ids of the network's {size}" if bad else "",
-            "log-probabilities of a prompt are those of a decoder alone; a T5 has none" if request.prompt_logprobs else "")))
+        refuse(
+            filter(
+                None,
+                (
+                    f"a prompt of {len(request.prompt)} tokens is longer than the {self.max_length} positions; shorten it"
+                    if len(request.prompt) > self.max_length
+                    else "",
+                    f"{request.num_tokens} new tokens are more than the {self.max_length} positions; ask for fewer"
+                    if request.num_tokens > self.max_length
+                    else "",
+                    f"{bad[:3]} are no ids of the network's {size}" if bad else "",
+                    "log-probabilities of a prompt are those of a decoder alone; a T5 has none"
+                    if request.prompt_logprobs
+                    else "",
+                ),
+            )
+        )
         seed = secrets.randbits(63) if request.seed is None else request.seed
         self._waiting.append((next(self._tickets), replace(request, seed=seed), listener))
         return self._waiting[-1][0]
@@ -106,7 +138,9 @@ class EncoderDecoder:
         if not taken:
             return False
         collectives.broadcast_object([request for _, request, _ in taken], self.mesh.world)
-        for (ticket, _, listener), reply in zip(taken, self._answered([request for _, request, _ in taken]), strict=True):
+        for (ticket, _, listener), reply in zip(
+            taken, self._answered([request for _, request, _ in taken]), strict=True
+        ):
             self._finished[reply.reason] += 1
             self._made += len(reply.tokens)
             self._throughput.add(len(reply.tokens))
@@ -137,8 +171,12 @@ class EncoderDecoder:
 
     def metrics(self) -> Metrics:
         """Where this stands."""
-        return Metrics(waiting=len(self._waiting), finished=dict(self._finished), generated_tokens=self._made,
-                       tokens_per_second=self._throughput.now())
+        return Metrics(
+            waiting=len(self._waiting),
+            finished=dict(self._finished),
+            generated_tokens=self._made,
+            tokens_per_second=self._throughput.now(),
+        )
 
     def _answered(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
@@ -156,8 +194,16 @@ class EncoderDecoder:
                 replies[event.ticket] = event.reply
 
         end = self.tokenizer.eod if self.tokenizer.eos is None else self.tokenizer.eos
-        texts = [SequenceState(number, replace(request, prompt=(self._start,)), keep, self.tokenizer,
-                         ends={*request.stop_ids, *(() if request.ignore_eod else (end,))}) for number, request in enumerate(requests)]
+        texts = [
+            SequenceState(
+                number,
+                replace(request, prompt=(self._start,)),
+                keep,
+                self.tokenizer,
+                ends={*request.stop_ids, *(() if request.ignore_eod else (end,))},
+            )
+            for number, request in enumerate(requests)
+        ]
         with torch.no_grad():
             self._write(texts, [request.prompt for request in requests])
         return [replies[number] for number in range(len(requests))]
@@ -166,7 +212,10 @@ class EncoderDecoder:
         """Decode texts until all have ended."""
         longest, device = max(map(len, prompts)), self.mesh.device
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-        there = torch.arange(longest, device=device) < torch.tensor([len(prompt) for prompt in prompts], device=device)[:, None]
+        there = (
+            torch.arange(longest, device=device)
+            < torch.tensor([len(prompt) for prompt in prompts], device=device)[:, None]
+        )
         padding = None if bool(there.all()) else there
         message = self._stage.encode(ids, padding)
         past = _Past(max(one.request.num_tokens for one in texts))

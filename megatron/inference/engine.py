@@ -47,8 +47,14 @@ class Engine:
     `follow`. Raises `ConfigError` for settings that do not fit together.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], tokenizer: Tokenizer, config: InferenceConfig = InferenceConfig(), *,
-                 draft: Sequence[GPTModel] = ()) -> None:
+    def __init__(
+        self,
+        stages: Sequence[GPTModel],
+        tokenizer: Tokenizer,
+        config: InferenceConfig = InferenceConfig(),
+        *,
+        draft: Sequence[GPTModel] = (),
+    ) -> None:
         build = stages[0].build
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
         refuse([*config.problems(), *_problems(stages, config, draft)])
@@ -57,10 +63,17 @@ class Engine:
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
         count = _block_count(parts, config, self.max_length)
-        networks = [CachedNetwork(part, blocks=count, block_size=size, depths=depths, captured_graphs=_max_captured_graphs(part, config))
-                    for part, depths in parts]
+        networks = [
+            CachedNetwork(
+                part, blocks=count, block_size=size, depths=depths, captured_graphs=_max_captured_graphs(part, config)
+            )
+            for part, depths in parts
+        ]
         self.runner = ModelRunner(networks)
-        self.allocators = [BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching) for _ in range(self.mesh.dp.size)]
+        self.allocators = [
+            BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching)
+            for _ in range(self.mesh.dp.size)
+        ]
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
         self._inbox: deque[SequenceState] = deque()
@@ -81,12 +94,17 @@ class Engine:
         Raises `ConfigError` for a request that can never be served, and `Busy` when too many wait.
         """
         refuse(self._refusals(request))
-        if len(self._inbox) + len(self._waiting) >= self.config.inference_max_waiting_requests + self.config.inference_max_requests:
+        if (
+            len(self._inbox) + len(self._waiting)
+            >= self.config.inference_max_waiting_requests + self.config.inference_max_requests
+        ):
             raise Busy(f"{len(self._inbox) + len(self._waiting)} requests wait already; ask again later")
         ticket = next(self._tickets)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         end = () if request.ignore_eod else (self.tokenizer.eod,)
-        self._inbox.append(SequenceState(ticket, replace(request, seed=seed), listener, self.tokenizer, ends={*request.stop_ids, *end}))
+        self._inbox.append(
+            SequenceState(ticket, replace(request, seed=seed), listener, self.tokenizer, ends={*request.stop_ids, *end})
+        )
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -167,12 +185,32 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """Counters and gauges of the engine. May be called from any thread."""
-        capacity, available, kept = (sum(getattr(blocks, name) for blocks in self.allocators) for name in ("capacity", "available", "cached"))
-        return Metrics(waiting=len(self._inbox) + len(self._waiting), running=len(self._running), blocks=capacity,
-                       blocks_used=capacity - available, blocks_kept=kept, bytes_per_token=self._bytes, finished=dict(self._finished),
-                       tokens_per_second=self._throughput.now(),
-                       **{name: self._counts[name] for name in ("requests", "steps", "prompt_tokens", "cached_tokens", "generated_tokens",
-                                                                "preempted", "proposed_tokens", "accepted_tokens")})
+        capacity, available, kept = (
+            sum(getattr(blocks, name) for blocks in self.allocators) for name in ("capacity", "available", "cached")
+        )
+        return Metrics(
+            waiting=len(self._inbox) + len(self._waiting),
+            running=len(self._running),
+            blocks=capacity,
+            blocks_used=capacity - available,
+            blocks_kept=kept,
+            bytes_per_token=self._bytes,
+            finished=dict(self._finished),
+            tokens_per_second=self._throughput.now(),
+            **{
+                name: self._counts[name]
+                for name in (
+                    "requests",
+                    "steps",
+                    "prompt_tokens",
+                    "cached_tokens",
+                    "generated_tokens",
+                    "preempted",
+                    "proposed_tokens",
+                    "accepted_tokens",
+                )
+            },
+        )
 
     def _refusals(self, request: Request) -> list[str]:
         total = len(request.prompt) + request.num_tokens
@@ -181,14 +219,27 @@ class Engine:
         room = self.config.inference_dynamic_batching_max_tokens - self.config.inference_max_requests
         capacity = self.allocators[0].capacity * self.allocators[0].size
         # The last token is never read, so that it needs neither a position nor a place in the cache.
-        return [said for broken, said in (
-            (total - (request.num_tokens > 0) > self.max_length, f"a prompt of {len(request.prompt)} tokens and {request.num_tokens} new "
-             f"ones are more than the {self.max_length} positions; shorten the prompt or ask for fewer"),
-            (bad, f"{bad[:3]} are no ids of the network's {size}"),
-            (total > capacity, f"{total} tokens are more than the cache's {capacity}; raise --inference-dynamic-batching-buffer-size-gb"),
-            (not self.config.enable_chunked_prefill and len(request.prompt) > room, f"a prompt of {len(request.prompt)} tokens does not fit "
-             f"into one pass with --no-enable-chunked-prefill; raise --inference-dynamic-batching-max-tokens"),
-        ) if broken]
+        return [
+            said
+            for broken, said in (
+                (
+                    total - (request.num_tokens > 0) > self.max_length,
+                    f"a prompt of {len(request.prompt)} tokens and {request.num_tokens} new "
+                    f"ones are more than the {self.max_length} positions; shorten the prompt or ask for fewer",
+                ),
+                (bad, f"{bad[:3]} are no ids of the network's {size}"),
+                (
+                    total > capacity,
+                    f"{total} tokens are more than the cache's {capacity}; raise --inference-dynamic-batching-buffer-size-gb",
+                ),
+                (
+                    not self.config.enable_chunked_prefill and len(request.prompt) > room,
+                    f"a prompt of {len(request.prompt)} tokens does not fit "
+                    f"into one pass with --no-enable-chunked-prefill; raise --inference-dynamic-batching-max-tokens",
+                ),
+            )
+            if broken
+        ]
 
     def _take_in(self) -> None:
         """Take over submissions and cancellations since the last step."""
@@ -212,13 +263,17 @@ class Engine:
         budget = [self.config.inference_dynamic_batching_max_tokens] * len(self.allocators)
         scored = [_SCORED] * len(self.allocators)
         chosen: list[list[tuple[SequenceState, int]]] = [[] for _ in self.allocators]
-        for one in sorted(self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)):  # who decodes goes first
+        for one in sorted(
+            self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)
+        ):  # who decodes goes first
             if one in self._running:  # and was not asked to wait again for one before
                 self._share(one, budget, scored, chosen)
         while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.allocators):
             one = self._waiting[0]
             replica = max(range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._load(replica)))
-            if self._load(replica) >= self.config.inference_max_requests or not self._admit(one, replica, budget[replica]):
+            if self._load(replica) >= self.config.inference_max_requests or not self._admit(
+                one, replica, budget[replica]
+            ):
                 break
             self._waiting.popleft()
             self._running.append(one)
@@ -246,7 +301,9 @@ class Engine:
         self._counts["cached_tokens"] += one.computed
         return True
 
-    def _share(self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]) -> None:
+    def _share(
+        self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]
+    ) -> None:
         """Put a request into the step with as many tokens as the budget allows."""
         count = min(one.num_uncomputed, budget[one.replica])
         if one.scores_prompt:
@@ -265,7 +322,9 @@ class Engine:
             if blocks.available:
                 one.grow(blocks)
                 continue
-            last = max((other for other in self._running if other.replica == one.replica), key=lambda other: other.ticket)
+            last = max(
+                (other for other in self._running if other.replica == one.replica), key=lambda other: other.ticket
+            )
             self._counts["preempted"] += 1
             self._running.remove(last)
             chosen[:] = [share for share in chosen if share[0] is not last]
@@ -275,7 +334,9 @@ class Engine:
                 return False
         return True
 
-    def _append_tokens(self, one: SequenceState, row: SequenceInput, found: SequenceOutput, blocks: BlockAllocator) -> None:
+    def _append_tokens(
+        self, one: SequenceState, row: SequenceInput, found: SequenceOutput, blocks: BlockAllocator
+    ) -> None:
         """Append the output of a step to a request."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
         made = one.take(row, found, time.monotonic())
@@ -321,28 +382,38 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
     build = stages[0].build
     found = []
     if build.mesh.cp.size > 1:
-        found.append("text is generated without --context-parallel-size; leave it out, since sequences are not cut then")
+        found.append(
+            "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
+        )
     if build.model.rope.position_embedding_type == "relative":
         found.append("text is not generated with --position-embedding-type relative")
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
     if draft and not guesses or guesses and not (draft or depths):
-        found.append("--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
-                     "--num-speculative-tokens")
+        found.append(
+            "--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
+            "--num-speculative-tokens"
+        )
     elif not draft and guesses > depths:
-        found.append(f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
-                     f"give {depths} or fewer, or a draft")
+        found.append(
+            f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
+            f"give {depths} or fewer, or a draft"
+        )
     if guesses and not draft and build.region.sequence_parallel:
         found.append("multi-token prediction guesses without --sequence-parallel; leave it out")
     if draft and draft[0].build.model.true_vocab_size != build.model.true_vocab_size:
-        found.append(f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
-                     "with the same tokenizer")
+        found.append(
+            f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
+            "with the same tokenizer"
+        )
     asked = config.inference_dynamic_batching_num_cuda_graphs
     if asked and (reason := cuda_graphs.unfit(stages)):
         found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
     longest = config.inference_max_seq_length or build.model.max_position_embeddings
     if draft and draft[0].build.model.max_position_embeddings < longest:
-        found.append(f"the draft has {draft[0].build.model.max_position_embeddings} positions, fewer than the {longest} of a text; give "
-                     f"--inference-max-seq-length {draft[0].build.model.max_position_embeddings} or another draft")
+        found.append(
+            f"the draft has {draft[0].build.model.max_position_embeddings} positions, fewer than the {longest} of a text; give "
+            f"--inference-max-seq-length {draft[0].build.model.max_position_embeddings} or another draft"
+        )
     return found
 
 
@@ -366,8 +437,10 @@ def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Infere
     room = int((given * 10**9 if given else _MOST_BYTES) // (each * size))
     count = room if given else min(room, wanted)
     if count < longest and given:
-        raise ConfigError(f"--inference-dynamic-batching-buffer-size-gb {given} holds {count * size} tokens, fewer than one text of "
-                          f"{max_length}; give {longest * size * each / 10**9:.3g} or more, or a shorter --inference-max-seq-length")
+        raise ConfigError(
+            f"--inference-dynamic-batching-buffer-size-gb {given} holds {count * size} tokens, fewer than one text of "
+            f"{max_length}; give {longest * size * each / 10**9:.3g} or more, or a shorter --inference-max-seq-length"
+        )
     return max(count, longest) + 1
 
 

@@ -19,15 +19,16 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.tokenize(text) or [tokenizer.eod]
 
 
-def continuation(engine: Engine, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling, ends: bool = True,
-                 seed: int = 0) -> list[int]:
+def continuation(
+    engine: Engine, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling, ends: bool = True, seed: int = 0
+) -> list[int]:
     """The tokens after a prompt, at most `num_tokens`. ends: the end of document ends it, and is not given.
 
     A text longer than the network's positions slides out at the front, and is then read anew for every token.
     """
     ids, new = list(prompt), list[int]()
     while len(new) < num_tokens:
-        window = ids[-engine.max_length:]
+        window = ids[-engine.max_length :]
         count = min(num_tokens - len(new), engine.max_length - len(window) + 1)
         (reply,) = engine.run([Request(tuple(window), count, sampling, seed, first_draw=len(new), ignore_eod=not ends)])
         if reply.reason == "error":
@@ -39,12 +40,18 @@ def continuation(engine: Engine, prompt: Sequence[int], *, num_tokens: int, samp
     return new
 
 
-def generate_texts(engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling, seed: int = 0) -> list[str]:
+def generate_texts(
+    engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling, seed: int = 0
+) -> list[str]:
     """Each prompt and what follows it. Those that fit into the network's positions are decoded together."""
     tokenizer = engine.tokenizer
     asked = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in asked]
-    requests = [Request(tuple(ids), num_tokens, sampling, seed) for ids, fit in zip(asked, fits, strict=True) if fit and num_tokens]
+    requests = [
+        Request(tuple(ids), num_tokens, sampling, seed)
+        for ids, fit in zip(asked, fits, strict=True)
+        if fit and num_tokens
+    ]
     together = iter(engine.run(requests))
     texts = []
     for prompt, ids, fit in zip(prompts, asked, fits, strict=True):
@@ -66,7 +73,7 @@ def generate_text(engine: Engine, prompt: str, *, num_tokens: int, sampling: Sam
 
 def following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
     """The text of new ids, decoded with what stands before, since some tokenizers put a blank between tokens."""
-    return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)):]
+    return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
 
 
 def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
@@ -80,11 +87,11 @@ def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def _segments(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     first, said = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
     for place in range(len(ids)):
-        text = tokenizer.detokenize(ids[first:place + 1])
+        text = tokenizer.detokenize(ids[first : place + 1])
         whole = place + 1 == len(ids) or not text.endswith("\ufffd")
         piece = text[said:] if whole else text[said:-1]
         said += len(piece)
         yield piece
         if whole and place - first >= 16:  # a few ids of context are enough
             first = place - 8
-            said = len(tokenizer.detokenize(ids[first:place + 1]))
+            said = len(tokenizer.detokenize(ids[first : place + 1]))

@@ -93,8 +93,10 @@ def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitSt
             try:
                 connection, _ = door.accept()
             except TimeoutError:
-                raise ConfigError(f"{size - 1 - len(ranks)} of {size} ranks did not reach the first within {_JOIN_SECONDS:.0f} s; can they "
-                                  f"connect to port {door.getsockname()[1]} of its machine?") from None
+                raise ConfigError(
+                    f"{size - 1 - len(ranks)} of {size} ranks did not reach the first within {_JOIN_SECONDS:.0f} s; can they "
+                    f"connect to port {door.getsockname()[1]} of its machine?"
+                ) from None
             stack.enter_context(connection)
             said = _line(connection).split(" ", 1)
             if secrets.compare_digest(said[0].encode(), secret.encode()) and len(said) == 2:  # and no stranger

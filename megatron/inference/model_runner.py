@@ -91,7 +91,9 @@ def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ..
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
-    return plans + tuple(replace(layer_rows(model)[-1], index=model.num_layers + depth) for depth in range(depths)), depths
+    return plans + tuple(
+        replace(layer_rows(model)[-1], index=model.num_layers + depth) for depth in range(depths)
+    ), depths
 
 
 class CachedNetwork:
@@ -101,27 +103,44 @@ class CachedNetwork:
     recordings: shapes of a step that are kept recorded, if it can be.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, captured_graphs: int = 0) -> None:
+    def __init__(
+        self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, captured_graphs: int = 0
+    ) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
         self.plans, states = stored(stages, depths)
-        self.pool = KVCache(build.model, self.plans, tensor_size=self.mesh.tp.size, slots=blocks * block_size, dtype=build.dtype,
-                         device=self.mesh.device, states=states)
+        self.pool = KVCache(
+            build.model,
+            self.plans,
+            tensor_size=self.mesh.tp.size,
+            slots=blocks * block_size,
+            dtype=build.dtype,
+            device=self.mesh.device,
+            states=states,
+        )
         self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
-        self.captured_graphs = CapturedGraphs(stages[0], self.pool, block_size=block_size, count=captured_graphs) if captured_graphs else None
+        self.captured_graphs = (
+            CapturedGraphs(stages[0], self.pool, block_size=block_size, count=captured_graphs)
+            if captured_graphs
+            else None
+        )
         self._scripts: dict[int, Script] = {}
 
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]]) -> list[SequenceOutput]:
         """Run the rows of this rank's replica through the stages; outputs on the first tensor rank of the last stage, else none."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
         if self.captured_graphs is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
-            return sample_outputs(rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build)
+            return sample_outputs(
+                rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build
+            )
         parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
         shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
         work = _Work(self, [_Step(self, replicas[self.mesh.dp.rank], self._length(replicas)) for replicas in shared])
         if parts not in self._scripts:
-            self._scripts[parts] = script(forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank)
+            self._scripts[parts] = script(
+                forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
+            )
         run(self._scripts[parts], work=work, axis=axis, backward_axis=self.mesh.pp_backward)
         found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
         for part, step in enumerate(work.steps):
@@ -166,16 +185,26 @@ class _Step:
         filling = [0] * (length - end)
         self.length = length
         self.wanted = torch.tensor(wanted, dtype=torch.int64, device=device)
-        self._cut = network.build.region.sequence_parallel  # ranks hold pieces of the tokens: what is wanted is chosen at the end
+        self._cut = (
+            network.build.region.sequence_parallel
+        )  # ranks hold pieces of the tokens: what is wanted is chosen at the end
         self.ids = torch.tensor([ids + filling], device=device)
         self.positions = torch.tensor([places + filling], device=device)
-        self.cache = step_cache(network.pool, [[spans[number] for number in group] for group in groups], block_size=network.block_size,
-                                wanted=None if self._cut else self.wanted, total=length, depth=depth)
+        self.cache = step_cache(
+            network.pool,
+            [[spans[number] for number in group] for group in groups],
+            block_size=network.block_size,
+            wanted=None if self._cut else self.wanted,
+            total=length,
+            depth=depth,
+        )
         self.found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
 
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the wanted positions, or [t, 1, v/tp] of all."""
-        for number, found in zip(self.row_order, sample_outputs(self.rows, logits[self.wanted] if self._cut else logits, network.build)):
+        for number, found in zip(
+            self.row_order, sample_outputs(self.rows, logits[self.wanted] if self._cut else logits, network.build)
+        ):
             self.found[number] = found
 
 
@@ -186,8 +215,10 @@ def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) 
     if not axis.is_first:
         return []
     found, start = [], 0
-    for row, picked in zip(rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True):
-        found.append(_output_of(row, picked, whole[start:start + row.wanted] if row.scored else None))
+    for row, picked in zip(
+        rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True
+    ):
+        found.append(_output_of(row, picked, whole[start : start + row.wanted] if row.scored else None))
         start += row.wanted
     return found
 
@@ -205,17 +236,22 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[in
             assert row.sampling_state is not None, "a row that picks tokens says how"
             step = place - first
             settings.append(row.sampling_state.sampling.at(row.sampling_state.first + step))
-            numbers.append(0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step))
+            numbers.append(
+                0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step)
+            )
             places.append(place)
-            before = row.ids[:len(row.ids) - row.wanted + len(row.targets) + step + 1]
+            before = row.ids[: len(row.ids) - row.wanted + len(row.targets) + step + 1]
             if (scores := _adjusted_logits(row.sampling_state, logits[place], before, step)) is not None:
                 changed.append((len(places) - 1, scores))
         start += row.wanted
     if places:
         chosen = logits if len(places) == len(logits) else logits[torch.tensor(places, device=logits.device)]
         if changed:
-            chosen = chosen.index_copy(0, torch.tensor([place for place, _ in changed], device=logits.device),
-                                       torch.stack([scores for _, scores in changed]))
+            chosen = chosen.index_copy(
+                0,
+                torch.tensor([place for place, _ in changed], device=logits.device),
+                torch.stack([scores for _, scores in changed]),
+            )
         tokens = iter(pick(chosen, settings, numbers).tolist())
     return [(*row.targets, *(next(tokens) for _ in range(row.wanted - len(row.targets)))) for row in rows]
 
@@ -230,7 +266,7 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
     if not banned and penalty == 1.0:
         return None
     if penalty != 1.0:
-        seen = sorted({*sampling_state.seen, *before[len(before) - step:]})
+        seen = sorted({*sampling_state.seen, *before[len(before) - step :]})
         logits = penalized(logits, torch.tensor(seen, device=logits.device), penalty)
     return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
 
@@ -242,7 +278,11 @@ def _output_of(row: SequenceInput, picked: tuple[int, ...], logits: Tensor | Non
     scores = logits.log_softmax(dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
     mine = scores.gather(1, torch.tensor(picked, device=scores.device)[:, None])[:, 0]
     best = scores.topk(min(row.top, scores.shape[1]), dim=-1)
-    top = tuple(tuple(zip(ids, values)) for ids, values in zip(best.indices.tolist(), best.values.tolist())) if row.top else ()
+    top = (
+        tuple(tuple(zip(ids, values)) for ids, values in zip(best.indices.tolist(), best.values.tolist()))
+        if row.top
+        else ()
+    )
     return SequenceOutput(picked, tuple(mine.tolist()), top)
 
 
@@ -266,7 +306,9 @@ class _Work:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
-        output = chunk(ids=step.ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
+        output = chunk(
+            ids=step.ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache
+        )
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.wanted):
@@ -287,7 +329,9 @@ class ModelRunner:
         self.networks = tuple(networks)
         self.mesh = networks[0].mesh
         # In inference mode an operation costs less, but what a network keeps of it, as tables of angles, is no good for training.
-        trained = any(param.requires_grad for network in networks for stage in network.stages for param in stage.parameters())
+        trained = any(
+            param.requires_grad for network in networks for stage in network.stages for param in stage.parameters()
+        )
         self._mode = torch.no_grad if trained else torch.inference_mode
 
     @property

@@ -43,15 +43,26 @@ class Request:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        refuse(filter(None, (
-            "" if self.prompt else "a prompt has no tokens; give one at least, such as the begin of a document",
-            "" if self.num_tokens >= 0 else f"{self.num_tokens} new tokens are asked for; give 0 or more",
-            "" if self.num_tokens or self.prompt_logprobs else "no new tokens and no log-probabilities are asked for; ask for one of them",
-            "" if self.top_logprobs >= 0 else f"{self.top_logprobs} likeliest tokens are asked for; give 0 or more",
-            "" if not self.top_logprobs or self.logprobs or self.prompt_logprobs else "the likeliest tokens are named with log-probabilities "
-            "only; ask for those",
-            "" if self.seed is None or self.seed >= 0 else f"seed {self.seed} is negative; give 0 or more",
-            "" if all(self.stop_words) else "a stop word is empty; leave it out")))
+        refuse(
+            filter(
+                None,
+                (
+                    "" if self.prompt else "a prompt has no tokens; give one at least, such as the begin of a document",
+                    "" if self.num_tokens >= 0 else f"{self.num_tokens} new tokens are asked for; give 0 or more",
+                    ""
+                    if self.num_tokens or self.prompt_logprobs
+                    else "no new tokens and no log-probabilities are asked for; ask for one of them",
+                    ""
+                    if self.top_logprobs >= 0
+                    else f"{self.top_logprobs} likeliest tokens are asked for; give 0 or more",
+                    ""
+                    if not self.top_logprobs or self.logprobs or self.prompt_logprobs
+                    else "the likeliest tokens are named with log-probabilities only; ask for those",
+                    "" if self.seed is None or self.seed >= 0 else f"seed {self.seed} is negative; give 0 or more",
+                    "" if all(self.stop_words) else "a stop word is empty; leave it out",
+                ),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

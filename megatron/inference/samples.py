@@ -33,18 +33,27 @@ class Prompts:
     seed: int
 
 
-def read_prompts(path: str, tokenizer: Tokenizer, *, num_tokens: int, positions: int, temperature: float, seed: int) -> Prompts:
+def read_prompts(
+    path: str, tokenizer: Tokenizer, *, num_tokens: int, positions: int, temperature: float, seed: int
+) -> Prompts:
     """The lines of --eval-generate that are not empty. Raises `ConfigError` for what cannot be continued.
 
     positions: of the network, into which a prompt and its continuation must fit.
     """
-    lines = [(place, line) for place, line in enumerate(read_text(path, "--eval-generate").splitlines(), start=1) if line.strip()]
+    lines = [
+        (place, line)
+        for place, line in enumerate(read_text(path, "--eval-generate").splitlines(), start=1)
+        if line.strip()
+    ]
     if not lines:
         raise ConfigError(f"--eval-generate {path} has no prompts; write one a line")
     ids = [_ids(tokenizer, line, f"--eval-generate {path} line {place}") for place, line in lines]
-    refuse(f"--eval-generate {path} line {place}: {len(prompt)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
-           "positions of the network; shorten the line or ask for fewer" for (place, _), prompt in zip(lines, ids, strict=True)
-           if len(prompt) + num_tokens > positions)
+    refuse(
+        f"--eval-generate {path} line {place}: {len(prompt)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
+        "positions of the network; shorten the line or ask for fewer"
+        for (place, _), prompt in zip(lines, ids, strict=True)
+        if len(prompt) + num_tokens > positions
+    )
     return Prompts(tuple(line for _, line in lines), tuple(ids), num_tokens, Sampling(temperature), seed)
 
 
@@ -64,7 +73,10 @@ def continuations(stages: Sequence[GPTModel], tokenizer: Tokenizer, prompts: Pro
     if not mesh.world.is_first:
         engine.follow()
         return collectives.broadcast_object(None, mesh.world)
-    replies = engine.run(Request(ids, prompts.num_tokens, prompts.sampling, prompts.seed + place) for place, ids in enumerate(prompts.ids))
+    replies = engine.run(
+        Request(ids, prompts.num_tokens, prompts.sampling, prompts.seed + place)
+        for place, ids in enumerate(prompts.ids)
+    )
     engine.close()
     texts = [f"({reply.problem})" if reply.reason == "error" else reply.text for reply in replies]
     return collectives.broadcast_object(texts, mesh.world)

@@ -35,16 +35,33 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Written so that a number that is none (NaN) breaks each rule.
-        refuse(filter(None, (
-            "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
-            "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
-            "" if 0.0 <= self.top_p <= 1.0 else f"top-p {self.top_p} is no probability; give a number from 0 to 1",
-            "" if 0.0 <= self.min_p <= 1.0 else f"min-p {self.min_p} is no probability; give a number from 0 to 1",
-            "" if self.repetition_penalty > 0.0 else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
-            "" if 0.0 <= self.top_p_decay <= 1.0 else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
-            "" if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound else
-            f"top-p bound {self.top_p_bound} is above top-p {self.top_p}; give a smaller one",
-            "" if self.top_p or not (self.top_p_decay or self.top_p_bound) else "top-p decay and bound need a top-p")))
+        refuse(
+            filter(
+                None,
+                (
+                    "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
+                    "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
+                    ""
+                    if 0.0 <= self.top_p <= 1.0
+                    else f"top-p {self.top_p} is no probability; give a number from 0 to 1",
+                    ""
+                    if 0.0 <= self.min_p <= 1.0
+                    else f"min-p {self.min_p} is no probability; give a number from 0 to 1",
+                    ""
+                    if self.repetition_penalty > 0.0
+                    else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
+                    ""
+                    if 0.0 <= self.top_p_decay <= 1.0
+                    else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
+                    ""
+                    if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound
+                    else f"top-p bound {self.top_p_bound} is above top-p {self.top_p}; give a smaller one",
+                    ""
+                    if self.top_p or not (self.top_p_decay or self.top_p_bound)
+                    else "top-p decay and bound need a top-p",
+                ),
+            )
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -55,7 +72,9 @@ class Sampling:
         """The settings of a request's token of that number, counted from 0."""
         if not self.top_p_decay:
             return self
-        return replace(self, top_p=max(self.top_p * self.top_p_decay**number, self.top_p_bound), top_p_decay=0.0, top_p_bound=0.0)
+        return replace(
+            self, top_p=max(self.top_p * self.top_p_decay**number, self.top_p_bound), top_p_decay=0.0, top_p_bound=0.0
+        )
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -91,7 +110,9 @@ def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def uniform(seed: int, number: int) -> float:
     """The random number in [0, 1) of a request's token of that number: Philox (Salmon et al., 2011) keyed by both."""
     key = np.array((seed % 2**64, number), np.uint64)
-    return (int(np.random.Philox(key=key).random_raw()) >> 12) * 2.0**-52  # so far below 1 that no product rounds up to 1
+    return (
+        int(np.random.Philox(key=key).random_raw()) >> 12
+    ) * 2.0**-52  # so far below 1 that no product rounds up to 1
 
 
 def pick(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:

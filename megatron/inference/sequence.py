@@ -19,9 +19,17 @@ class SequenceState:
     reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before.
     """
 
-    def __init__(self, ticket: int, request: Request, listener: Listener, tokenizer: Tokenizer, *, ends: Collection[int]) -> None:
+    def __init__(
+        self, ticket: int, request: Request, listener: Listener, tokenizer: Tokenizer, *, ends: Collection[int]
+    ) -> None:
         assert request.seed is not None, "a request that runs has a seed"
-        self.ticket, self.request, self.seed, self._listener, self._ends = ticket, request, request.seed, listener, frozenset(ends)
+        self.ticket, self.request, self.seed, self._listener, self._ends = (
+            ticket,
+            request,
+            request.seed,
+            listener,
+            frozenset(ends),
+        )
         self.ids = list(request.prompt)
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
         self.reserved = range(0)
@@ -56,20 +64,32 @@ class SequenceState:
     def sampling_state(self, after: Sequence[tuple[int, int]]) -> SamplingState:
         """How the next token is sampled."""
         repeats = self.request.sampling.repetition_penalty != 1.0
-        return SamplingState(self.request.sampling, self.seed, self.request.first_draw + self.num_generated, tuple(self.ids) if repeats else (),
-                     () if self.request.newline_after_colon else tuple(after))
+        return SamplingState(
+            self.request.sampling,
+            self.seed,
+            self.request.first_draw + self.num_generated,
+            tuple(self.ids) if repeats else (),
+            () if self.request.newline_after_colon else tuple(after),
+        )
 
     def row(self, count: int, after: Sequence[tuple[int, int]]) -> SequenceInput:
         """The input of the next step: `count` tokens and the draft tokens. after: banned (id, next id) pairs."""
-        ids = tuple(self.ids[self.computed:self.computed + count])
+        ids = tuple(self.ids[self.computed : self.computed + count])
         ends = count == self.num_uncomputed
-        targets = tuple(self.ids[self.computed + 1:self.computed + count + 1]) if self.scores_prompt else ()
+        targets = tuple(self.ids[self.computed + 1 : self.computed + count + 1]) if self.scores_prompt else ()
         wanted = len(ids) if targets else int(ends)
         if self.request.num_tokens == 0 and not targets:
             wanted = 0
-        return SequenceInput(ids + self.drafts, self.computed, tuple(self.blocks), wanted + len(self.drafts), targets,
-                   self.sampling_state(after) if wanted > len(targets) else None, bool(targets) or ends and self.request.logprobs,
-                   self.request.top_logprobs)
+        return SequenceInput(
+            ids + self.drafts,
+            self.computed,
+            tuple(self.blocks),
+            wanted + len(self.drafts),
+            targets,
+            self.sampling_state(after) if wanted > len(targets) else None,
+            bool(targets) or ends and self.request.logprobs,
+            self.request.top_logprobs,
+        )
 
     def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
         """Start or resume, with a cached prefix in the blocks `beginning`."""
@@ -104,13 +124,13 @@ class SequenceState:
         drafts, self.drafts = self.drafts, ()
         self.computed += count
         told = [Token(token, *_scores(found, place)) for place, token in enumerate(found.ids)]
-        self._prompt_scores += told[:len(row.targets)]
+        self._prompt_scores += told[: len(row.targets)]
         accepted = 0
         if self.num_uncomputed == 0:
             if self.request.num_tokens == 0:
                 self.end("length")
                 return 0
-            accepted = self._accept(told[len(row.targets):], drafts, now)
+            accepted = self._accept(told[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
         self.drafted = min(self.drafted, self.computed)
         return accepted
@@ -128,7 +148,7 @@ class SequenceState:
 
     def emit(self) -> None:
         """Send the listener the tokens and text that are new since the last call."""
-        new, text = tuple(self._tokens[self._num_emitted:]), self._pending_text
+        new, text = tuple(self._tokens[self._num_emitted :]), self._pending_text
         self._num_emitted, self._pending_text = len(self._tokens), ""
         if new or text or self.reason is not None:
             self._listener(Event(self.ticket, new, text, None if self.reason is None else self._reply()))
@@ -158,9 +178,18 @@ class SequenceState:
         assert self.reason is not None, "a reply is given at the end"
         now, request = time.monotonic(), self.request
         prompt = (Token(request.prompt[0]), *self._prompt_scores) if request.prompt_logprobs else ()
-        return Reply(self.reason, tuple(self._tokens), self._text.whole, prompt, self.seed, self._cached,
-                     (self._admitted or now) - self._submitted, None if self._first is None else self._first - self._submitted,
-                     now - self._submitted, self._problem)
+        return Reply(
+            self.reason,
+            tuple(self._tokens),
+            self._text.whole,
+            prompt,
+            self.seed,
+            self._cached,
+            (self._admitted or now) - self._submitted,
+            None if self._first is None else self._first - self._submitted,
+            now - self._submitted,
+            self._problem,
+        )
 
 
 def _scores(found: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:

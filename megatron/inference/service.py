@@ -83,7 +83,9 @@ class Service:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     @property
@@ -128,7 +130,11 @@ class Service:
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
-        while self._thread.is_alive() and not (self.engine.idle or self.failure) and (end is None or time.monotonic() < end):
+        while (
+            self._thread.is_alive()
+            and not (self.engine.idle or self.failure)
+            and (end is None or time.monotonic() < end)
+        ):
             time.sleep(0.01)
         return self.engine.idle
 

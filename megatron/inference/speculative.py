@@ -47,26 +47,42 @@ class DraftNetwork:
                 one.drafts = tuple(guesses[one.ticket])
         return sum(map(len, guesses.values()))
 
-    def _pass(self, chosen: Sequence[Shares], guesses: dict[int, list[int]], make: Callable[[SequenceState, int, list[int]], SequenceInput]) -> None:
+    def _pass(
+        self,
+        chosen: Sequence[Shares],
+        guesses: dict[int, list[int]],
+        make: Callable[[SequenceState, int, list[int]], SequenceInput],
+    ) -> None:
         """One pass of the draft over a row of each sequence; its proposals are appended to `guesses`."""
         rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
         for shares, found in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
             for (one, _), what in zip(shares, found, strict=True):
-                guesses[one.ticket] += [max(0, token) for token in what.ids]  # logits that are not finite give -1; any id will do
+                guesses[one.ticket] += [
+                    max(0, token) for token in what.ids
+                ]  # logits that are not finite give -1; any id will do
 
     def _first(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
         """The tokens that the network will have processed after the step, and the draft has not."""
         end = one.computed + count
-        row = SequenceInput(tuple(one.ids[one.drafted:end]), one.drafted, tuple(one.blocks))
+        row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
         one.drafted = end
-        return replace(row, wanted=1, sampling_state=one.sampling_state(self._after)) if one.max_drafts(self._most) else row
+        return (
+            replace(row, wanted=1, sampling_state=one.sampling_state(self._after))
+            if one.max_drafts(self._most)
+            else row
+        )
 
     def _next(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
         """The last proposal, as input for the next."""
         sampling_state = one.sampling_state(self._after)
         seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
-        row = SequenceInput((guessed[-1],), len(one.ids) + len(guessed) - 1, tuple(one.blocks), wanted=1,
-                  sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen))
+        row = SequenceInput(
+            (guessed[-1],),
+            len(one.ids) + len(guessed) - 1,
+            tuple(one.blocks),
+            wanted=1,
+            sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen),
+        )
         one.drafted = row.start + 1
         return row
 
@@ -81,7 +97,10 @@ class MTPDraft:
         """Process what the network has processed, and propose tokens for each sequence that decodes in the next step; number of proposals."""
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
         for depth in range(1, self._most + 1):
-            rows = [[(one, row) for one, _ in shares if (row := self._row(one, depth, guesses[one.ticket])).ids] for shares in chosen]
+            rows = [
+                [(one, row) for one, _ in shares if (row := self._row(one, depth, guesses[one.ticket])).ids]
+                for shares in chosen
+            ]
             if not any(rows):
                 continue
             found = self._runner.run(StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth))
@@ -97,10 +116,12 @@ class MTPDraft:
         """The tokens `depth` positions ahead of those that this depth has not processed, or has processed next to a proposal."""
         known = len(one.ids) + len(guessed)
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)
-        ids = tuple(one.ids[start + depth:end + depth]) + tuple(guessed)
-        row = SequenceInput(ids[:max(0, end - start)], start, tuple(one.blocks))
+        ids = tuple(one.ids[start + depth : end + depth]) + tuple(guessed)
+        row = SequenceInput(ids[: max(0, end - start)], start, tuple(one.blocks))
         if one.max_drafts(self._most) < depth:
             return row
         sampling_state = one.sampling_state(self._after)
         seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
-        return replace(row, wanted=1, sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen))
+        return replace(
+            row, wanted=1, sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen)
+        )

@@ -29,9 +29,14 @@ Provider = Callable[[argparse.ArgumentParser], Any]
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
     """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False, usage="%(prog)s [flags]",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description="Train a transformer. Flags are Megatron's; they come in groups.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
+        usage="%(prog)s [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a transformer. Flags are Megatron's; they come in groups.",
+    )
     parser.add_argument("-h", "--help", action=Help)
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
     for config_class in (RunConfig, *extra):
@@ -41,8 +46,16 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
     return parser
 
 
-def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
-               provider: Provider | None = None, world_size: int = 1, speaks: bool = True, reads_data: bool = False) -> argparse.Namespace:
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+    world_size: int = 1,
+    speaks: bool = True,
+    reads_data: bool = False,
+) -> argparse.Namespace:
     """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.
 
     defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
@@ -50,8 +63,11 @@ def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any]
     """
     end_in_a_line_when_interrupted()
     try:
-        args = read_flags(sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider)
+        args = read_flags(
+            sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
+        )
         from megatron.training.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
+
         found = preflight(from_namespace(RunConfig, args), world_size, reads_data=reads_data)
         place = launcher_place()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
@@ -63,17 +79,29 @@ def parse_args(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any]
     return args
 
 
-def read_args(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
-              provider: Provider | None = None, world_size: int = 1) -> argparse.Namespace:
+def read_args(
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+    world_size: int = 1,
+) -> argparse.Namespace:
     """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.preflight import examine  # as above
+
     refuse([*args.problems, *(line for _, line in examine(from_namespace(RunConfig, args), world_size)[1])])
     return args
 
 
-def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None, extra: Sequence[type] = (),
-               provider: Provider | None = None) -> argparse.Namespace:
+def read_flags(
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+) -> argparse.Namespace:
     """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at.
 
     `origins` says where each value comes from that is not our default.
@@ -87,7 +115,10 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
     for word in unknown:
         if word.startswith("--"):
             near = nearest(word.partition("=")[0], known)
-            problems.append(f"{word} is not a flag; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help"))
+            problems.append(
+                f"{word} is not a flag; "
+                + (f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help")
+            )
     if not any(word.startswith("--") for word in unknown):
         problems += _unquoted(parser, words, unknown)
     try:
@@ -106,12 +137,15 @@ def read_flags(argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
     from megatron.training.preflight import examine  # as above
+
     config, problems = examine(from_namespace(RunConfig, args), world_size)
     refuse(said for _, said in problems)
     return config
 
 
-def _parse(parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(
+    parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
     """What argparse makes of the words. A flag with a bad value is put on the list and left out, so that the rest is read."""
     left = list(words)
     while True:
@@ -136,7 +170,8 @@ def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argp
     if given and choices:
         near = difflib.get_close_matches(given[1], choices, n=1)
         return f"{flag} {given[1]}: choose {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}" + (
-            f"; did you mean {near[0]}?" if near else "")
+            f"; did you mean {near[0]}?" if near else ""
+        )
     kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
     if given:
         return f"{flag} {given[1]}: give {kinds.get(getattr(action, 'type', None), 'another value')}"
@@ -150,23 +185,31 @@ def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argp
 def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
     """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
     problems, place = [], 0
-    single = {name for action in parser._actions if action.nargs is None and action.type is str and not action.choices
-              for name in action.option_strings}
+    single = {
+        name
+        for action in parser._actions
+        if action.nargs is None and action.type is str and not action.choices
+        for name in action.option_strings
+    }
     rest = list(left)
     while place < len(words):
         flag, place = words[place], place + 1
         end = next((end for end in range(place, len(words)) if words[end].startswith("--")), len(words))
         values = words[place:end]
         if flag in single and len(values) > 1 and all(word in rest for word in values[1:]):
-            problems.append(f"{flag} takes one value, and {' '.join(values)} are {len(values)}; put quotes around it: "
-                            f"{flag} '{' '.join(values)}'")
+            problems.append(
+                f"{flag} takes one value, and {' '.join(values)} are {len(values)}; put quotes around it: "
+                f"{flag} '{' '.join(values)}'"
+            )
             for word in values[1:]:
                 rest.remove(word)
         place = end if flag.startswith("--") else place
     return [*problems, *(f"{word!r} belongs to no flag; leave it out" for word in rest)]
 
 
-def _origins(parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
+def _origins(
+    parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]
+) -> dict[str, str]:
     """Setting -> where it was given. argv: the command line; words: all flags as argparse sees them, those of a file too."""
     settings = {word: action.dest for action in parser._actions for word in action.option_strings}
 
@@ -174,8 +217,11 @@ def _origins(parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequen
         names = (word.partition("=")[0] for word in words)
         return [settings[name] for name in names if name in settings]
 
-    return (dict.fromkeys(defaults, "script") | dict.fromkeys(given(words), "file")
-            | dict.fromkeys(given(translate(argv, settings.keys())[0]), "command line"))
+    return (
+        dict.fromkeys(defaults, "script")
+        | dict.fromkeys(given(words), "file")
+        | dict.fromkeys(given(translate(argv, settings.keys())[0]), "command line")
+    )
 
 
 def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -195,7 +241,7 @@ def _yaml_words(argv: Sequence[str]) -> list[str]:
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
             path = value or (argv[place + 1] if place + 1 < len(argv) else "")
-            rest = [*argv[:place], *argv[place + (1 if value else 2):]]
+            rest = [*argv[:place], *argv[place + (1 if value else 2) :]]
             return [*_read_yaml(path), *rest]
     return list(argv)
 
@@ -207,7 +253,9 @@ def _read_yaml(path: str) -> list[str]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--yaml-cfg {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values")
+        raise ConfigError(
+            f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
+        )
     return [word for name, value in _flatten(content) for word in _words_of(str(name), value)]
 
 
@@ -257,6 +305,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
         if newest(path) is not None:
             return checkpoint_values(path, step), {}
         from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
+
         found = foreign_settings(path, step)
         if found is not None:
             return found
@@ -271,6 +320,7 @@ def _keep_the_mean(args: argparse.Namespace) -> None:
             saved = saved_values(args.load, args.ckpt_step)
         else:
             from megatron.core.families.megatron.open import megatron_arguments  # needs torch, as above
+
             saved = megatron_arguments(args.load, args.ckpt_step)
     except CheckpointError:
         return  # whoever loads it says what is wrong
@@ -285,11 +335,17 @@ def _as_many_ids(args: argparse.Namespace) -> list[str]:
         saved = saved_values(path, step)
     except CheckpointError:
         from megatron.training.dialects import foreign_settings  # needs torch, which no other command line waits for
+
         try:
             saved, _ = foreign_settings(path, step) or ({}, {})
         except CheckpointError:
             return []  # whoever loads it says what is wrong
     given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)
-    return [] if args.vocab_size == given else [
-        f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
-        "once an id more, is now the last of --vocab-size"]
+    return (
+        []
+        if args.vocab_size == given
+        else [
+            f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
+            "once an id more, is now the last of --vocab-size"
+        ]
+    )

@@ -45,12 +45,21 @@ class Batch:
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:
         """A batch of any dataset. positions: they do not simply count, so that layers must be told."""
-        on = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()
-              if name != "dataset_id"}
+        on = {
+            name: torch.from_numpy(array).to(device, non_blocking=True)
+            for name, array in arrays.items()
+            if name != "dataset_id"
+        }
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
-        return Batch(tokens=tokens, labels=on.pop("labels"), loss_mask=on.pop("loss_mask"), positions=places if positions else None,
-                     documents=on.pop("document_ids", None), extras=on)
+        return Batch(
+            tokens=tokens,
+            labels=on.pop("labels"),
+            loss_mask=on.pop("loss_mask"),
+            positions=places if positions else None,
+            documents=on.pop("document_ids", None),
+            extras=on,
+        )
 
     def looking_ahead(self, depths: int, *, per_token: bool = True) -> Batch:
         """The batch with what multi-token prediction reads, of whole sequences: before anything of them is cut.
@@ -70,12 +79,16 @@ class Batch:
             counts = _further(self.loss_mask, depth)
             if self.documents is not None:
                 # The last label is of a token behind the sequence; its document is taken for that of the last token.
-                known = torch.cat((self.documents, self.documents[:, -1:]), dim=1)[:, depth + 1:]
+                known = torch.cat((self.documents, self.documents[:, -1:]), dim=1)[:, depth + 1 :]
                 counts[:, :-depth] *= known == self.documents[:, :-depth]
             length, number = self.tokens.shape[1], counts.sum(dtype=torch.float64).clamp(min=1)
             ratio = length / max(length - depth, 1) if per_token else self.loss_mask.sum(dtype=torch.float64) / number
-            extras |= {f"mtp_{depth}_tokens": _further(self.tokens, depth), f"mtp_{depth}_labels": _further(self.labels, depth),
-                       f"mtp_{depth}_loss_mask": counts, f"mtp_{depth}_weights": counts.to(torch.float64) * ratio}
+            extras |= {
+                f"mtp_{depth}_tokens": _further(self.tokens, depth),
+                f"mtp_{depth}_labels": _further(self.labels, depth),
+                f"mtp_{depth}_loss_mask": counts,
+                f"mtp_{depth}_weights": counts.to(torch.float64) * ratio,
+            }
         return replace(self, extras=extras)
 
     def over_context(self, axis: Axis) -> Batch:
@@ -88,8 +101,14 @@ class Batch:
             whole = rows is None or rows.dim() < 2 or rows.shape[-1] != cut.length
             return rows if whole else cut.piece(rows, axis.rank, dim=-1)
 
-        return replace(self, tokens=own(self.tokens), labels=own(self.labels), loss_mask=own(self.loss_mask),
-                       positions=own(self.positions), extras={name: own(rows) for name, rows in self.extras.items()})
+        return replace(
+            self,
+            tokens=own(self.tokens),
+            labels=own(self.labels),
+            loss_mask=own(self.loss_mask),
+            positions=own(self.positions),
+            extras={name: own(rows) for name, rows in self.extras.items()},
+        )
 
     @property
     def targets(self) -> Tensor | None:

@@ -93,9 +93,11 @@ def lacks_board(place: Place) -> str:
     """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
     if place.size == 1 or place.store:
         return ""
-    return ("WARNING: the launcher gives these ranks no store of its own (torchrun does, but with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so no "
-            "rank can tell the others that it failed or where it stands: a failure or a hang ends when connections break, or after "
-            "--distributed-timeout-minutes")
+    return (
+        "WARNING: the launcher gives these ranks no store of its own (torchrun does, but with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so no "
+        "rank can tell the others that it failed or where it stands: a failure or a hang ends when connections break, or after "
+        "--distributed-timeout-minutes"
+    )
 
 
 def join_ranks(backend: str, place: Place, timeout: timedelta) -> None:
@@ -108,5 +110,10 @@ def join_ranks(backend: str, place: Place, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     store = _store_at(place.store, timeout.total_seconds())
-    dist.init_process_group(backend, store=dist.PrefixStore(f"start {place.attempt}", store), rank=place.rank, world_size=place.size,
-                            timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"start {place.attempt}", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+    )

@@ -46,8 +46,15 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def write_bundle(folder: Path, work: StepWork, verdict: str, *, losses: Mapping[str, float], norm: float,
-                 streams: Mapping[str, Tensor]) -> str:
+def write_bundle(
+    folder: Path,
+    work: StepWork,
+    verdict: str,
+    *,
+    losses: Mapping[str, float],
+    norm: float,
+    streams: Mapping[str, Tensor],
+) -> str:
     """Write the bundle of the step that `work` has just done, before its update; all ranks together. Says where it is.
 
     Gradients must be whole, that is, reduced and finalized. What cannot be written is said, and is no error.
@@ -63,13 +70,20 @@ def write_bundle(folder: Path, work: StepWork, verdict: str, *, losses: Mapping[
             read = {"rank": mesh.world.rank, "microbatches": [_arrays(batch) for batch in work.seen]}
             torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
-            (target / STEP).write_text(json.dumps(_facts(work, verdict, losses, norm) | {"parameters": table}, indent=1) + "\n", encoding="utf-8")
+            (target / STEP).write_text(
+                json.dumps(_facts(work, verdict, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                encoding="utf-8",
+            )
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
         failure = f"rank {mesh.world.rank}: {error}"
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
     if not failures and trainer.run.config.faults.bundle_weights:
         failures = _save_weights(trainer, target)
-    said = f"the evidence is in {target}" if not failures else f"the evidence could not be written to {target}: {failures[0]}"
+    said = (
+        f"the evidence is in {target}"
+        if not failures
+        else f"the evidence could not be written to {target}: {failures[0]}"
+    )
     return f"{worst}; {said}" if worst else said
 
 
@@ -88,13 +102,23 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     for rows in collectives.gather_objects(own, mesh.world):
         for name, row in rows.items():
             whole[name] = [a + b for a, b in zip(whole.get(name, (0.0, 0, 0.0, 0)), row, strict=True)]
-    table = {name: {"gradient_norm": math.sqrt(row[0]), "gradient_not_finite": row[1], "weight_norm": math.sqrt(row[2]), "weight_not_finite": row[3]}
-             for name, row in sorted(whole.items())}
+    table = {
+        name: {
+            "gradient_norm": math.sqrt(row[0]),
+            "gradient_not_finite": row[1],
+            "weight_norm": math.sqrt(row[2]),
+            "weight_not_finite": row[3],
+        }
+        for name, row in sorted(whole.items())
+    }
     words = []
     for what in ("weight", "gradient"):
         bad = [name for name, row in table.items() if row[f"{what}_not_finite"]]
         if bad:
-            words.append(f"{what}s that are not finite: {', '.join(bad[:3])}" + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""))
+            words.append(
+                f"{what}s that are not finite: {', '.join(bad[:3])}"
+                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            )
     return table, "; ".join(words)
 
 
@@ -103,17 +127,26 @@ def _facts(work: StepWork, verdict: str, losses: Mapping[str, float], norm: floa
     here = config.checkpoint.save or config.checkpoint.load
     steps = [step for step in walk(here).steps if step.iteration <= trainer.progress.iteration] if here else []
     newest = max(steps, key=lambda step: step.iteration, default=None)
-    return {"iteration": trainer.progress.iteration + 1, "verdict": verdict, "losses": dict(losses), "gradient_norm": norm,
-            "loss_scale": trainer.optimizer.scaler.scale, "world_size": trainer.run.mesh.world.size,
-            "microbatches": work.own_microbatches, "progress": asdict(trainer.progress),
-            "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
-            "config": to_values(config)}
+    return {
+        "iteration": trainer.progress.iteration + 1,
+        "verdict": verdict,
+        "losses": dict(losses),
+        "gradient_norm": norm,
+        "loss_scale": trainer.optimizer.scaler.scale,
+        "world_size": trainer.run.mesh.world.size,
+        "microbatches": work.own_microbatches,
+        "progress": asdict(trainer.progress),
+        "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
+        "config": to_values(config),
+    }
 
 
 def _arrays(batch: Batch) -> dict[str, Any]:
     """A microbatch as plain values and tensors on the CPU."""
-    found: dict[str, Any] = {"samples": list(batch.samples) if batch.samples is not None else None,
-                             "extras": {name: rows.cpu() for name, rows in batch.extras.items()}}
+    found: dict[str, Any] = {
+        "samples": list(batch.samples) if batch.samples is not None else None,
+        "extras": {name: rows.cpu() for name, rows in batch.extras.items()},
+    }
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return found | {name: rows.cpu() for name, rows in tensors.items() if isinstance(rows, Tensor) and name != "hidden"}
 

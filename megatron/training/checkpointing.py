@@ -88,7 +88,9 @@ class Checkpoint:
         """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
         ended = [outcome for outcome in (*self.begin_save(), self.finish()) if outcome is not None]
         if ended[-1].problems:
-            raise CheckpointError(f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems)
+            raise CheckpointError(
+                f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems
+            )
 
     def begin_save(self) -> list[SaveOutcome]:
         """Begin to save the state of the run. Waits for a save that is still on its way.
@@ -103,14 +105,18 @@ class Checkpoint:
             ended.append(self.finish())
             waited = time.perf_counter() - since
             if waited > 0.1:
-                self._warn(f"the save of iteration {self.trainer.progress.iteration} waited {waited:.1f} s for that of iteration {earlier}; "
-                           "a longer --save-interval avoids this")
+                self._warn(
+                    f"the save of iteration {self.trainer.progress.iteration} waited {waited:.1f} s for that of iteration {earlier}; "
+                    "a longer --save-interval avoids this"
+                )
         for parallel in self.trainer.parallels:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
         writer, aside = self._writer(), self.mesh.device.type == "cpu"
-        writer.start(self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside)
+        writer.start(
+            self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside
+        )
         self.trainer.before_update = writer.wait_for_staging
         if not self.config.checkpoint.async_save:
             ended.append(self.finish())
@@ -136,8 +142,14 @@ class Checkpoint:
             self._warn(note)
         opened = open_wanted(wanted, self.config, self.mesh.world)
         if opened.refused and opened.step is not None:
-            self._warn("\n".join([f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
-                                  *opened.refused]))
+            self._warn(
+                "\n".join(
+                    [
+                        f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
+                        *opened.refused,
+                    ]
+                )
+            )
         for note in opened.notes:
             self._say(note)
         self.load(opened, started)
@@ -148,8 +160,15 @@ class Checkpoint:
         self.finish()
         if self.last_saved is None:
             raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
-        asked = dataclasses.replace(self.config.checkpoint, load=self.config.checkpoint.save, ckpt_step=None, require_iteration=None,
-                                    finetune=False, load_optim=True, load_rng=True)
+        asked = dataclasses.replace(
+            self.config.checkpoint,
+            load=self.config.checkpoint.save,
+            ckpt_step=None,
+            require_iteration=None,
+            finetune=False,
+            load_optim=True,
+            load_rng=True,
+        )
         Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=asked)).resume()
 
     def load(self, opened: Opened, started: float) -> None:
@@ -158,7 +177,9 @@ class Checkpoint:
         started: `time.perf_counter()` when the work on it began.
         """
         source, formats, asked, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
-        note = decided(axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=asked.allow_other_tokenizer))
+        note = decided(
+            axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=asked.allow_other_tokenizer)
+        )
         if note:
             self._warn(note)
         continues = asked.load_optim and not opened.weights_only
@@ -171,7 +192,9 @@ class Checkpoint:
         names: tuple[str, ...] = ()
         if not opened.weights_only:
             names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))
-        if opened.step is None or "run.schedule" not in source.values:  # others save what they know, and it may have been converted
+        if (
+            opened.step is None or "run.schedule" not in source.values
+        ):  # others save what they know, and it may have been converted
             names = tuple(name for name in names if name in source.values)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)
@@ -200,12 +223,20 @@ class Checkpoint:
         own: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
         """
         started, formats = time.perf_counter(), source.formats
-        note = decided(self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer(),
-                                                                      allowed=self.config.checkpoint.allow_other_tokenizer))
+        note = decided(
+            self.mesh.world,
+            lambda: demand_same_tokenizer(
+                source, self._tokenizer(), allowed=self.config.checkpoint.allow_other_tokenizer
+            ),
+        )
         if note:
             self._warn(note)
         slots = tuple(self.trainer.optimizer.slots())
-        state = {name: value for name, value in self._tensors(formats, slots, optimizer=False).items() if not name.startswith(own)}
+        state = {
+            name: value
+            for name, value in self._tensors(formats, slots, optimizer=False).items()
+            if not name.startswith(own)
+        }
         kept = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
         load(state, source, self.mesh.world, complete=kept, instead=self._instead(formats))
         self._settle(slots)
@@ -281,7 +312,9 @@ class Checkpoint:
         now = _layout(to_values(self.config), self.mesh.world.size)
         then = _layout(opened.source.settings, opened.world_size)
         mine = self._streams()
-        if now == then and all(name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()):
+        if now == then and all(
+            name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
+        ):
             return {name: torch.empty_like(value) for name, value in mine.items()}
         why = f"the checkpoint was written by {then}, this run is {now}" if now != then else "they are another device's"
         self._say(f"dropout streams start afresh from --seed: {why}")
@@ -292,8 +325,10 @@ class Checkpoint:
         wanted = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
         found = {name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in wanted if name in formats}
         if len(found) < len(wanted):
-            self._say(f"the checkpoint has no history of {len(wanted) - len(found)} of {len(wanted)} layers with delayed scales: "
-                      "in the next step these scale by their own values")
+            self._say(
+                f"the checkpoint has no history of {len(wanted) - len(found)} of {len(wanted)} layers with delayed scales: "
+                "in the next step these scale by their own values"
+            )
         return found
 
     def _say_formats(self, saved: Mapping[str, Any]) -> None:
@@ -309,10 +344,19 @@ class Checkpoint:
         if mine is None or saved is None:
             return mine
         then = {name: source.settings.get(name) for name in ("train_iters", "train_samples")}
-        longer = [f"{spelling(name)} was {then[name]} and is {now}" for name in then
-                  if (now := getattr(train, name)) is not None and then[name] not in (None, now)]
-        return choose(mine, saved, override=asked.override_opt_param_scheduler, use_checkpoint=asked.use_checkpoint_opt_param_scheduler,
-                      longer=" and ".join(longer), samples=source.values.get("run.progress", {}).get("schedule_samples", 0))
+        longer = [
+            f"{spelling(name)} was {then[name]} and is {now}"
+            for name in then
+            if (now := getattr(train, name)) is not None and then[name] not in (None, now)
+        ]
+        return choose(
+            mine,
+            saved,
+            override=asked.override_opt_param_scheduler,
+            use_checkpoint=asked.use_checkpoint_opt_param_scheduler,
+            longer=" and ".join(longer),
+            samples=source.values.get("run.progress", {}).get("schedule_samples", 0),
+        )
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
         """Take over counters. Without optimizer state the learning rate's curve begins anew, as in Megatron."""
@@ -343,8 +387,14 @@ class Checkpoint:
             self._warn(note)
         if outcome.problems:
             newest = "none" if self.last_saved is None else f"that of iteration {self.last_saved}"
-            self._warn("\n".join([f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
-                                  *(f"  {problem}" for problem in outcome.problems)]))
+            self._warn(
+                "\n".join(
+                    [
+                        f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
+                        *(f"  {problem}" for problem in outcome.problems),
+                    ]
+                )
+            )
             return outcome
         self.last_saved = outcome.iteration
         self._export(outcome)

@@ -32,8 +32,12 @@ from megatron.core.transformer.layer import Layer
 from megatron.training.stages import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
-_PLAIN = {"rms_norm": (reference.rms_norm, fused.rms_norm), "activation": (reference.activation,),
-          "gated_activation": (reference.gated_activation,), "rotary": (reference.rotary,)}
+_PLAIN = {
+    "rms_norm": (reference.rms_norm, fused.rms_norm),
+    "activation": (reference.activation,),
+    "gated_activation": (reference.gated_activation,),
+    "rotary": (reference.rotary,),
+}
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
@@ -54,8 +58,12 @@ def obstacles(layer: Layer) -> dict[str, str]:
         "it is recomputed": build.recomputes("core_attn") or build.recomputes("mla_up_proj"),
         "its scores are watched": model.qk_clip,
     }
-    return {"attention_block": "; ".join(why for why, holds in {**both, **attention}.items() if holds),
-            "mlp_block": "; ".join(why for why, holds in {**both, "tokens choose experts": layer.plan.mlp == "moe"}.items() if holds)}
+    return {
+        "attention_block": "; ".join(why for why, holds in {**both, **attention}.items() if holds),
+        "mlp_block": "; ".join(
+            why for why, holds in {**both, "tokens choose experts": layer.plan.mlp == "moe"}.items() if holds
+        ),
+    }
 
 
 class Compiler:
@@ -71,7 +79,10 @@ class Compiler:
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
                 kinds[_compile(layer, compile_, ops)] += 1
-        self._say(f"compile by {config.compile_backend}: " + ("; ".join(_told(kind, count) for kind, count in kinds.items()) or "no layers here"))
+        self._say(
+            f"compile by {config.compile_backend}: "
+            + ("; ".join(_told(kind, count) for kind, count in kinds.items()) or "no layers here")
+        )
         self._first, self.again = True, 0
 
     @contextmanager
@@ -82,14 +93,18 @@ class Compiler:
         graphs, breaks = _graphs() - before, _breaks() - broken
         if self._first:
             seconds = sum(one.duration_us or 0 for one in _compiled_since(began)) / 1e6
-            self._say(f"compile: {_counted(graphs, 'graph')}, {_counted(breaks.total(), 'graph break')}; first step "
-                      f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler")
+            self._say(
+                f"compile: {_counted(graphs, 'graph')}, {_counted(breaks.total(), 'graph break')}; first step "
+                f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
+            )
             for reason, count in breaks.items():
                 self._say(f"  {count} x {_in_short(reason)}")
         elif graphs and not self.again:
             reasons = {one.recompile_reason.strip() for one in _compiled_since(began) if one.recompile_reason}
-            self._say(f"WARNING: iteration {iteration} compiled {_counted(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
-                      "Of later ones nothing is said")
+            self._say(
+                f"WARNING: iteration {iteration} compiled {_counted(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
+                "Of later ones nothing is said"
+            )
         self.again += 0 if self._first else graphs
         self._first = False
 
@@ -100,10 +115,16 @@ def compile_as(config: CompileConfig) -> Callable[[Callable], Callable]:
     known = {"recompile_limit": _LIMIT} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     if config.compile_backend != "inductor":
         return partial(torch.compile, backend=config.compile_backend, **known)
-    return partial(torch.compile, options={**torch._inductor.list_mode_options(config.compile_mode), "fallback_random": True}, **known)
+    return partial(
+        torch.compile,
+        options={**torch._inductor.list_mode_options(config.compile_mode), "fallback_random": True},
+        **known,
+    )
 
 
-def _compile(layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]) -> tuple[tuple[str, str], ...]:
+def _compile(
+    layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
+) -> tuple[tuple[str, str], ...]:
     """Compile what can be of a layer. Returns its obstacles."""
     why = obstacles(layer)
     whole = [name for name, reason in why.items() if not reason]
@@ -128,7 +149,9 @@ def _told(kind: tuple[tuple[str, str], ...], count: int) -> str:
     layers = _counted(count, "layer")
     if not any(why for _, why in kind):
         return f"{layers} whole"
-    return f"{layers} with " + ", ".join(f"{_HALVES[name]} {f'by its kernels ({why})' if why else 'whole'}" for name, why in kind)
+    return f"{layers} with " + ", ".join(
+        f"{_HALVES[name]} {f'by its kernels ({why})' if why else 'whole'}" for name, why in kind
+    )
 
 
 def _counted(count: int, what: str) -> str:

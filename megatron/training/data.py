@@ -103,14 +103,18 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
         if not complete:
             return Evaluations(train.eval_iters, batches)
         full = trainer.batches.evaluated
-        return Evaluations(-(-len(dataset) // full), batches,
-                           once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads))
+        return Evaluations(
+            -(-len(dataset) // full),
+            batches,
+            once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads),
+        )
 
     training = microbatches(run, found[0], consumed_samples=progress.consumed_train_samples, reads=reads)
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
-    return Data(None if found[0] is None else training, evaluations(found[1], "valid", seen),
-                evaluations(found[2], "test", 0))
+    return Data(
+        None if found[0] is None else training, evaluations(found[1], "valid", seen), evaluations(found[2], "test", 0)
+    )
 
 
 def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
@@ -127,7 +131,9 @@ def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None
     return found
 
 
-def microbatches(run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train") -> Iterator[Batch]:
+def microbatches(
+    run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
+) -> Iterator[Batch]:
     """This rank's microbatches, from the sample after `consumed_samples` on. Close it to end its threads."""
     if dataset is None or not reads:
         return _nothing()
@@ -171,8 +177,13 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
     """Batches on the device. What is taken is logged, not what is read ahead."""
     data, log = run.config.data, None
     if data.log_samples:
-        log = SampleLog(data.log_samples, rank=run.mesh.world.rank, data_rank=run.mesh.dp.rank, split=split,
-                        clock=lambda: run.progress.iteration + (split == "train"))
+        log = SampleLog(
+            data.log_samples,
+            rank=run.mesh.world.rank,
+            data_rank=run.mesh.dp.rank,
+            split=split,
+            clock=lambda: run.progress.iteration + (split == "train"),
+        )
     with closing(source):
         for numbers, arrays in source:
             if log is not None:
@@ -180,7 +191,8 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
             batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
             batch = batch if numbers is None else replace(batch, samples=tuple(numbers))
             yield batch.looking_ahead(
-                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
+                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+            ).over_context(run.mesh.cp)
 
 
 def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Iterator[tuple[list[int], Arrays]]:

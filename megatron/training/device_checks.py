@@ -28,8 +28,13 @@ def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str
     Of another machine is not known what is installed there, so that is not asked.
     """
     here = device in ("", device_type())
-    return [*(("machine", line) for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)),
-            *(("machine", line) for line in (_lacking(config, pick_device()) if here else ()))]
+    return [
+        *(
+            ("machine", line)
+            for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
+        ),
+        *(("machine", line) for line in (_lacking(config, pick_device()) if here else ())),
+    ]
 
 
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:
@@ -50,21 +55,38 @@ def _lacking(config: RunConfig, device: torch.device) -> list[str]:
     problems = []
     if device.type == "cpu" and config.graphs.cuda_graph_impl != "none":
         problems.append("--cuda-graph-impl local: there is no GPU to record for; leave it out")
-    if config.compilation.compile and config.compilation.compile_backend == "inductor" and (lack := lacks_compiler(device)):
+    if (
+        config.compilation.compile
+        and config.compilation.compile_backend == "inductor"
+        and (lack := lacks_compiler(device))
+    ):
         problems.append(f"--compile: {lack}, or leave --compile out")
     return [*problems, *filter(None, [recipes.unfit(config.precision.low, device)])]
 
 
 def kernel_need(config: RunConfig, device: torch.device) -> Need:
     """What the run asks of its kernels on this device."""
-    return Need(device=device.type, dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
-                padding=config.model.architecture != "gpt", window=any(plan.window for plan in layer_rows(config.model)),
-                softcap=config.model.attention_logit_softcap is not None, sinks=config.model.softmax_type != "vanilla",
-                biased_scores=config.model.rope.position_embedding_type == "relative", attention_dropout=config.model.attention_dropout,
-                head_sizes=config.model.head_sizes, uneven_heads=config.model.uneven_heads,
-                experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
-                overlapped_experts=config.model.moe.moe_shared_expert_overlap or config.parallel.overlap_moe_expert_parallel_comm,
-                pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
-                low=config.precision.low, alone=config.parallel.tp * config.parallel.context_parallel_size
-                * (config.parallel.expert_tensor_parallel_size or 1) == 1,
-                delays_wgrad=config.parallel.defers_weights, preferred=config.model.kernels.preferred)
+    return Need(
+        device=device.type,
+        dtype=getattr(torch, config.precision.dtype),
+        documents=config.data.separates_documents,
+        padding=config.model.architecture != "gpt",
+        window=any(plan.window for plan in layer_rows(config.model)),
+        softcap=config.model.attention_logit_softcap is not None,
+        sinks=config.model.softmax_type != "vanilla",
+        biased_scores=config.model.rope.position_embedding_type == "relative",
+        attention_dropout=config.model.attention_dropout,
+        head_sizes=config.model.head_sizes,
+        uneven_heads=config.model.uneven_heads,
+        experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
+        overlapped_experts=config.model.moe.moe_shared_expert_overlap
+        or config.parallel.overlap_moe_expert_parallel_comm,
+        pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
+        low=config.precision.low,
+        alone=config.parallel.tp
+        * config.parallel.context_parallel_size
+        * (config.parallel.expert_tensor_parallel_size or 1)
+        == 1,
+        delays_wgrad=config.parallel.defers_weights,
+        preferred=config.model.kernels.preferred,
+    )

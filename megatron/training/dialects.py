@@ -1,8 +1,8 @@
 """Which dialect a checkpoint is written in: a table of those that are known, asked in order.
 
-    ours           SAVE, or one of its iter_... folders
-    Hugging Face   a folder with config.json and safetensors
-    Megatron       mp_rank_... folders of any age, or torch_dist; or what the tracker of such a folder names
+ours           SAVE, or one of its iter_... folders
+Hugging Face   a folder with config.json and safetensors
+Megatron       mp_rank_... folders of any age, or torch_dist; or what the tracker of such a folder names
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from megatron.core.config.flags import flag_fields
 from megatron.core.config.model import ModelConfig
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import COMMIT, FREE, CheckpointError, SavedStep, candidates, read_commit, walk
+from megatron.core.dist_checkpointing.store import (
+    COMMIT,
+    FREE,
+    CheckpointError,
+    SavedStep,
+    candidates,
+    read_commit,
+    walk,
+)
 from megatron.core.families.hf import is_folder, model_settings, open_folder
 from megatron.core.families.megatron.legacy import LegacySource
 from megatron.core.families.megatron.open import find_megatron, open_megatron
@@ -52,7 +60,10 @@ def _find_published(path: Path, step: int | None) -> Path | None:
 
 
 OURS = Dialect("this project", find_own, lambda path, given: open_saved(path))
-FOREIGN = (Dialect("Hugging Face", _find_published, open_folder), Dialect("Megatron", find_megatron, open_megatron, complete=False))
+FOREIGN = (
+    Dialect("Hugging Face", _find_published, open_folder),
+    Dialect("Megatron", find_megatron, open_megatron, complete=False),
+)
 DIALECTS = (OURS, *FOREIGN)
 
 
@@ -74,12 +85,18 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     dialect, place = found
     source = None if dialect.name == "Hugging Face" else dialect.open(place, None)
     settings = model_settings(place) if source is None else source.settings
-    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {"null_tokenizer_ids"}
+    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
+        "null_tokenizer_ids"
+    }
     beside = source.run_settings if isinstance(source, (LegacySource, TorchDistSource)) else {}
     reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
-    unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (reads | {"tokenizer_type"} if reads else set())
-    return ({name: value for name, value in settings.items() if name in names},
-            {name: value for name, value in beside.items() if name not in unread})
+    unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
+        reads | {"tokenizer_type"} if reads else set()
+    )
+    return (
+        {name: value for name, value in settings.items() if name in names},
+        {name: value for name, value in beside.items() if name not in unread},
+    )
 
 
 def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
@@ -100,5 +117,7 @@ def open_checkpoint(path: str | Path, step: int | None = None, given: Mapping[st
         place = dialect.find(Path(path), step)
         if place is not None:
             return dialect.open(place, given)
-    raise CheckpointError(f"{path} holds no checkpoint{'' if step is None else f' of iteration {step}'}: neither one of this project's, nor "
-                          "a Hugging Face folder, nor one of Megatron's")
+    raise CheckpointError(
+        f"{path} holds no checkpoint{'' if step is None else f' of iteration {step}'}: neither one of this project's, nor "
+        "a Hugging Face folder, nor one of Megatron's"
+    )

@@ -26,8 +26,14 @@ from megatron.core.config.run import RunConfig
 # Names of the rules that a config breaks on so many ranks.
 Problems = Callable[[RunConfig, int], set[str]]
 # What speaks of a pipeline, and of a context group, of the size that was given.
-_OF_PIPELINE = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers",
-                "microbatch_group_size_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
+_OF_PIPELINE = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
 _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
@@ -46,13 +52,20 @@ def fit(config: RunConfig, world_size: int, problems: Problems) -> tuple[RunConf
 
 def told(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
     """What was changed, and why, in a line; "" if nothing was."""
-    changed = [f"{spelling(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}" for one in dataclasses.fields(given)
-               if getattr(given, one.name) != getattr(chosen, one.name) and one.name != "sequence_parallel"]
+    changed = [
+        f"{spelling(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"
+        for one in dataclasses.fields(given)
+        if getattr(given, one.name) != getattr(chosen, one.name) and one.name != "sequence_parallel"
+    ]
     if not changed and ranks == world_size:
         return ""
     copies = chosen.data_parallel_size(ranks)
     noun = "copy" if copies == 1 else "copies"
-    why = "not one of the layout that was given fits" if changed else "more do not fit or cannot share the global batch evenly"
+    why = (
+        "not one of the layout that was given fits"
+        if changed
+        else "more do not fit or cannot share the global batch evenly"
+    )
     rest = f", {world_size - ranks} stand by" if ranks < world_size else ""
     return f"elastic: {ranks} of {world_size} ranks train, in {copies} data-parallel {noun}{rest}: {'; '.join([why, *changed])}"
 
@@ -68,10 +81,18 @@ def _layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelC
             for pipeline in _divisors(given.pp):
                 for expert in _divisors(given.expert_model_parallel_size):
                     cut = tensor * context * pipeline
-                    loose = (*(_OF_PIPELINE if pipeline < given.pp else ()), *(_OF_CONTEXT if context < given.context_parallel_size else ()))
-                    parallel = dataclasses.replace(given, tensor_model_parallel_size=tensor, context_parallel_size=context,
-                                                   pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert,
-                                                   **dict.fromkeys(loose))
+                    loose = (
+                        *(_OF_PIPELINE if pipeline < given.pp else ()),
+                        *(_OF_CONTEXT if context < given.context_parallel_size else ()),
+                    )
+                    parallel = dataclasses.replace(
+                        given,
+                        tensor_model_parallel_size=tensor,
+                        context_parallel_size=context,
+                        pipeline_model_parallel_size=pipeline,
+                        expert_model_parallel_size=expert,
+                        **dict.fromkeys(loose),
+                    )
                     yield from ((parallel, cut * copies) for copies in range(world_size // cut, 0, -1))
 
 

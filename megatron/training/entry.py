@@ -59,7 +59,10 @@ class Alarm:
         board = Board.connect(self.place)
         if board is None:
             return True
-        return board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}") or board.read(FIRST_FAILURE) is None
+        return (
+            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}")
+            or board.read(FIRST_FAILURE) is None
+        )
 
     def silence(self) -> None:
         """All went well. A thread that came back from the store while Python ends would abort the process."""
@@ -90,7 +93,9 @@ class Alarm:
         if self._board is None or not self._board.silent_for:
             return ""
         if self._board.silent_for > _SILENCE:
-            return f"the store of its launcher at {self.place.store} has not answered for {self._board.silent_for:.0f} s"
+            return (
+                f"the store of its launcher at {self.place.store} has not answered for {self._board.silent_for:.0f} s"
+            )
         self._board.reconnect(_AGAIN)
         return ""
 
@@ -110,6 +115,7 @@ def _patient(main: Callable[[], None]) -> Callable[[], None]:
     The launcher notices a killed rank by looking now and then; without the wait, the complaint of a neighbour would
     carry the earlier time, and be shown as the cause.
     """
+
     def attempt() -> None:
         try:
             main()

@@ -23,7 +23,12 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
     with resting(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
-            run(trainer.script(work.own_microbatches, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+            run(
+                trainer.script(work.own_microbatches, training=False),
+                work=work,
+                axis=mesh.pp,
+                backward_axis=mesh.pp_backward,
+            )
             for name, pair in work.report().items():
                 totals[name] = totals[name] + pair if name in totals else pair
     means = {}

@@ -28,7 +28,11 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.reading import in_turn, once, read, samples_needed
 
-WHOLE_TEXTS = ("text", "text_enc", "text_dec")  # what samples hold whose texts are masked, and no longer lie piece by piece
+WHOLE_TEXTS = (
+    "text",
+    "text_enc",
+    "text_dec",
+)  # what samples hold whose texts are masked, and no longer lie piece by piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +102,20 @@ class Sighting:
 class Explanation:
     """The data of a run over `world_size` ranks. Datasets are opened when they are asked about."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, world_size: int, entry: str, start: Start = Start()) -> None:
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, *, world_size: int, entry: str, start: Start = Start()
+    ) -> None:
         if config.data.dataloader_type == "external":
-            raise ConfigError("--dataloader-type external: what comes is up to the script's own iterables; --log-samples "
-                              "records the hashes of what came")
+            raise ConfigError(
+                "--dataloader-type external: what comes is up to the script's own iterables; --log-samples "
+                "records the hashes of what came"
+            )
         self.config, self.tokenizer, self.start = config, tokenizer, start
         self.kind = KINDS[entry](config, tokenizer)
         self.num_ranks = config.parallel.data_parallel_size(world_size)
-        self.schedule = BatchSchedule.build(config.train, data_parallel_size=self.num_ranks, seq_length=config.train.seq_length)
+        self.schedule = BatchSchedule.build(
+            config.train, data_parallel_size=self.num_ranks, seq_length=config.train.seq_length
+        )
         self.schedule.check(start.train_samples)
         self._opened: dict[str, Any] = {}
 
@@ -133,12 +143,24 @@ class Explanation:
         ranks = range(self.num_ranks)
         if self._is_whole(split):
             self._evaluations_at(split, step)
-            return [list(once(self.config, len(dataset), full_batch=self.schedule.evaluated, rank=rank, num_ranks=self.num_ranks))
-                    for rank in ranks]
+            return [
+                list(
+                    once(
+                        self.config,
+                        len(dataset),
+                        full_batch=self.schedule.evaluated,
+                        rank=rank,
+                        num_ranks=self.num_ranks,
+                    )
+                )
+                for rank in ranks
+            ]
         taken: list[list[list[int]]] = [[] for _ in ranks]
         for consumed, count in self._stretches(split, step):
             for rank in ranks:
-                order = in_turn(self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks)
+                order = in_turn(
+                    self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
+                )
                 taken[rank] += islice(order, count)
         return taken
 
@@ -159,8 +181,10 @@ class Explanation:
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
         own = [number for number, part in enumerate(parts) if part.prefix == prefix]
         if not own:
-            raise DataError(f"{prefix} is not a source of the {split} data; its sources are "
-                            f"{' '.join(dict.fromkeys(part.prefix for part in parts))}")
+            raise DataError(
+                f"{prefix} is not a source of the {split} data; its sources are "
+                f"{' '.join(dict.fromkeys(part.prefix for part in parts))}"
+            )
         for number in own:
             samples = parts[number].holding(document)
             found += (dataset.places(number, samples) if isinstance(dataset, BlendedDataset) else samples).tolist()
@@ -169,15 +193,24 @@ class Explanation:
             steps = self._walk()
         else:
             steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(wanted)))
-        return [Sighting(split, step, place, rank, sample) for step, numbers in steps if wanted
-                for rank, rows in enumerate(numbers) for place, row in enumerate(rows) for sample in row if sample in wanted]
+        return [
+            Sighting(split, step, place, rank, sample)
+            for step, numbers in steps
+            if wanted
+            for rank, rows in enumerate(numbers)
+            for place, row in enumerate(rows)
+            for sample in row
+            if sample in wanted
+        ]
 
     def _walk(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
         """(step, its numbers) of all steps of the training, each order drawn once."""
         size, begin = len(self.dataset("train")), self.start
         for first, last, consumed in ((0, begin.iteration, 0), (begin.iteration, self.steps, begin.train_samples)):
-            orders = [in_turn(self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks)
-                      for rank in range(self.num_ranks)]
+            orders = [
+                in_turn(self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks)
+                for rank in range(self.num_ranks)
+            ]
             for step in range(first, last):
                 now = self.schedule.at(consumed)
                 yield step + 1, [list(islice(order, now.num_microbatches)) for order in orders]
@@ -209,7 +242,9 @@ class Explanation:
         if split != "train":
             count = train.eval_iters * self.schedule.evaluated
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
-            return [(begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)]
+            return [
+                (begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)
+            ]
         if not 1 <= step <= self.steps:
             raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.steps}")
         late = self.start if step > self.start.iteration else Start()
@@ -230,19 +265,32 @@ class Explanation:
     def _microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
         dataset = self.dataset(split)
         arrays = read(dataset, numbers)
-        samples = tuple(self._shown(dataset, number, {key: array[row] for key, array in arrays.items()})
-                        for row, number in enumerate(numbers))
+        samples = tuple(
+            self._shown(dataset, number, {key: array[row] for key, array in arrays.items()})
+            for row, number in enumerate(numbers)
+        )
         return Microbatch(split, step, place, rank, digest(arrays), samples)
 
     def _shown(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> Shown:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.sources(real), sample.get("tokens", np.empty(0, np.int64))
-        if len(ids) and spans and spans[-1].start + spans[-1].length > len(ids):  # a window's last label is a token of its own
+        if (
+            len(ids) and spans and spans[-1].start + spans[-1].length > len(ids)
+        ):  # a window's last label is a token of its own
             ids = np.append(ids, sample["labels"][-1])
-        pieces = tuple(Piece(span.prefix, span.document, span.sequence, span.offset, span.length, span.start,
-                             self.tokenizer.detokenize(ids[span.start:span.start + span.length].tolist()))
-                       for span in spans)
+        pieces = tuple(
+            Piece(
+                span.prefix,
+                span.document,
+                span.sequence,
+                span.offset,
+                span.length,
+                span.start,
+                self.tokenizer.detokenize(ids[span.start : span.start + span.length].tolist()),
+            )
+            for span in spans
+        )
         positions, documents = sample.get("position_ids"), sample.get("document_ids")
         return Shown(
             sample=None if number == FILL else number,

@@ -22,11 +22,24 @@ from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.tokenizers.build import build_tokenizer
 
 
-def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
-           shard_bytes: int = hf.SHARD_BYTES) -> Family:
+def export(
+    source: Source,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    shard_bytes: int = hf.SHARD_BYTES,
+) -> Family:
     """`hf.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
     rows = source.formats[f"model.{WORD_EMBEDDING}"].shape[0] if f"model.{WORD_EMBEDDING}" in source.formats else 0
-    return hf.export(source, folder, family=family, like=like, shard_bytes=shard_bytes, ids=token_ids(source.settings, like, rows=rows))
+    return hf.export(
+        source,
+        folder,
+        family=family,
+        like=like,
+        shard_bytes=shard_bytes,
+        ids=token_ids(source.settings, like, rows=rows),
+    )
 
 
 def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int) -> dict[str, int | list[int] | None]:
@@ -36,7 +49,9 @@ def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int
     out has the default of another tokenizer; empty where the tokenizer's files are not here, and for a BERT, which writes no texts.
     """
     known = {field.name for field in fields(TokenizerConfig)}
-    chosen = folder_tokenizer(Path(like)) if like else {name: value for name, value in settings.items() if name in known}
+    chosen = (
+        folder_tokenizer(Path(like)) if like else {name: value for name, value in settings.items() if name in known}
+    )
     architecture = settings.get("architecture", "gpt")
     if architecture == "bert" or not chosen.get("tokenizer_type"):
         return {}
@@ -45,7 +60,10 @@ def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))
-    found: dict[str, int | list[int] | None] = {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    found: dict[str, int | list[int] | None] = {
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
     if architecture == "t5":
         found |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     return found

@@ -53,8 +53,10 @@ def described(error: BaseException) -> str:
 def stacks() -> str:
     """The Python stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-                     for number, frame in sys._current_frames().items())
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for number, frame in sys._current_frames().items()
+    )
 
 
 def leave(folder: Path | None, rank: int, text: str) -> None:
@@ -83,5 +85,9 @@ def locating(run: Run) -> Iterator[None]:
         rank, flight_recorder = run.mesh.world.rank, run.mesh.flight_recorder
         place = origin(error)
         error.add_note(f"on {name_of_rank(rank)}, in {flight_recorder.where()}{f', at {place}' if place else ''}")
-        leave(folder_of(run.config), rank, f"{described(error)}\n{''.join(traceback.format_exception(error))}{collectives_of(flight_recorder)}")
+        leave(
+            folder_of(run.config),
+            rank,
+            f"{described(error)}\n{''.join(traceback.format_exception(error))}{collectives_of(flight_recorder)}",
+        )
         raise

@@ -77,12 +77,18 @@ class _Recording:
         wanted = [place for place in self._inputs if place.requires_grad]
         weights = list(self._part.gradients)
         # The graph is kept, since memory that it let go of would be another recording's.
-        found = torch.autograd.grad(self._output, [*wanted, *weights], self._gradient, retain_graph=True, allow_unused=True)
-        changes = [(weight, gradient) for weight, gradient in zip(weights, found[len(wanted):], strict=True) if gradient is not None]
+        found = torch.autograd.grad(
+            self._output, [*wanted, *weights], self._gradient, retain_graph=True, allow_unused=True
+        )
+        changes = [
+            (weight, gradient)
+            for weight, gradient in zip(weights, found[len(wanted) :], strict=True)
+            if gradient is not None
+        ]
         for weight, gradient in changes:
             self._part.gradients[weight].add_(gradient)
         self.weights = [weight for weight, _ in changes]
-        own = iter(found[:len(wanted)])
+        own = iter(found[: len(wanted)])
         return tuple(next(own) if place.requires_grad else None for place in self._inputs)
 
     def _own(self, tensor: Tensor) -> Tensor:
@@ -98,8 +104,10 @@ class _Recording:
         try:
             return self._record(work)
         except RuntimeError as error:
-            raise ConfigError(f"--cuda-graph-impl local: {self._part.name} cannot be recorded: {error}; choose other "
-                              "--cuda-graph-modules, or leave it out") from error
+            raise ConfigError(
+                f"--cuda-graph-impl local: {self._part.name} cannot be recorded: {error}; choose other "
+                "--cuda-graph-modules, or leave it out"
+            ) from error
 
 
 class _Part:
@@ -110,8 +118,12 @@ class _Part:
         self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
         self.recordings, self._layer, self._parallel = recordings, layer, parallel
         weights = {id(weight) for weight in layer.parameters()}
-        self.gradients = {weight: view for bucket in parallel.buckets
-                          for weight, view in zip(bucket.params, bucket.gradient_views(), strict=True) if id(weight) in weights}
+        self.gradients = {
+            weight: view
+            for bucket in parallel.buckets
+            for weight, view in zip(bucket.params, bucket.gradient_views(), strict=True)
+            if id(weight) in weights
+        }
         self._free: dict[Any, list[_Recording]] = {}
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
@@ -123,7 +135,13 @@ class _Part:
         def kind_of(tensor: Tensor) -> tuple[Any, ...]:
             tensors.append(tensor)
             place = memory_of(tensor)
-            return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, place if place in self.recordings.lasts else None
+            return (
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.requires_grad,
+                place if place in self.recordings.lasts else None,
+            )
 
         free = self._free.setdefault(_mapped(given, kind_of), [])
         if not free:
@@ -170,7 +188,9 @@ class Recordings:
                 kinds[methods] += 1
                 for method in methods:
                     setattr(layer, method, _Part(layer, method, self, parallel))
-        self._say("CUDA graphs: " + ("; ".join(_told(methods, count) for methods, count in kinds.items()) or "no layers here"))
+        self._say(
+            "CUDA graphs: " + ("; ".join(_told(methods, count) for methods, count in kinds.items()) or "no layers here")
+        )
 
     @contextmanager
     def watching(self, iteration: int) -> Iterator[None]:
@@ -180,8 +200,10 @@ class Recordings:
         before, began = self.count, time.perf_counter()
         yield
         if self.count > before:
-            self._say(f"CUDA graphs: iteration {iteration} recorded {self.count - before} forward and backward passes, and took "
-                      f"{time.perf_counter() - began:.1f} s")
+            self._say(
+                f"CUDA graphs: iteration {iteration} recorded {self.count - before} forward and backward passes, and took "
+                f"{time.perf_counter() - began:.1f} s"
+            )
 
 
 def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
@@ -205,4 +227,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _told(methods: tuple[str, ...], count: int) -> str:
-    return f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"
+    return (
+        f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"
+    )

@@ -55,7 +55,11 @@ class Limits:
     @staticmethod
     def build(config: RunConfig) -> Limits:
         """What the flags say. A dynamic loss scale answers gradients that are not finite by itself."""
-        return Limits(config.train.check_for_nan_in_loss_and_grad, config.faults.check_for_spiky_loss, config.faults.check_for_large_grads)
+        return Limits(
+            config.train.check_for_nan_in_loss_and_grad,
+            config.faults.check_for_spiky_loss,
+            config.faults.check_for_large_grads,
+        )
 
 
 class Memory:
@@ -69,13 +73,19 @@ class Memory:
     def problem(self, losses: Mapping[str, float], norm: float) -> str:
         """What is wrong with a step, in words; "" if nothing is, and it is remembered."""
         values = {**losses, "gradient norm": norm}
-        found = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)] if self.limits.finite else []
+        found = (
+            [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+            if self.limits.finite
+            else []
+        )
         loss = losses.get("lm loss", next(iter(losses.values()), 0.0))
         if not found and self.limits.spikes and len(self._losses) >= _NEEDED:
             median = statistics.median(self._losses)
             deviation = _SCALE * statistics.median(abs(value - median) for value in self._losses)
             if loss > median + _SPIKE * max(deviation, 1e-3 * abs(median)):
-                found.append(f"the loss is {loss:.6g}, after a median of {median:.6g} and a deviation of {deviation:.3g} in the last steps")
+                found.append(
+                    f"the loss is {loss:.6g}, after a median of {median:.6g} and a deviation of {deviation:.3g} in the last steps"
+                )
         if not found and self.limits.large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
             found.append(f"the gradient norm is {norm:.6g}, after at most {max(self._norms):.6g} in the last steps")
         if not found:
@@ -124,7 +134,9 @@ class Guard:
         if folder is None:
             self.verdict += "; there is no folder for the evidence (--error-dir or --save)"
         else:
-            self.verdict += f"; {write_bundle(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
+            self.verdict += (
+                f"; {write_bundle(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
+            )
         return False
 
     def _look_at(self, bucket: Bucket) -> None:
@@ -147,9 +159,13 @@ class Guard:
         verdict, self.verdict = f"iteration {iteration} is bad: {self.verdict}", ""
         asked = self.config.faults.on_bad_step or "stop"
         if asked != "stop" and self.count > self.config.faults.max_bad_steps:
-            raise BadStep(f"{verdict}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}")
+            raise BadStep(
+                f"{verdict}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
+            )
         if asked == "stop":
-            raise BadStep(f"{verdict}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip")
+            raise BadStep(
+                f"{verdict}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
+            )
         if asked == "rollback":
             self.passed_over.add(iteration)
             raise RollBack(verdict)
@@ -161,5 +177,7 @@ def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[
     names = [name for name in losses if not name.startswith("moe/")]
     if not names:
         return {}
-    table = collectives.all_reduce(torch.stack([losses[name].to(norm.device).double() for name in names]), mesh.world).tolist()
+    table = collectives.all_reduce(
+        torch.stack([losses[name].to(norm.device).double() for name in names]), mesh.world
+    ).tolist()
     return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}

@@ -7,12 +7,33 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-COMMON = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr",
-          "lr_decay_style", "lr_warmup_fraction", "weight_decay", "bf16", "data_path", "tokenizer_type", "save", "load", "save_interval",
-          "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer")
-MORE = ("--help all        every flag, in groups\n"
-        "--help moe        groups and flags that speak of it; also several words: --help learning rate\n"
-        "tools/check_config.py <flags> --world-size N        whether a run with these flags would start, before anything does")
+COMMON = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "lr_decay_style",
+    "lr_warmup_fraction",
+    "weight_decay",
+    "bf16",
+    "data_path",
+    "tokenizer_type",
+    "save",
+    "load",
+    "save_interval",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
+MORE = (
+    "--help all        every flag, in groups\n"
+    "--help moe        groups and flags that speak of it; also several words: --help learning rate\n"
+    "tools/check_config.py <flags> --world-size N        whether a run with these flags would start, before anything does"
+)
 
 Section = tuple[str, str | None, list[argparse.Action]]  # title, description, flags
 
@@ -21,13 +42,27 @@ class Help(argparse.Action):
     """Prints the help that the words after it ask for, and ends."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="*", default=argparse.SUPPRESS, metavar="WORD",
-                         help="the flags that most runs need; with words, what matches them; with `all`, every flag")
+        super().__init__(
+            option_strings,
+            argparse.SUPPRESS,
+            nargs="*",
+            default=argparse.SUPPRESS,
+            metavar="WORD",
+            help="the flags that most runs need; with words, what matches them; with `all`, every flag",
+        )
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         """Print, and exit with 0; with 1 where nothing matches."""
         words = [word.lower() for word in values]
-        text = first_screen(parser) if not words else parser.format_help() if words == ["all"] else matching(parser, words)
+        text = (
+            first_screen(parser) if not words else parser.format_help() if words == ["all"] else matching(parser, words)
+        )
         sys.stdout.write(text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n")
         parser.exit(0 if text else 1)
 
@@ -35,7 +70,9 @@ class Help(argparse.Action):
 def sections(parser: argparse.ArgumentParser) -> Iterator[Section]:
     """The groups of a parser, of flags that are listed."""
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.help is not argparse.SUPPRESS and action.option_strings]
+        actions = [
+            action for action in group._group_actions if action.help is not argparse.SUPPRESS and action.option_strings
+        ]
         if actions and group.title:
             yield group.title, group.description, actions
 
@@ -46,7 +83,9 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
     number = sum(len(actions) for _, _, actions in every)
-    found = _formatted(parser, [("The flags that most runs need", None, [common[name] for name in COMMON if name in common])])
+    found = _formatted(
+        parser, [("The flags that most runs need", None, [common[name] for name in COMMON if name in common])]
+    )
     listed = parser._get_formatter()
     listed.add_text(f"All {number} flags stand in {len(every)} groups: {titles}.")
     return f"usage: {parser.prog} [flags]\n\n{parser.description}\n\n{found}\n{listed.format_help()}\n{MORE}\n"
@@ -54,12 +93,15 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
 
 def matching(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     """Groups whose title has all these words, whole; and of the others the flags whose spelling or help has them."""
+
     def holds(text: str) -> bool:
         return all(word in text.lower().replace("-", " ") or word in text.lower() for word in words)
 
     found: list[Section] = []
     for title, description, actions in sections(parser):
-        chosen = actions if holds(title) else [one for one in actions if holds(f"{' '.join(one.option_strings)} {one.help}")]
+        chosen = (
+            actions if holds(title) else [one for one in actions if holds(f"{' '.join(one.option_strings)} {one.help}")]
+        )
         if chosen:
             found.append((title, description if chosen is actions else None, chosen))
     return _formatted(parser, found) if found else ""

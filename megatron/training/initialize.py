@@ -58,8 +58,17 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     mesh = join(config, device)
     kernels = select(kernel_need(config, device), config.model.kernel_wishes)
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
-    run = Run(args=args, config=config, mesh=mesh, kernels=kernels, tokenizer=tokenizer, streams=streams,
-              timers=_timers(config, mesh), log=log, ledger=_ledger(config, mesh))
+    run = Run(
+        args=args,
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        streams=streams,
+        timers=_timers(config, mesh),
+        log=log,
+        ledger=_ledger(config, mesh),
+    )
     global_vars.install(run)
     parallel_state.install(mesh)
     for message in (*getattr(args, "messages", ()), *filter(None, [lacks_board(launcher_place())])):
@@ -141,8 +150,11 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    join_ranks(backend_of(device, config.parallel.distributed_backend), launcher_place(),
-               timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    join_ranks(
+        backend_of(device, config.parallel.distributed_backend),
+        launcher_place(),
+        timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
     return Mesh.build(config.parallel, device)
 
 
@@ -151,38 +163,69 @@ def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:
 
 
 def _timers(config: RunConfig, mesh: Mesh) -> Timers:
-    return Timers(level=config.log.timing_log_level, option=config.log.timing_log_option,
-                  synchronize=lambda: synchronize(mesh.device), barrier=lambda: collectives.barrier(mesh.world),
-                  gather=lambda row: collectives.gather_objects(list(row), mesh.world),
-                  barrier_with_level_1=config.log.barrier_with_level_1_timing)
+    return Timers(
+        level=config.log.timing_log_level,
+        option=config.log.timing_log_option,
+        synchronize=lambda: synchronize(mesh.device),
+        barrier=lambda: collectives.barrier(mesh.world),
+        gather=lambda row: collectives.gather_objects(list(row), mesh.world),
+        barrier_with_level_1=config.log.barrier_with_level_1_timing,
+    )
 
 
 def _describe(run: Run) -> None:
     """The table of what was chosen, once."""
     mesh, config = run.mesh, run.config
-    axes = " x ".join(f"{name} {getattr(mesh, axis).size}" for axis, name in
-                      (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")))
-    extras = [word for word, on in (("sequence parallel", config.parallel.sequence_parallel),
-                                    ("distributed optimizer", config.parallel.use_distributed_optimizer),
-                                    ("FSDP2", config.parallel.use_torch_fsdp2)) if on]
-    run.say(f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras))
-    run.say(f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
-            f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}")
-    run.say("loss of a step: its sum over all tokens by their number; Megatron's default, the mean of the micro batches' means, is "
-            "--no-calculate-per-token-loss" if config.train.calculate_per_token_loss else
-            "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)")
-    run.say("kernels: " + ", ".join(f"{op} by {name}" + (f" (not {why})" if why else "")
-                                    for op, name, why in run.kernels.report if op not in config.model.idle_kernels))
+    axes = " x ".join(
+        f"{name} {getattr(mesh, axis).size}" for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
+    )
+    extras = [
+        word
+        for word, on in (
+            ("sequence parallel", config.parallel.sequence_parallel),
+            ("distributed optimizer", config.parallel.use_distributed_optimizer),
+            ("FSDP2", config.parallel.use_torch_fsdp2),
+        )
+        if on
+    ]
+    run.say(
+        f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras)
+    )
+    run.say(
+        f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
+        f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}"
+    )
+    run.say(
+        "loss of a step: its sum over all tokens by their number; Megatron's default, the mean of the micro batches' means, is "
+        "--no-calculate-per-token-loss"
+        if config.train.calculate_per_token_loss
+        else "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)"
+    )
+    run.say(
+        "kernels: "
+        + ", ".join(
+            f"{op} by {name}" + (f" (not {why})" if why else "")
+            for op, name, why in run.kernels.report
+            if op not in config.model.idle_kernels
+        )
+    )
     if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
-        run.say(f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
-                f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
-                + (f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.dtype}"
-                   if config.precision.low.first_last_layers_bf16 else ""))
+        run.say(
+            f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
+            f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
+            + (
+                f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.dtype}"
+                if config.precision.low.first_last_layers_bf16
+                else ""
+            )
+        )
     moe = config.model.moe
     if moe.num_experts:
         kind = moe.moe_token_dispatcher_type
         if kind == "flex":
             kind = "alltoall" if run.kernels.moe_flex_dispatcher is None else "DeepEP"
-        run.say(f"experts: {moe.num_experts} a layer over {mesh.ep.size} ranks, each cut over {mesh.etp.size} and held by {mesh.edp.size}; "
-                f"tokens are sent by {kind}")
+        run.say(
+            f"experts: {moe.num_experts} a layer over {mesh.ep.size} ranks, each cut over {mesh.etp.size} and held by {mesh.edp.size}; "
+            f"tokens are sent by {kind}"
+        )

@@ -42,14 +42,20 @@ class Kind:
     transport: str
 
     def __str__(self) -> str:
-        reach = "layers without a window" if self.window is None else f"layers with a window of {self.window[0]},{self.window[1]}"
+        reach = (
+            "layers without a window"
+            if self.window is None
+            else f"layers with a window of {self.window[0]},{self.window[1]}"
+        )
         return reach + (f" and context transport {self.transport}" if self.transport else "")
 
 
 def demand_no_leak(run: Run) -> None:
     """Do nothing where neither documents, windows nor context ranks hide a token; else try, and refuse to train on a leak."""
     model, mesh, separate = run.config.model, run.mesh, run.config.data.separates_documents
-    if model.architecture == "t5" or not (separate or mesh.cp.size > 1 or any(plan.window for plan in layer_rows(model))):
+    if model.architecture == "t5" or not (
+        separate or mesh.cp.size > 1 or any(plan.window for plan in layer_rows(model))
+    ):
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
@@ -57,9 +63,14 @@ def demand_no_leak(run: Run) -> None:
     leaks = [leak for kind in found if (leak := leak_of(run.build, kind, length_of(run, kind), separate=separate))]
     # All ranks hear of every rank's leaks, so that all refuse together.
     problems = [leak for some in collectives.gather_objects(leaks, mesh.world) for leak in some]
-    refuse(f"the attention kernel {kernel} lets tokens leak: {leak}; choose another --attention-backend" for leak in problems)
-    run.say(f"leak probe: {kernel} attention keeps hidden tokens apart in {len(found)} kinds of layers "
-            f"({time.perf_counter() - started:.2f} s)")
+    refuse(
+        f"the attention kernel {kernel} lets tokens leak: {leak}; choose another --attention-backend"
+        for leak in problems
+    )
+    run.say(
+        f"leak probe: {kernel} attention keeps hidden tokens apart in {len(found)} kinds of layers "
+        f"({time.perf_counter() - started:.2f} s)"
+    )
 
 
 def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[Kind]:
@@ -84,7 +95,9 @@ def length_of(run: Run, kind: Kind) -> int:
 @torch.no_grad()
 def leak_of(build: Build, kind: Kind, length: int, *, separate: bool) -> str:
     """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
-    documents = (torch.arange(length) // max(1, length * 3 // 10))[None]  # borders that are no borders of ranks or blocks
+    documents = (torch.arange(length) // max(1, length * 3 // 10))[
+        None
+    ]  # borders that are no borders of ranks or blocks
     inputs = _inputs(build, length)
     before = _run(build, kind, inputs, documents if separate else None)
     own = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
@@ -101,8 +114,13 @@ def leak_of(build: Build, kind: Kind, length: int, *, separate: bool) -> str:
         may &= (-distance <= right) | (right < 0)
         if separate:
             may &= documents[0, own] == documents[0, place]
-        if (differs & ~may).any():  # and on with the others: another rank may have found nothing, and waits for this one
-            problem = problem or f"in {kind}, token {place} reaches token {int(own[differs & ~may][0])} of {length}, which must not see it"
+        if (
+            differs & ~may
+        ).any():  # and on with the others: another rank may have found nothing, and waits for this one
+            problem = (
+                problem
+                or f"in {kind}, token {place} reaches token {int(own[differs & ~may][0])} of {length}, which must not see it"
+            )
         if not (differs | (own != place)).all():
             problem = problem or f"in {kind}, token {place} of {length} does not even see itself"
     return problem
@@ -125,7 +143,9 @@ def _run(build: Build, kind: Kind, inputs: list[Tensor], documents: Tensor | Non
     pieces = [Zigzag(length, cp.size).piece(x, cp.rank) for x in inputs]
     mask = MaskSpec(causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device))
     if cp.group is not None:
-        mask = MaskSpec(causal=kind.causal, documents=mask.documents, query_places=build.places(len(pieces[0])), length=length)
+        mask = MaskSpec(
+            causal=kind.causal, documents=mask.documents, query_places=build.places(len(pieces[0])), length=length
+        )
     layer = build.over_context(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
     return attend(layer, *pieces, mask.within(kind.window), Scores(sink=sink), training=False)

@@ -50,7 +50,9 @@ class LogFile:
         except OSError as error:  # a full disk ends no run
             if not self._told:
                 self._told = True
-                logging.getLogger("megatron").warning(f"WARNING: {self._name} {self.path} cannot be written: {error.strerror or error}; the run goes on")
+                logging.getLogger("megatron").warning(
+                    f"WARNING: {self._name} {self.path} cannot be written: {error.strerror or error}; the run goes on"
+                )
 
 
 @dataclass(slots=True)

@@ -38,22 +38,45 @@ def _rows(group: Group) -> list[Legacy]:
     rows = [Legacy(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
     for entry in group.values.split():
         name, _, harmless = entry.partition("=")
-        rows.append(Legacy(f"--{name}", group.kind, group.sentence, takes_values=True,
-                           harmless=tuple(harmless.split("|")) if harmless else ()))
+        rows.append(
+            Legacy(
+                f"--{name}",
+                group.kind,
+                group.sentence,
+                takes_values=True,
+                harmless=tuple(harmless.split("|")) if harmless else (),
+            )
+        )
     return rows
 
 
 ROWS: tuple[Legacy, ...] = (
-    *(Legacy(old.flag, "renamed", f"say {' '.join(old.words)}", takes_values=old.keeps_values, becomes=old.words,
-             yields=old.yields) for old in RENAMES),
+    *(
+        Legacy(
+            old.flag,
+            "renamed",
+            f"say {' '.join(old.words)}",
+            takes_values=old.keeps_values,
+            becomes=old.words,
+            yields=old.yields,
+        )
+        for old in RENAMES
+    ),
     *(row for group in GROUPS for row in _rows(group)),
 )
 TABLE: Mapping[str, Legacy] = MappingProxyType({row.flag: row for row in ROWS})
 FAMILIES: Mapping[str, Legacy] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
 REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
-    {(flag, value): reason for flag, values, reason in VALUES for value in values.split()})
+    {(flag, value): reason for flag, values, reason in VALUES for value in values.split()}
+)
 REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
-    {(flag, value): (word, reason) for flags, values, word, reason in REPLACED for flag in flags.split() for value in values.split()})
+    {
+        (flag, value): (word, reason)
+        for flags, values, word, reason in REPLACED
+        for flag in flags.split()
+        for value in values.split()
+    }
+)
 
 
 def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
@@ -88,7 +111,10 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
         elif _changes_nothing(row, given):
             messages.append(f"{shown} is accepted, as it changes nothing: {row.sentence}")
         else:
-            errors.append(f"{shown}: {row.sentence}" + ("; leave it out" if row.kind == "later" and ";" not in row.sentence else ""))
+            errors.append(
+                f"{shown}: {row.sentence}"
+                + ("; leave it out" if row.kind == "later" and ";" not in row.sentence else "")
+            )
     messages += [_gives_way(shown, row, words) for shown, row in yielding]
     return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
 
@@ -98,8 +124,11 @@ def _own(token: str, name: str, given: list[str], glued: str, messages: list[str
     errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
     if not any((name, word) in REPLACED_VALUES for word in given):
         return [token] if glued else [token, *given]
-    messages += [f"{name} {word} is accepted, as it changes nothing: {REPLACED_VALUES[name, word][1]}"
-                 for word in given if (name, word) in REPLACED_VALUES]
+    messages += [
+        f"{name} {word} is accepted, as it changes nothing: {REPLACED_VALUES[name, word][1]}"
+        for word in given
+        if (name, word) in REPLACED_VALUES
+    ]
     return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
 
 
@@ -107,7 +136,9 @@ def _gives_way(shown: str, row: Legacy, words: Sequence[str]) -> str:
     """How an old switch is understood, and which explicit settings win over it."""
     flags = [word for word in row.becomes if _is_flag(word)]
     winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
-    return f"{shown} is understood as {' '.join(row.becomes)}" + (f", which gives way to {' '.join(winners)}" if winners else "")
+    return f"{shown} is understood as {' '.join(row.becomes)}" + (
+        f", which gives way to {' '.join(winners)}" if winners else ""
+    )
 
 
 def find(flag: str, known: Collection[str]) -> Legacy | None:

@@ -77,8 +77,16 @@ class Loaded:
     source: Source
 
 
-def load_network(path: str, kind: Kind, *, step: int | None = None, parallel: ParallelConfig = ParallelConfig(), dtype: str = "auto",
-                 tokenizer: Mapping[str, Any] | None = None, device: torch.device | None = None) -> Loaded:
+def load_network(
+    path: str,
+    kind: Kind,
+    *,
+    step: int | None = None,
+    parallel: ParallelConfig = ParallelConfig(),
+    dtype: str = "auto",
+    tokenizer: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> Loaded:
     """Load the network of a checkpoint of any dialect. All ranks of the launcher call this together.
 
     step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
@@ -99,33 +107,46 @@ def load_network(path: str, kind: Kind, *, step: int | None = None, parallel: Pa
     rows = config.model.true_vocab_size
     # Special tokens that the network has never seen are common, and no text holds one.
     if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
-        raise ConfigError(f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
-                          "that belongs to this network")
+        raise ConfigError(
+            f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
+            "that belongs to this network"
+        )
     mesh = _join(config, device or pick_device())
     return Loaded(config, mesh, _stages(source, kind, config, mesh), made, source)
 
 
 def architecture_of(source: Source) -> str:
     """gpt, bert or t5, by the names of the parameters."""
-    encoder, decoder = (any(name.startswith(f"model.{part}.") for name in source.formats) for part in ("encoder", "decoder"))
+    encoder, decoder = (
+        any(name.startswith(f"model.{part}.") for name in source.formats) for part in ("encoder", "decoder")
+    )
     return "t5" if encoder and decoder else "bert" if encoder else "gpt"
 
 
 def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerConfig:
     """The tokenizer of a checkpoint with the settings given in the place of its own; of a published folder, the one in it."""
     own = model_settings(source.where) if is_folder(source.where) else source.settings
-    saved = {} if "tokenizer_type" in given else {
-        field.name: own[field.name] for field in dataclasses.fields(TokenizerConfig) if field.name in own}
+    saved = (
+        {}
+        if "tokenizer_type" in given
+        else {field.name: own[field.name] for field in dataclasses.fields(TokenizerConfig) if field.name in own}
+    )
     settings = from_values(TokenizerConfig, {**saved, **given})
     older = settings.tokenizer_type == "NullTokenizer"
-    return dataclasses.replace(settings, vocab_size=null_vocab_size(settings.vocab_size, source.settings)) if older else settings
+    return (
+        dataclasses.replace(settings, vocab_size=null_vocab_size(settings.vocab_size, source.settings))
+        if older
+        else settings
+    )
 
 
 def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
     saved, mine = source.values.get("run.tokenizer"), fingerprint(tokenizer)
     if isinstance(saved, Mapping) and saved.get("hash") != mine["hash"]:
-        raise CheckpointError(f"{source.where} was trained with another tokenizer, whose ids mean other words: {saved.get('kind')} of "
-                              f"{saved.get('vocab_size')} ids there, {mine['kind']} of {mine['vocab_size']} ids here; give that of the run")
+        raise CheckpointError(
+            f"{source.where} was trained with another tokenizer, whose ids mean other words: {saved.get('kind')} of "
+            f"{saved.get('vocab_size')} ids there, {mine['kind']} of {mine['vocab_size']} ids here; give that of the run"
+        )
 
 
 def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str) -> RunConfig:
@@ -135,15 +156,24 @@ def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig
     if dtype not in FORMATS:
         raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
     # How vocabulary and attention were laid out for another machine is not part of the network.
-    model = dataclasses.replace(model_of(source.settings), padded_vocab_size=None, attention_backend="auto",
-                                kernels=KernelConfig())
+    model = dataclasses.replace(
+        model_of(source.settings), padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig()
+    )
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
     size = world_size()
-    config = RunConfig(model=model, parallel=parallel, precision=precision, train=train, data=DataConfig(mock_data=True),
-                       tokenizer=tokenizer).resolve(size)
+    config = RunConfig(
+        model=model,
+        parallel=parallel,
+        precision=precision,
+        train=train,
+        data=DataConfig(mock_data=True),
+        tokenizer=tokenizer,
+    ).resolve(size)
     refuse(said for _, said in broken(config, size))
-    return dataclasses.replace(config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp))
+    return dataclasses.replace(
+        config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
+    )
 
 
 def _join(config: RunConfig, device: torch.device) -> Mesh:
@@ -153,8 +183,11 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
     if world_size() == 1:
         return Mesh.single(device)
     if not dist.is_initialized():
-        join_ranks(backend_of(device, config.parallel.distributed_backend), launcher_place(),
-                   timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        join_ranks(
+            backend_of(device, config.parallel.distributed_backend),
+            launcher_place(),
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        )
     return Mesh.build(config.parallel, device)
 
 
@@ -162,8 +195,12 @@ def _stages(source: Source, kind: Kind, config: RunConfig, mesh: Mesh) -> tuple[
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
-    build = Build(model=config.model, mesh=mesh, kernels=select(need), dtype=dtype, streams=RandomStreams.build(mesh, _SEED))
-    stages = tuple(kind.model(spec, build).materialize(_SEED).eval() for spec in stages_of(config) if spec.rank == mesh.pp.rank)
+    build = Build(
+        model=config.model, mesh=mesh, kernels=select(need), dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
+    )
+    stages = tuple(
+        kind.model(spec, build).materialize(_SEED).eval() for spec in stages_of(config) if spec.rank == mesh.pp.rank
+    )
     state: Tree = {}
     for stage in stages:
         for param in stage.parameters():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,8 +53,13 @@ from megatron.training.watchdog import Watchdog
 from megatron.training.writers import Writers
 
 
-def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_step: ForwardStep,
-             samples: Callable[[Run], Samples] | None = None) -> None:
+def pretrain(
+    run: Run,
+    datasets: DatasetProvider,
+    model: ModelProvider,
+    forward_step: ForwardStep,
+    samples: Callable[[Run], Samples] | None = None,
+) -> None:
     """Train, evaluate, save and report as the config says.
 
     datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
@@ -65,7 +71,9 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
             if samples is None:
-                raise ConfigError("--eval-generate: this script gives pretrain() nothing that continues text; leave it out")
+                raise ConfigError(
+                    "--eval-generate: this script gives pretrain() nothing that continues text; leave it out"
+                )
             trainer.samples = samples(run)
         compiler = Compiler(trainer) if run.config.compilation.compile else None
         recordings = Recordings(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
@@ -82,7 +90,9 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
                 with closing(build_data(trainer, datasets)) as data:
                     return Session(trainer, checkpoint, data, guard, rerun, compiler or recordings).run()
             except RollBack as bad:
-                run.say(f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration")
+                run.say(
+                    f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration"
+                )
                 checkpoint.roll_back(bad)
                 run.ledger.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
 
@@ -90,16 +100,35 @@ def pretrain(run: Run, datasets: DatasetProvider, model: ModelProvider, forward_
 class Session:
     """One stretch of a run, from a checkpoint (or the start) to an exit."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Checkpoint, data: Data, guard: Guard, rerun: StepRerun | None = None,
-                 layers: Compiler | Recordings | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoint: Checkpoint,
+        data: Data,
+        guard: Guard,
+        rerun: StepRerun | None = None,
+        layers: Compiler | Recordings | None = None,
+    ) -> None:
         """layers: who makes layers faster, and tells of it."""
-        self.trainer, self.checkpoint, self.data, self.guard, self.rerun, self.layers = trainer, checkpoint, data, guard, rerun, layers
+        self.trainer, self.checkpoint, self.data, self.guard, self.rerun, self.layers = (
+            trainer,
+            checkpoint,
+            data,
+            guard,
+            rerun,
+            layers,
+        )
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
-        self.writers = Writers(self.config.log, speaks=self.mesh.world.is_last, world_size=self.mesh.world.size,
-                               start_iteration=trainer.progress.iteration, train_iters=self.total,
-                               settings=to_values(self.config))
+        self.writers = Writers(
+            self.config.log,
+            speaks=self.mesh.world.is_last,
+            world_size=self.mesh.world.size,
+            start_iteration=trainer.progress.iteration,
+            train_iters=self.total,
+            settings=to_values(self.config),
+        )
         self.work = _work(trainer)
         self.sentinel = Sentinel(trainer)
         self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
@@ -124,7 +153,12 @@ class Session:
                     self._save(watch)
                 self._settle(self.checkpoint.finish())
                 raise
-            except (NotFinite, BadStep, RollBack, ReplicasDiffer):  # of which all ranks know: they can still end a save together
+            except (
+                NotFinite,
+                BadStep,
+                RollBack,
+                ReplicasDiffer,
+            ):  # of which all ranks know: they can still end a save together
                 self._settle(self.checkpoint.finish())
                 raise
             self._finish(reason, watch)
@@ -155,7 +189,8 @@ class Session:
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
             with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
-                self.meter.add(train_step(self.trainer, self.data.train) if self.rerun is None else self.rerun.step(self.data.train))
+                step = self.rerun.step if self.rerun is not None else partial(train_step, self.trainer)
+                self.meter.add(step(self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.guard.verdict:
@@ -185,7 +220,9 @@ class Session:
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
         self._resolve(watch)
-        self.trainer.run.ledger.add("bad step", iteration=progress.iteration, samples=samples, reason=self.guard.verdict)
+        self.trainer.run.ledger.add(
+            "bad step", iteration=progress.iteration, samples=samples, reason=self.guard.verdict
+        )
         self.trainer.run.say(f"WARNING: {self.guard.decide(progress.iteration)}")
 
     def _skip(self, reason: str) -> None:
@@ -213,9 +250,16 @@ class Session:
         progress, log = self.trainer.progress, self.config.log
         seconds = time.perf_counter() - self.since
         times = self.trainer.run.timers.collect(steps=self.steps_since)
-        report = self.meter.report(train_iters=self.total, seconds=seconds, skipped_samples=progress.skipped_train_samples,
-                                   work=self.work if log.log_throughput else None, seq_length=self.config.train.seq_length,
-                                   samples_left=self.trainer.batches.samples_of(self.total - progress.iteration, progress.consumed_train_samples))
+        report = self.meter.report(
+            train_iters=self.total,
+            seconds=seconds,
+            skipped_samples=progress.skipped_train_samples,
+            work=self.work if log.log_throughput else None,
+            seq_length=self.config.train.seq_length,
+            samples_left=self.trainer.batches.samples_of(
+                self.total - progress.iteration, progress.consumed_train_samples
+            ),
+        )
         self.writers.report(report)
         self.writers.times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
         if not self.reported_memory or self._due(log.log_memory_interval):
@@ -227,7 +271,9 @@ class Session:
         if self.rerun is not None and (determinism := self.rerun.report()):
             self.trainer.run.say(determinism)
         if self.stragglers is not None:
-            self.trainer.run.say(self.stragglers.report(self.steps_since, count=self.config.faults.straggler_minmax_count))
+            self.trainer.run.say(
+                self.stragglers.report(self.steps_since, count=self.config.faults.straggler_minmax_count)
+            )
         self.since, self.steps_since = time.perf_counter(), 0
 
     def _evaluate(self, watch: Watch) -> None:
@@ -249,7 +295,10 @@ class Session:
         """What the network says after the prompts of --eval-generate."""
         if self.trainer.samples is not None:
             paused = time.perf_counter()
-            with resting(self.trainer), (torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext()):
+            with (
+                resting(self.trainer),
+                torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext(),
+            ):
                 samples = self.trainer.samples(self.trainer.stages)
             self.writers.samples(samples, iteration=self.trainer.progress.iteration)
             self.since += time.perf_counter() - paused
@@ -272,10 +321,20 @@ class Session:
         if outcome is None:
             return
         self.failed_saves += bool(outcome.problems)
-        self.writers.saved(outcome.iteration, seconds=outcome.seconds, blocked=outcome.blocked, size=outcome.size,
-                           failures=self.failed_saves)
-        self.trainer.run.ledger.add("checkpoint", iteration=outcome.iteration, seconds=outcome.seconds, bytes=outcome.size,
-                                    problems=list(outcome.problems) or None)
+        self.writers.saved(
+            outcome.iteration,
+            seconds=outcome.seconds,
+            blocked=outcome.blocked,
+            size=outcome.size,
+            failures=self.failed_saves,
+        )
+        self.trainer.run.ledger.add(
+            "checkpoint",
+            iteration=outcome.iteration,
+            seconds=outcome.seconds,
+            bytes=outcome.size,
+            problems=list(outcome.problems) or None,
+        )
         text = self.notes.pop(outcome.iteration)
         if not outcome.problems:
             self._note_progress(text)
@@ -285,8 +344,12 @@ class Session:
         progress, devices = self.trainer.progress, self.mesh.world.size
         seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
         done = progress.floating_point_operations - self.flops_at_start
-        facts = progress_facts(progress.iteration, job_tflops=done / seconds / devices / 1e12, total_flops=progress.floating_point_operations,
-                               total_tokens=progress.consumed_tokens)
+        facts = progress_facts(
+            progress.iteration,
+            job_tflops=done / seconds / devices / 1e12,
+            total_flops=progress.floating_point_operations,
+            total_tokens=progress.consumed_tokens,
+        )
         return progress_line(event, now=datetime.now(), job_id=launcher_place().job, num_devices=devices, facts=facts)
 
     def _note_progress(self, text: str) -> None:
@@ -306,7 +369,9 @@ class Session:
         else:
             self._evaluate_at_end()
         if self.config.checkpoint.save and not train.skip_train and self.checkpoint.last_saved != progress.iteration:
-            raise CheckpointError(f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above")
+            raise CheckpointError(
+                f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above"
+            )
 
     def _evaluate_at_end(self) -> None:
         """One evaluation of each split that is there."""
@@ -317,23 +382,35 @@ class Session:
             if evaluations is not None:
                 with evaluations.next() as (batches, iterations):
                     losses = evaluate(self.trainer, batches, iterations)
-                self.writers.validation(losses, iteration=progress.iteration,
-                                        consumed_samples=progress.consumed_train_samples, final=name)
+                self.writers.validation(
+                    losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples, final=name
+                )
                 self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses, final=name)
 
     def _watch(self) -> Watch:
         config = self.config
         dynamic = config.precision.fp16 and config.precision.loss_scale is None
-        profile = Profile.build(config.log, rank=self.mesh.world.rank, activities=profiler_activities(self.mesh.device),
-                                folder=config.log.tensorboard_dir or config.checkpoint.save or ".")
+        profile = Profile.build(
+            config.log,
+            rank=self.mesh.world.rank,
+            activities=profiler_activities(self.mesh.device),
+            folder=config.log.tensorboard_dir or config.checkpoint.save or ".",
+        )
 
         def agree(vote: bool) -> bool:
             tensor = torch.tensor(int(vote), device=self.mesh.device)
             return bool(collectives.all_reduce(tensor, self.mesh.world, "max")) if self.mesh.world.size > 1 else vote
 
         run = self.trainer.run
-        return Watch(config.train, agree=agree, started=run.started, ending=run.ending, tolerates_overflow=dynamic, profile=profile,
-                     interrupts=Interrupts(run.ending, first=self._say_interrupted, last=self._end_at_once))
+        return Watch(
+            config.train,
+            agree=agree,
+            started=run.started,
+            ending=run.ending,
+            tolerates_overflow=dynamic,
+            profile=profile,
+            interrupts=Interrupts(run.ending, first=self._say_interrupted, last=self._end_at_once),
+        )
 
     def _say_interrupted(self) -> None:
         saves = "and saves" if self.config.checkpoint.save else "without a save, for which there is no --save"
@@ -341,20 +418,30 @@ class Session:
 
     def _end_at_once(self) -> None:
         last = self.checkpoint.last_saved
-        self.trainer.run.ledger.add("end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True)
-        self.trainer.run.say(f"SIGINT again: the run ends at once, in iteration {self.trainer.progress.iteration + 1}; "
-                             + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint"))
+        self.trainer.run.ledger.add(
+            "end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True
+        )
+        self.trainer.run.say(
+            f"SIGINT again: the run ends at once, in iteration {self.trainer.progress.iteration + 1}; "
+            + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint")
+        )
 
     def _describe(self) -> None:
         """Sizes, once: what each rank of the first replica holds, and the footprint that follows from the config."""
         count = sum(param.numel() for stage in self.trainer.stages for param in stage.parameters())
-        rows = collectives.gather_objects((self.mesh.dp.rank, self.mesh.tp.rank, self.mesh.pp.rank, count), self.mesh.world)
+        rows = collectives.gather_objects(
+            (self.mesh.dp.rank, self.mesh.tp.rank, self.mesh.pp.rank, count), self.mesh.world
+        )
         for data, tensor, pipeline, held in rows:
             if data == 0:
                 self.trainer.run.say(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
         count = self.trainer.batches.at(self.trainer.progress.consumed_train_samples).num_microbatches
-        largest = max(rank_memory(self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size,
-                                  num_microbatches=count), key=lambda held: held.total)
+        largest = max(
+            rank_memory(
+                self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size, num_microbatches=count
+            ),
+            key=lambda held: held.total,
+        )
         self.trainer.run.say(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
         self._note_progress(self._progress_text("Starting job"))
 
@@ -370,6 +457,10 @@ def _work(trainer: Trainer) -> Work:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
     peak = config.log.peak_tflops or known_peak(name_of(trainer.run.mesh.device), config.precision.dtype)
-    causal, square = (flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
-                      for count in ("causal", "square"))
-    return Work(seq_length=length, causal_flops=causal, square_flops=square, num_devices=trainer.run.mesh.world.size, peak=peak)
+    causal, square = (
+        flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
+        for count in ("causal", "square")
+    )
+    return Work(
+        seq_length=length, causal_flops=causal, square_flops=square, num_devices=trainer.run.mesh.world.size, peak=peak
+    )

@@ -27,10 +27,22 @@ MEGABYTE = 1024.0 * 1024.0
 
 # Dense matrix peaks in bf16 (fp16 where there is no bf16), TFLOP/s, from the makers' data sheets. First match wins.
 PEAK_TFLOPS = (
-    (r"\bGB200\b", 2500.0), (r"\bB200\b", 2250.0), (r"\bH200\b|\bGH200\b", 989.0), (r"\bH100 PCIe\b", 756.0),
-    (r"\bH100 NVL\b", 835.0), (r"\bH[18]00\b", 989.0), (r"\bH20\b", 148.0), (r"\bA[18]00\b", 312.0), (r"\bL40S\b", 362.0),
-    (r"\bA40\b", 150.0), (r"\bA10\b", 125.0), (r"\bL4\b", 121.0), (r"\bV100\b", 125.0), (r"\bT4\b", 65.0),
-    (r"\bRTX 4090\b", 165.0), (r"\bRTX 3090\b", 71.0),
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bH200\b|\bGH200\b", 989.0),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100 NVL\b", 835.0),
+    (r"\bH[18]00\b", 989.0),
+    (r"\bH20\b", 148.0),
+    (r"\bA[18]00\b", 312.0),
+    (r"\bL40S\b", 362.0),
+    (r"\bA40\b", 150.0),
+    (r"\bA10\b", 125.0),
+    (r"\bL4\b", 121.0),
+    (r"\bV100\b", 125.0),
+    (r"\bT4\b", 65.0),
+    (r"\bRTX 4090\b", 165.0),
+    (r"\bRTX 3090\b", 71.0),
 )
 
 
@@ -143,7 +155,13 @@ class Meter:
         return found
 
     def report(
-        self, *, train_iters: int, seconds: float, skipped_samples: int = 0, work: Work | None = None, samples_left: int = 0,
+        self,
+        *,
+        train_iters: int,
+        seconds: float,
+        skipped_samples: int = 0,
+        work: Work | None = None,
+        samples_left: int = 0,
         seq_length: int = 0,
     ) -> Report:
         """Close the interval, which took `seconds`. samples_left: until the run ends, each of seq_length tokens.
@@ -188,8 +206,13 @@ def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[
     flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
     values = iter(torch.cat(flat).tolist() if flat else ())
     means = iter([_mean(next(values), next(values)) for _ in pairs])
-    figures = iter([_load_figures([[next(values) for _ in row] for row in step.loads.table], step.loads.by_layer)
-                    for step in steps if step.loads is not None])
+    figures = iter(
+        [
+            _load_figures([[next(values) for _ in row] for row in step.loads.table], step.loads.by_layer)
+            for step in steps
+            if step.loads is not None
+        ]
+    )
     found = []
     for step in steps:
         losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
@@ -212,8 +235,11 @@ def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
         if not total:
             continue
         entropy = -sum(load / total * math.log(load / total) for load in loads if load)
-        for name, figure in (("moe/load_max_over_mean", max(loads) * len(loads) / total), ("moe/dropped", dropped / total),
-                             ("moe/load_entropy", entropy / math.log(len(loads)) if len(loads) > 1 else 1.0)):
+        for name, figure in (
+            ("moe/load_max_over_mean", max(loads) * len(loads) / total),
+            ("moe/dropped", dropped / total),
+            ("moe/load_entropy", entropy / math.log(len(loads)) if len(loads) > 1 else 1.0),
+        ):
             found.setdefault(name, []).append(figure)
             if by_layer:
                 found[f"{name}_layer_{layer}"] = [figure]
@@ -236,8 +262,10 @@ def known_peak(device_name: str, dtype: str) -> float | None:
 def report_line(report: Report, now: datetime) -> str:
     """Megatron's log line. Fields of ours (tokens per second, MFU) stand behind all of Megatron's."""
     last, speed = report.last, report.throughput
-    parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{report.train_iters:8d}",
-             f"consumed samples: {last.consumed_samples:12d}"]
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{report.train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+    ]
     if report.skipped_samples > 0:
         parts.append(f"skipped samples: {report.skipped_samples:12d}")
     parts.append(f"elapsed time per iteration (ms): {report.seconds_per_iteration * 1000.0:.1f}")
@@ -255,13 +283,17 @@ def report_line(report: Report, now: datetime) -> str:
         parts.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         parts.append(f"params norm: {last.params_norm:.3f}")
-    parts += [f"number of skipped iterations: {report.skipped_iterations:3d}",
-              f"number of nan iterations: {report.nan_iterations:3d}"]
+    parts += [
+        f"number of skipped iterations: {report.skipped_iterations:3d}",
+        f"number of nan iterations: {report.nan_iterations:3d}",
+    ]
     if speed is not None:
         parts.append(f"tokens per second: {speed.tokens_per_second:.1f}")
         if speed.peak:
-            parts.append(f"MFU: {speed.causal_tflops / speed.peak:.1%} causal, {speed.square_tflops / speed.peak:.1%} "
-                         f"square, of {speed.peak:g} TFLOP/s")
+            parts.append(
+                f"MFU: {speed.causal_tflops / speed.peak:.1%} causal, {speed.square_tflops / speed.peak:.1%} "
+                f"square, of {speed.peak:g} TFLOP/s"
+            )
     return " | ".join(parts) + " |"
 
 
@@ -299,15 +331,19 @@ def perplexity(loss: float) -> float:
 def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
     """Megatron's memory line; `memory` holds bytes as `device.memory_report` gives them."""
     parts = [f"[Rank {rank}] (after {iteration} iterations) memory (MB)"]
-    parts += [f"{name}: {memory[name] / MEGABYTE:.2f}" for name in ("allocated", "max allocated", "reserved", "max reserved")]
+    parts += [
+        f"{name}: {memory[name] / MEGABYTE:.2f}" for name in ("allocated", "max allocated", "reserved", "max reserved")
+    ]
     return " | ".join(parts)
 
 
 def theoretical_memory_line(weights_and_optimizer: float, activations: float) -> str:
     """Megatron's line for the footprint that follows from the config; both in bytes."""
     total = weights_and_optimizer + activations
-    return (f"Theoretical memory footprints: weight and optimizer={weights_and_optimizer / MEGABYTE:.2f} MB, "
-            f"activation={activations / MEGABYTE:.2f} MB, total={total / MEGABYTE:.2f} MB")
+    return (
+        f"Theoretical memory footprints: weight and optimizer={weights_and_optimizer / MEGABYTE:.2f} MB, "
+        f"activation={activations / MEGABYTE:.2f} MB, total={total / MEGABYTE:.2f} MB"
+    )
 
 
 def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, facts: Sequence[str] = ()) -> str:
@@ -317,6 +353,9 @@ def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, f
 
 def progress_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
     """What progress.txt says of a checkpoint: speed of this job, and the work done by the run so far."""
-    return [f"Iteration: {iteration}", f"Job throughput: {_tflops_text(job_tflops)} TFLOP/s/GPU",
-            f"Floating-point operations: {total_flops:.2e}",
-            f"Tokens (in billions): {total_tokens / 1e9:.2f}"]
+    return [
+        f"Iteration: {iteration}",
+        f"Job throughput: {_tflops_text(job_tflops)} TFLOP/s/GPU",
+        f"Floating-point operations: {total_flops:.2e}",
+        f"Tokens (in billions): {total_tokens / 1e9:.2f}",
+    ]

@@ -47,8 +47,10 @@ class BatchSchedule:
     def build(cls, train: TrainConfig, *, data_parallel_size: int, seq_length: int) -> BatchSchedule:
         """Read the schedule from the flags; left out, the global batch is one microbatch on every rank."""
         if train.micro_batch_size is None or train.micro_batch_size < 1:
-            raise ConfigError(f"--micro-batch-size {train.micro_batch_size} is not a positive number; give the samples "
-                              "that one rank takes at a time")
+            raise ConfigError(
+                f"--micro-batch-size {train.micro_batch_size} is not a positive number; give the samples "
+                "that one rank takes at a time"
+            )
         if train.rampup_batch_size and train.step_batch_size_schedule:
             raise ConfigError("--rampup-batch-size and --step-batch-size-schedule both set the batch size; give one")
         unit = train.micro_batch_size * data_parallel_size
@@ -84,17 +86,21 @@ class BatchSchedule:
         Sizes that lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
         """
         now = bisect_right(self.steps, (consumed_samples, math.inf)) - 1
-        refuse(filter(None, (self._problem(size) for _, size in self.steps[max(now, 0):])))
+        refuse(filter(None, (self._problem(size) for _, size in self.steps[max(now, 0) :])))
 
     def _problem(self, size: int) -> str:
         below, above = size // self.unit * self.unit, -(-size // self.unit) * self.unit
         if size < self.unit and self.rounds_down:
-            return (f"global batch size {size} is smaller than micro batch size x data-parallel size = {self.unit}, so "
-                    f"nothing is left when it is rounded down; choose at least {self.unit}")
+            return (
+                f"global batch size {size} is smaller than micro batch size x data-parallel size = {self.unit}, so "
+                f"nothing is left when it is rounded down; choose at least {self.unit}"
+            )
         if size % self.unit and not self.rounds_down:
             choices = " or ".join(str(choice) for choice in (below, above) if choice)
-            return (f"global batch size {size} is not a multiple of micro batch size x data-parallel size = "
-                    f"{self.unit}; choose {choices}, or round down with --decrease-batch-size-if-needed")
+            return (
+                f"global batch size {size} is not a multiple of micro batch size x data-parallel size = "
+                f"{self.unit}; choose {choices}, or round down with --decrease-batch-size-if-needed"
+            )
         return ""
 
     def samples_of(self, steps: int, consumed: int = 0) -> int:
@@ -129,8 +135,10 @@ def ramp_sizes(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...]:
     if increment < 1:
         problems.append(f"--rampup-batch-size increment {increment} is not positive")
     elif (full - start) % increment:
-        problems.append(f"--rampup-batch-size cannot get from {start} to the global batch size {full} in steps of "
-                        f"{increment}; choose an increment that divides {full - start}")
+        problems.append(
+            f"--rampup-batch-size cannot get from {start} to the global batch size {full} in steps of "
+            f"{increment}; choose an increment that divides {full - start}"
+        )
     if samples < 0:
         problems.append(f"--rampup-batch-size samples {samples} is negative")
     refuse(problems)
@@ -161,8 +169,11 @@ def step_sizes(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     steps.sort()
     if not problems and (not steps or steps[0][0] != 0):
         problems.append("--step-batch-size-schedule says no size for the start; begin with an entry 0:SIZE")
-    problems += [f"--step-batch-size-schedule gives two sizes, {first[1]} and {second[1]}, for sample {second[0]}"
-                 for first, second in zip(steps, steps[1:]) if first[0] == second[0]]
+    problems += [
+        f"--step-batch-size-schedule gives two sizes, {first[1]} and {second[1]}, for sample {second[0]}"
+        for first, second in zip(steps, steps[1:])
+        if first[0] == second[0]
+    ]
     problems += [f"--step-batch-size-schedule size {size} is not positive" for _, size in steps if size < 1]
     refuse(problems)
     return tuple(steps)

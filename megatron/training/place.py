@@ -33,10 +33,17 @@ def launcher_place() -> Place:
     """What the launcher's environment says."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     meeting = f"{host}:{port}" if host and port else ""
-    return Place(rank=int(os.environ.get("RANK", "0")), local_rank=int(os.environ.get("LOCAL_RANK", "0")), size=world_size(),
-                 store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
-                 job=os.environ.get("SLURM_JOB_ID", ""), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), meeting=meeting,
-                 launch=_launch(), is_launched="TORCHELASTIC_RUN_ID" in os.environ)
+    return Place(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        size=world_size(),
+        store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        meeting=meeting,
+        launch=_launch(),
+        is_launched="TORCHELASTIC_RUN_ID" in os.environ,
+    )
 
 
 def _launch() -> str:
@@ -49,7 +56,9 @@ def _launch() -> str:
 
 def has_desktop() -> bool:
     """Whether somebody sits before this machine whose browser can be opened; in a terminal, Python would open a text browser."""
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    return sys.platform in ("darwin", "win32") or any(
+        os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    )
 
 
 def world_size() -> int:
@@ -59,6 +68,7 @@ def world_size() -> int:
 
 def end_in_a_line_when_interrupted() -> None:
     """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
+
     def said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)

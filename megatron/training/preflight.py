@@ -46,7 +46,9 @@ class Preflight:
     tokenizer: Tokenizer | None
 
 
-def preflight(given: RunConfig, world_size: int, *, device: str = "", files: bool = True, reads_data: bool = False) -> Preflight:
+def preflight(
+    given: RunConfig, world_size: int, *, device: str = "", files: bool = True, reads_data: bool = False
+) -> Preflight:
     """What keeps this run from starting. device: cpu or cuda, where it will run on another machine; "": this machine's own.
 
     files: files that are not here are problems; otherwise notes. reads_data: the script reads the data that the flags name.
@@ -64,10 +66,13 @@ def preflight(given: RunConfig, world_size: int, *, device: str = "", files: boo
         tokenizer, lines = _read(config.tokenizer, tuple(map(os.path.getmtime, _files(config.tokenizer))))
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
-        config = dataclasses.replace(config, model=config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp))
+        config = dataclasses.replace(
+            config, model=config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
+        )
         problems += broken(config, fitted(given, world_size)[1])
     if not problems and _depends_on_the_machine(config):
         from megatron.training.device_checks import machine_problems  # needs torch, which no other answer waits for
+
         problems += machine_problems(config, device)
     return Preflight(config, tuple(problems), tuple(notes), tokenizer)
 
@@ -82,6 +87,7 @@ def accepted(given: RunConfig, device: str = "") -> Iterator[str]:
         yield f"--expert-tensor-parallel-size {cut} is accepted, as it changes nothing: there are no experts"
     if given.parallel.distributed_backend == "nccl" and device != "cuda":
         from megatron.training.device_checks import device_type
+
         if (device or device_type()) == "cpu":
             yield "--distributed-backend nccl: there is no GPU, so ranks talk by gloo"
 
@@ -97,7 +103,12 @@ def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[s
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
     found, problems = _examine(*fitted(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
-        problems.append(("elastic", "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size"))
+        problems.append(
+            (
+                "elastic",
+                "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size",
+            )
+        )
     return found, problems
 
 
@@ -110,19 +121,31 @@ def _examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[
             problems += [("batch-over-time", said) for said in lines_of(error)]
     problems += broken(config, world_size)
     if not problems:  # what these two work out needs sizes that are known to be sound
-        problems += [("batch-over-time", said) for said in _complaints(lambda: BatchSchedule.build(
-            config.train, data_parallel_size=config.parallel.data_parallel_size(world_size),
-            seq_length=config.train.seq_length).check())]
+        problems += [
+            ("batch-over-time", said)
+            for said in _complaints(
+                lambda: BatchSchedule.build(
+                    config.train,
+                    data_parallel_size=config.parallel.data_parallel_size(world_size),
+                    seq_length=config.train.seq_length,
+                ).check()
+            )
+        ]
         if not config.train.skip_train:
-            problems += [("learning-rate-over-time", said) for said in _complaints(
-                lambda: Schedule.build(config.schedule, config.optimizer, config.train))]
+            problems += [
+                ("learning-rate-over-time", said)
+                for said in _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
+            ]
     return config, problems
 
 
 def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
     """Horizons and evaluation count in the batch that --step-batch-size-schedule ends with."""
-    schedule = BatchSchedule.build(config.train, data_parallel_size=max(1, config.parallel.data_parallel_size(world_size)),
-                                   seq_length=config.train.seq_length)
+    schedule = BatchSchedule.build(
+        config.train,
+        data_parallel_size=max(1, config.parallel.data_parallel_size(world_size)),
+        seq_length=config.train.seq_length,
+    )
     schedule.check()
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=schedule.full))
 
@@ -168,5 +191,9 @@ def _read(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[Tokenizer 
 def _depends_on_the_machine(config: RunConfig) -> bool:
     """Whether something is asked for that not every machine can do."""
     wishes = config.model.kernel_wishes
-    return (any(name not in ("", "auto") and (op, name) != ("grouped_linear", "loop") for op, name in wishes.items())
-            or config.graphs.cuda_graph_impl != "none" or config.compilation.compile or bool(config.precision.low.recipe))
+    return (
+        any(name not in ("", "auto") and (op, name) != ("grouped_linear", "loop") for op, name in wishes.items())
+        or config.graphs.cuda_graph_impl != "none"
+        or config.compilation.compile
+        or bool(config.precision.low.recipe)
+    )

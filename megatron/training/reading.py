@@ -49,13 +49,22 @@ def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
     """
     told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
     counts = config.train.calculate_per_token_loss and config.model.moe.has_losses
-    return told_apart or any(s.has_embedding or s.has_mtp or s.has_output or counts and any(row.mlp == "moe" for row in s.layers) for s in stages)
+    return told_apart or any(
+        s.has_embedding or s.has_mtp or s.has_output or counts and any(row.mlp == "moe" for row in s.layers)
+        for s in stages
+    )
 
 
-def in_turn(config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
+def in_turn(
+    config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
     """The samples of one data-parallel rank's microbatches, from the sample after `consumed_samples` on."""
-    place = {"consumed_samples": consumed_samples, "micro_batch_size": config.train.micro_batch_size, "rank": rank,
-             "num_ranks": num_ranks}
+    place = {
+        "consumed_samples": consumed_samples,
+        "micro_batch_size": config.train.micro_batch_size,
+        "rank": rank,
+        "num_ranks": num_ranks,
+    }
     if config.data.dataloader_type == "single":
         return single(num_samples, **place)
     return cyclic(num_samples, **place, sharded=config.data.data_sharding)
@@ -64,8 +73,13 @@ def in_turn(config: RunConfig, num_samples: int, *, consumed_samples: int, rank:
 def once(config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
     """The samples of one data-parallel rank's microbatches in an evaluation that sees every sample once."""
     unit = config.train.micro_batch_size * num_ranks
-    return whole(num_samples, micro_batch_size=config.train.micro_batch_size, rank=rank, num_ranks=num_ranks,
-                 blocks=-(-num_samples // full_batch) * (full_batch // unit))
+    return whole(
+        num_samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        blocks=-(-num_samples // full_batch) * (full_batch // unit),
+    )
 
 
 def read(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
@@ -101,8 +115,10 @@ def read_external(samples: Iterator[Mapping[str, np.ndarray]], size: int) -> Ite
 def check_external(dataset: Any) -> None:
     """Refuse numbered samples where --dataloader-type external announces an iterable."""
     if not hasattr(type(dataset), "__iter__"):
-        raise ConfigError(f"--dataloader-type external takes iterables of samples from the script's provider, but this one "
-                          f"gives a {type(dataset).__name__}, which is read by number; choose single or cyclic")
+        raise ConfigError(
+            f"--dataloader-type external takes iterables of samples from the script's provider, but this one "
+            f"gives a {type(dataset).__name__}, which is read by number; choose single or cyclic"
+        )
 
 
 class SampleLog:
@@ -121,14 +137,20 @@ class SampleLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
         except OSError as error:
-            raise ConfigError(f"--log-samples {folder} cannot be written: {error.strerror}; give a folder that this user "
-                              "may write") from error
+            raise ConfigError(
+                f"--log-samples {folder} cannot be written: {error.strerror}; give a folder that this user may write"
+            ) from error
 
     def add(self, numbers: Sequence[int] | None, arrays: Mapping[str, np.ndarray]) -> None:
         """One more microbatch; numbers: of its samples, where they have some."""
         now = self._clock()
         self._count = self._count + 1 if now == self._iteration else 0
         self._iteration = now
-        line = {**self._fixed, "iteration": now, "microbatch": self._count,
-                "samples": None if numbers is None else list(numbers), "hash": digest(arrays)}
+        line = {
+            **self._fixed,
+            "iteration": now,
+            "microbatch": self._count,
+            "samples": None if numbers is None else list(numbers),
+            "hash": digest(arrays),
+        }
         self._file.add(json.dumps(line) + "\n")

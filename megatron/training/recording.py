@@ -61,15 +61,25 @@ def record_steps(ledger: Ledger, steps: Sequence[Step]) -> None:
         return
     names = dict.fromkeys(name for step in steps for name in step.losses if not name.startswith("moe/"))
     columns = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
-    ledger.add("steps", iterations=[step.iteration for step in steps],
-               losses={name: [step.losses.get(name) for step in steps] for name in names},
-               **{name: values for name, values in columns.items() if any(value is not None for value in values)})
+    ledger.add(
+        "steps",
+        iterations=[step.iteration for step in steps],
+        losses={name: [step.losses.get(name) for step in steps] for name in names},
+        **{name: values for name, values in columns.items() if any(value is not None for value in values)},
+    )
 
 
 def layout_of(config: RunConfig, mesh: Mesh) -> dict[str, int]:
     """How the ranks are divided."""
-    return {"ranks": mesh.world.size, "tensor": mesh.tp.size, "pipeline": mesh.pp.size, "context": mesh.cp.size,
-            "data": mesh.dp.size, "expert": mesh.ep.size, "micro batch": config.train.micro_batch_size or 0}
+    return {
+        "ranks": mesh.world.size,
+        "tensor": mesh.tp.size,
+        "pipeline": mesh.pp.size,
+        "context": mesh.cp.size,
+        "data": mesh.dp.size,
+        "expert": mesh.ep.size,
+        "micro batch": config.train.micro_batch_size or 0,
+    }
 
 
 def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
@@ -80,10 +90,19 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
         before = []
     layout = layout_of(run.config, run.mesh)
     settings, origins = _settings(run)
-    run.ledger.add("start", number=len(before) + 1, layout=layout, settings=settings, origins=origins,
-                   messages=list(getattr(run.args, "messages", ())), code=code_version(), environment=environment(machines),
-                   kernels={op: name for op, name, _ in run.kernels.report}, data=data_files(run.config),
-                   tokenizer=fingerprint(run.tokenizer))
+    run.ledger.add(
+        "start",
+        number=len(before) + 1,
+        layout=layout,
+        settings=settings,
+        origins=origins,
+        messages=list(getattr(run.args, "messages", ())),
+        code=code_version(),
+        environment=environment(machines),
+        kernels={op: name for op, name, _ in run.kernels.report},
+        data=data_files(run.config),
+        tokenizer=fingerprint(run.tokenizer),
+    )
     if before and before[-1].get("layout") != layout:
         run.ledger.add("layout", before=before[-1].get("layout"), after=layout)
 
@@ -108,23 +127,38 @@ def code_version() -> dict[str, Any]:
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     changed = None if commit is None else _git("status", "--porcelain", "--untracked-files=no")
-    return plain({"sources": content.hexdigest(), "version": __version__, "commit": commit,
-                  "changed": None if changed is None else bool(changed)})
+    return plain(
+        {
+            "sources": content.hexdigest(),
+            "version": __version__,
+            "commit": commit,
+            "changed": None if changed is None else bool(changed),
+        }
+    )
 
 
 def _git(*words: str) -> str | None:
     """What git says, if it is there and says it soon."""
     try:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def environment(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """On what the run runs. machines: (host, device) of every rank."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(), "hosts": dict(Counter(host for host, _ in machines)),
-            "devices": dict(Counter(device for _, device in machines)), "variables": told_environment()}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "hosts": dict(Counter(host for host, _ in machines)),
+        "devices": dict(Counter(device for _, device in machines)),
+        "variables": told_environment(),
+    }
 
 
 def data_files(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -79,23 +79,37 @@ class Regrouped:
     def _nothing(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)
         ids = torch.zeros((1, length), dtype=torch.int64, device=self.mesh.device)
-        names = [f"mtp_{depth}_{name}" for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
-                 for name in ("tokens", "labels", "loss_mask", "weights")]
+        names = [
+            f"mtp_{depth}_{name}"
+            for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
+            for name in ("tokens", "labels", "loss_mask", "weights")
+        ]
         return _made({**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)})
 
 
 def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
     """Which ranks work on which documents of these lengths."""
-    return assign(lengths, ranks=ranks, limit=config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * config.model.hidden_size)
+    return assign(
+        lengths, ranks=ranks, limit=config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * config.model.hidden_size
+    )
 
 
 def documents_of(batch: Batch) -> Iterator[Document]:
     """The documents of all rows, without those that no loss is asked of: nothing hangs on them."""
     tokens, apart = batch.tokens, batch.documents
     assert tokens is not None and apart is not None, "documents are apart, which the rules ask for"
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if batch.positions is None else batch.positions
-    rows = {"tokens": tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "positions": positions,
-            **{name: row for name, row in batch.extras.items() if name.startswith("mtp_")}}
+    positions = (
+        torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if batch.positions is None
+        else batch.positions
+    )
+    rows = {
+        "tokens": tokens,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "positions": positions,
+        **{name: row for name, row in batch.extras.items() if name.startswith("mtp_")},
+    }
     for index in range(len(tokens)):
         _, lengths = torch.unique_consecutive(apart[index], return_counts=True)
         for parts in zip(*(row[index].split(lengths.tolist()) for row in rows.values()), strict=True):
@@ -106,4 +120,6 @@ def documents_of(batch: Batch) -> Iterator[Document]:
 
 def _made(rows: dict[str, Tensor]) -> Batch:
     fields = ("tokens", "labels", "loss_mask", "positions", "documents")
-    return Batch(**{name: rows[name] for name in fields}, extras={name: row for name, row in rows.items() if name not in fields})
+    return Batch(
+        **{name: rows[name] for name in fields}, extras={name: row for name, row in rows.items() if name not in fields}
+    )

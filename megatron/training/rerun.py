@@ -124,7 +124,9 @@ class StepRerun:
             self.known = None  # this run does not go on from the state that was saved for it
         tracker = faults.result_rejected_tracker_filename
         self.skipped = decided(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
-        self.variation: dict[str, list[float]] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
+        self.variation: dict[
+            str, list[float]
+        ] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
         self._repeats = False  # whether this pass is the second one
         self._judges = False  # whether this pass is the one after a restart on other devices
         self._injected, self._injects_at = "", 0
@@ -155,7 +157,9 @@ class StepRerun:
         everyone = collectives.gather_objects((self.mesh.world.rank, found), self.mesh.world)
         rows = [(rank, name, row) for rank, table in everyone for name, row in table.items()]
         pairs, equal = (int(sum(row[place] for _, _, row in rows)) for place in (0, 1))
-        rank, name, largest = max(((rank, name, row[2]) for rank, name, row in rows), key=lambda found: found[2], default=(0, "", 0.0))
+        rank, name, largest = max(
+            ((rank, name, row[2]) for rank, name, row in rows), key=lambda found: found[2], default=(0, "", 0.0)
+        )
         worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
 
@@ -172,8 +176,11 @@ class StepRerun:
 
     def _keep(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
         self._work = work
-        own = {f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
-               for index, report in enumerate(work.reports) for name, pair in report.items()}
+        own = {
+            f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
+            for index, report in enumerate(work.reports)
+            for name, pair in report.items()
+        }
         own |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.guard.largest)}
         self._suspicious = not all(map(math.isfinite, own.values()))
         self._own, self._whole = own, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
@@ -190,8 +197,15 @@ class StepRerun:
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
         """The step is bad: run it again on the same devices, and decide."""
         reason, first, witness = self.guard.verdict, self._own | self._whole, self._witness()
-        found = Diagnosis(iteration, reason, "", self._whole, self._layout(), self._injected,
-                          collectives.gather_objects(witness, self.mesh.world))
+        found = Diagnosis(
+            iteration,
+            reason,
+            "",
+            self._whole,
+            self._layout(),
+            self._injected,
+            collectives.gather_objects(witness, self.mesh.world),
+        )
         self._track(witness, iteration, "initial_run", reason)
         self.trainer.run.say(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
         step = self._repeat(before, batches)
@@ -199,19 +213,33 @@ class StepRerun:
         self._track(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
         if differs:
             found.verdict = "transient_error"
-            return self._ends(found, f"run again in place, it gave another result ({differs}): a transient error of "
-                              f"{_named(found.witnesses)}", before, step)
+            return self._ends(
+                found,
+                f"run again in place, it gave another result ({differs}): a transient error of "
+                f"{_named(found.witnesses)}",
+                before,
+                step,
+            )
         if self.goes_on:
             found.verdict = "reproduced"
             return self._ends(found, "run again in place, it gave the same result", before, step)
         known = self.known is not None and self.known.iteration == iteration and self.known.verdict == "correct_result"
         if known or self.file is None:
             found.verdict = "correct_result" if known else "reproduced"
-            more = ("as it did on other devices before: it is the correct result of this data and these weights" if known else
-                    "so it is no transient error; with --save it could be run on other devices")
+            more = (
+                "as it did on other devices before: it is the correct result of this data and these weights"
+                if known
+                else "so it is no transient error; with --save it could be run on other devices"
+            )
             return self._ends(found, f"run again in place, it gave the same result, {more}", before, step)
-        return self._ends(found, "run again in place, it gave the same result; start the run again on other devices than "
-                          f"{_named(found.witnesses)}, to see whether they compute another one", before, step, RESTART_ELSEWHERE)
+        return self._ends(
+            found,
+            "run again in place, it gave the same result; start the run again on other devices than "
+            f"{_named(found.witnesses)}, to see whether they compute another one",
+            before,
+            step,
+            RESTART_ELSEWHERE,
+        )
 
     def _judge_elsewhere(self, found: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
         """The step that was bad before the restart has run once more: compare, on other devices than then."""
@@ -224,17 +252,25 @@ class StepRerun:
         else:
             moved = not any(one.place in devices for one in suspects)
         if not moved:
-            self._say_and_record(found, f"iteration {found.iteration} was run on the same devices again: {_named(suspects)}")
+            self._say_and_record(
+                found, f"iteration {found.iteration} was run on the same devices again: {_named(suspects)}"
+            )
             self._restore(before_step)
-            raise ResultRejected(f"iteration {found.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
-                                 "start the run on others, or give --rerun-mode disabled to go on without a verdict", RESTART_ELSEWHERE)
+            raise ResultRejected(
+                f"iteration {found.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
+                "start the run on others, or give --rerun-mode disabled to go on without a verdict",
+                RESTART_ELSEWHERE,
+            )
         before = found.witnesses[mine.rank].results if same_layout else {}
         differs = self._differs(before | found.results, self._own | self._whole)
         self._track(mine, found.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", found.reason)
         found.verdict = "persistent_error" if differs else "correct_result"
-        text = (f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
-                if differs else "on other devices it gave the same result: it is the correct result of this data and these weights; "
-                "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip")
+        text = (
+            f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
+            if differs
+            else "on other devices it gave the same result: it is the correct result of this data and these weights; "
+            "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
+        )
         return self._ends(found, text, before_step, step)
 
     def _ends(self, found: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED) -> Step:
@@ -252,8 +288,14 @@ class StepRerun:
     def _say_and_record(self, found: Diagnosis, message: str) -> None:
         run = self.trainer.run
         run.say(f"WARNING: {message}")
-        run.ledger.add("rerun", iteration=found.iteration, verdict=found.verdict or "run it on other devices", reason=message,
-                       injected=found.injected or None, ranks=[one.rank for one in found.witnesses if one.suspicious])
+        run.ledger.add(
+            "rerun",
+            iteration=found.iteration,
+            verdict=found.verdict or "run it on other devices",
+            reason=message,
+            injected=found.injected or None,
+            ranks=[one.rank for one in found.witnesses if one.suspicious],
+        )
 
     def _repeat(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
         """The same step once more: its microbatches, counters, random streams and loss scale."""
@@ -263,8 +305,11 @@ class StepRerun:
 
     def _snapshot(self) -> dict[str, Any]:
         """What a step without an update changes. Weights, moments and fp8 histories it leaves as they are."""
-        return {"progress": copy.copy(self.trainer.progress), "scaler": self.trainer.optimizer.scaler.state(),
-                "streams": {name: state.clone() for name, state in self.trainer.run.streams.state().items()}}
+        return {
+            "progress": copy.copy(self.trainer.progress),
+            "scaler": self.trainer.optimizer.scaler.state(),
+            "streams": {name: state.clone() for name, state in self.trainer.run.streams.state().items()},
+        }
 
     def _restore(self, before: dict[str, Any]) -> None:
         for counter in fields(self.trainer.progress):
@@ -276,7 +321,11 @@ class StepRerun:
         """The number that differs most between two passes, over all ranks, in words; "" if none differs by more than the tolerance."""
         shared = {name: relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
-        mine = (0.0, "") if worst is None else (shared[worst], f"{worst} on rank {self.mesh.world.rank}: {before[worst]:.6g}, then {now[worst]:.6g}")
+        mine = (
+            (0.0, "")
+            if worst is None
+            else (shared[worst], f"{worst} on rank {self.mesh.world.rank}: {before[worst]:.6g}, then {now[worst]:.6g}")
+        )
         largest = max(collectives.gather_objects(mine, self.mesh.world))
         return largest[1] if largest[0] > TOLERANCE else ""
 
@@ -286,7 +335,14 @@ class StepRerun:
 
     def _layout(self) -> list[int]:
         mesh = self.mesh
-        return [mesh.world.size, mesh.tp.size, mesh.pp.size, mesh.cp.size, mesh.ep.size, self.config.train.micro_batch_size or 0]
+        return [
+            mesh.world.size,
+            mesh.tp.size,
+            mesh.pp.size,
+            mesh.cp.size,
+            mesh.ep.size,
+            self.config.train.micro_batch_size or 0,
+        ]
 
     def _draw_injection(self, iteration: int) -> str:
         """The kind of error to put into this step, or "": the same on all ranks, and drawn alike after a restart."""
@@ -311,13 +367,20 @@ class StepRerun:
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
             return
-        result = next((value for value in witness.results.values() if not math.isfinite(value)), self._whole.get("lm loss", math.nan))
+        result = next(
+            (value for value in witness.results.values() if not math.isfinite(value)),
+            self._whole.get("lm loss", math.nan),
+        )
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"ts={datetime.now()} node={witness.host} device={witness.device} jobID={launcher_place().job or 'N/A'} "
-                           f"rank={witness.rank} iteration={iteration} status={status} result={result} message='{reason.splitlines()[0]}'\n")
+                file.write(
+                    f"ts={datetime.now()} node={witness.host} device={witness.device} jobID={launcher_place().job or 'N/A'} "
+                    f"rank={witness.rank} iteration={iteration} status={status} result={result} message='{reason.splitlines()[0]}'\n"
+                )
         except OSError as error:
-            self.trainer.run.log.warning(f"--result-rejected-tracker-filename {path} cannot be written: {error.strerror}")
+            self.trainer.run.log.warning(
+                f"--result-rejected-tracker-filename {path} cannot be written: {error.strerror}"
+            )
 
 
 def relative_difference(a: float, b: float) -> float:

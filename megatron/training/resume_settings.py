@@ -51,27 +51,46 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     theirs = from_values(ModelConfig, {**known, **saved}).resolve()
     other = to_values(theirs)
     found = network_differences(theirs, config.model)
-    lines = {role: [_line(name, other[name], mine[name]) for name in found if network[name] == role] for role in ("network", "adaptable")}
+    lines = {
+        role: [_line(name, other[name], mine[name]) for name in found if network[name] == role]
+        for role in ("network", "adaptable")
+    }
     if weights_only:
         return Differences(network=tuple(lines["network"]), adapted=tuple(lines["adaptable"]))
     kept = roles_of(ScheduleConfig).keys() if config.schedule.use_checkpoint_opt_param_scheduler else ()
     idle = _unused_data(config)
     both = {name: role for name, role in roles_of(RunConfig).items() if name in saved and saved[name] != mine[name]}
-    data = [name for name, role in both.items() if role == "data" and name not in idle
-            and _meaning(name, saved[name]) != _meaning(name, mine[name])]
-    named = [name for name, role in both.items() if role == "training" and name not in kept or role == "data" and name not in data]
-    return Differences(network=(*lines["network"], *lines["adaptable"]), data=tuple(_line(name, saved[name], mine[name]) for name in data),
-                       named=tuple(_line(name, saved[name], mine[name]) + _remark(name, config) for name in named))
+    data = [
+        name
+        for name, role in both.items()
+        if role == "data" and name not in idle and _meaning(name, saved[name]) != _meaning(name, mine[name])
+    ]
+    named = [
+        name
+        for name, role in both.items()
+        if role == "training" and name not in kept or role == "data" and name not in data
+    ]
+    return Differences(
+        network=(*lines["network"], *lines["adaptable"]),
+        data=tuple(_line(name, saved[name], mine[name]) for name in data),
+        named=tuple(_line(name, saved[name], mine[name]) + _remark(name, config) for name in named),
+    )
 
 
 def _unused_data(config: RunConfig) -> set[str]:
     """Settings of data that choose nothing here, since others say so."""
     data = config.data
     blends = any(len(paths or ()) > 1 for paths in (data.data_path, data.train_data_path)) or bool(
-        data.data_args_path or data.per_split_data_args_path)
-    unused = {"data_sharding": data.dataloader_type != "cyclic", "mid_level_dataset_surplus": not blends, "blend_order": not blends,
-              "short_seq_prob": config.model.architecture == "gpt", "decoder_seq_length": config.model.architecture != "t5",
-              "split": data.split is None and data.mock_data}
+        data.data_args_path or data.per_split_data_args_path
+    )
+    unused = {
+        "data_sharding": data.dataloader_type != "cyclic",
+        "mid_level_dataset_surplus": not blends,
+        "blend_order": not blends,
+        "short_seq_prob": config.model.architecture == "gpt",
+        "decoder_seq_length": config.model.architecture != "t5",
+        "split": data.split is None and data.mock_data,
+    }
     return {name for name, holds in unused.items() if holds}
 
 

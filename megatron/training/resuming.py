@@ -27,6 +27,7 @@ from megatron.training.upcycling import Upcycled, is_dense
 
 Result = TypeVar("Result")
 
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What to load. steps: ours, in the order in which they are tried; or place: another's, of `dialect`.
@@ -72,10 +73,14 @@ def find_wanted(config: RunConfig) -> Wanted | None:
     if asked.load is None:
         return None
     if asked.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {asked.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given")
+        raise CheckpointError(
+            f"--load {asked.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given"
+        )
     if asked.save is None or not same_folder(asked.load, asked.save):
-        raise CheckpointError(f"--load {asked.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
-                              "the same folder as --save")
+        raise CheckpointError(
+            f"--load {asked.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
+            "the same folder as --save"
+        )
     return None
 
 
@@ -85,11 +90,17 @@ def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
         opened = _open_ours(wanted, config, axis)
     else:
         source = _together(lambda: _open_foreign(wanted, config), axis)
-        opened = Opened(source, wanted.weights_only or "run.progress" not in source.values,
-                        size=sum(_bytes(source, name) for name in source.formats))
+        opened = Opened(
+            source,
+            wanted.weights_only or "run.progress" not in source.values,
+            size=sum(_bytes(source, name) for name in source.formats),
+        )
     if config.model.moe.moe_use_upcycling and is_dense(opened.source):
         opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
-    has_arguments = {"ffn_hidden_size", "kv_channels"} <= opened.source.settings.keys()  # and not only what tensors tell
+    has_arguments = {
+        "ffn_hidden_size",
+        "kv_channels",
+    } <= opened.source.settings.keys()  # and not only what tensors tell
     complete = not wanted.dialect or _dialect(wanted).complete or has_arguments
     return replace(opened, notes=_checked_settings(opened, config, complete=complete))
 
@@ -99,12 +110,16 @@ def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: b
     saved = source.values.get("run.tokenizer")
     if not isinstance(saved, Mapping) or saved.get("hash") == mine["hash"]:
         return ""
-    told = " and ".join(f"{one.get('kind')} of {one.get('vocab_size')} ids with hash {str(one.get('hash'))[:16]} {where}"
-                        for one, where in ((saved, "in the checkpoint"), (mine, "in this run")))
+    told = " and ".join(
+        f"{one.get('kind')} of {one.get('vocab_size')} ids with hash {str(one.get('hash'))[:16]} {where}"
+        for one, where in ((saved, "in the checkpoint"), (mine, "in this run"))
+    )
     if allowed:
         return f"another tokenizer is accepted (--allow-other-tokenizer): {told}"
-    raise CheckpointError(f"{source.where} was trained with another tokenizer, whose ids mean other words: {told}; give this run the "
-                          "tokenizer of the checkpoint, or --allow-other-tokenizer if its ids are known to agree")
+    raise CheckpointError(
+        f"{source.where} was trained with another tokenizer, whose ids mean other words: {told}; give this run the "
+        "tokenizer of the checkpoint, or --allow-other-tokenizer if its ids are known to agree"
+    )
 
 
 def same_folder(a: str | Path, b: str | Path) -> bool:
@@ -135,13 +150,19 @@ def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: boo
     steps = own_steps(path, step, required=asked.require_iteration if chosen else None)
     if not steps:
         return None
-    newer = [text for iteration, text in store.walk(path).damaged if iteration > steps[0].iteration] if step is None else []
+    newer = (
+        [text for iteration, text in store.walk(path).damaged if iteration > steps[0].iteration] if step is None else []
+    )
     if newer and chosen and asked.require_iteration is not None:
-        raise CheckpointError(f"--require-iteration {asked.require_iteration}: {path} has a later checkpoint, which is damaged", newer)
+        raise CheckpointError(
+            f"--require-iteration {asked.require_iteration}: {path} has a later checkpoint, which is damaged", newer
+        )
     named = store.tracked(path)
     if step is None and named is not None and named != steps[0].iteration:
-        newer.append(f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
-                     "--ckpt-step goes back")
+        newer.append(
+            f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
+            "--ckpt-step goes back"
+        )
     return Wanted(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
@@ -150,8 +171,12 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
     try:
         saved, refused = open_sound(wanted.steps, axis, verified=asked.verify_integrity)
     except CheckpointError as error:
-        raise CheckpointError(f"{wanted.path} holds no sound checkpoint" if len(wanted.steps) > 1 else
-                              f"{wanted.steps[0].folder} is damaged, and no other is to be loaded", error.problems) from None
+        raise CheckpointError(
+            f"{wanted.path} holds no sound checkpoint"
+            if len(wanted.steps) > 1
+            else f"{wanted.steps[0].folder} is damaged, and no other is to be loaded",
+            error.problems,
+        ) from None
     step = SavedStep(saved.folder, saved.commit)
     return Opened(saved, wanted.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
@@ -159,7 +184,9 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
 def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
     assert wanted.place is not None, "a checkpoint of another dialect has a place"
     model = config.model
-    return _dialect(wanted).open(wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers})
+    return _dialect(wanted).open(
+        wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
+    )
 
 
 def _dialect(wanted: Wanted) -> Dialect:
@@ -188,15 +215,20 @@ def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> t
         raise CheckpointError(f"{where} holds another network; --use-checkpoint-args takes its shape", found.network)
     saved, mine = settings.get("optimizer"), config.optimizer.optimizer
     if not opened.weights_only and asked.load_optim and saved not in (None, mine):
-        raise CheckpointError(f"{where} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it "
-                              "afresh")
+        raise CheckpointError(
+            f"{where} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it afresh"
+        )
     consumed = opened.source.values.get("run.progress", {}).get("consumed_train_samples", 0)
     if found.data and consumed and not asked.allow_other_data and not config.train.skip_train:
-        raise CheckpointError(f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next "
-                              f"means nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0",
-                              found.data)
-    notes = [("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
-             ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named))]
+        raise CheckpointError(
+            f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next "
+            f"means nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0",
+            found.data,
+        )
+    notes = [
+        ("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
+        ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named)),
+    ]
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
 
 
@@ -206,4 +238,3 @@ def _bytes(source: Source, name: str) -> int:
     for extent in format.shape:
         size *= extent
     return size
-

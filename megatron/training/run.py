@@ -65,11 +65,20 @@ class Run:
     @property
     def build(self) -> Build:
         """What layers are built with."""
-        return Build(model=self.config.model, mesh=self.mesh, kernels=self.kernels, streams=self.streams,
-                     dtype=getattr(torch, self.config.precision.dtype),
-                     sequence_parallel=self.config.parallel.sequence_parallel, recompute=self.config.recompute,
-                     cp_comm_type=self.config.parallel.cp_comm_type, wgrad_store=self.wgrad_store if self.config.parallel.defers_weights else None,
-                     low_precision=self.config.precision.low, overlapped=self._overlapped_matmuls, sums=self._sums)
+        return Build(
+            model=self.config.model,
+            mesh=self.mesh,
+            kernels=self.kernels,
+            streams=self.streams,
+            dtype=getattr(torch, self.config.precision.dtype),
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            recompute=self.config.recompute,
+            cp_comm_type=self.config.parallel.cp_comm_type,
+            wgrad_store=self.wgrad_store if self.config.parallel.defers_weights else None,
+            low_precision=self.config.precision.low,
+            overlapped=self._overlapped_matmuls,
+            sums=self._sums,
+        )
 
     @property
     def _sums(self) -> bool:
@@ -82,7 +91,9 @@ class Run:
         parallel = self.config.parallel
         if not parallel.tp_comm_overlap:
             return OverlappedMatmuls()
-        return OverlappedMatmuls(parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad)
+        return OverlappedMatmuls(
+            parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad
+        )
 
     def say(self, text: str) -> None:
         """One line, from rank 0."""

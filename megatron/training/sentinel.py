@@ -78,7 +78,9 @@ class Sentinel:
         factors = torch.randint(-(1 << 31), 1 << 31, (_BLOCK,), generator=generator, dtype=torch.int64).to(torch.int32)
         self._factors = (factors | 1).to(self.mesh.device)
         powers = [pow(_FACTOR, power, 1 << 64) for power in range(_ROWS + 2)]
-        self._powers = torch.tensor([power - (1 << 64 if power >> 63 else 0) for power in powers], device=self.mesh.device)
+        self._powers = torch.tensor(
+            [power - (1 << 64 if power >> 63 else 0) for power in powers], device=self.mesh.device
+        )
 
     @torch.no_grad()
     def check(self) -> None:
@@ -106,7 +108,9 @@ class Sentinel:
     def items(self) -> Iterator[Item]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
         trainer, mesh = self.trainer, self.mesh
-        homes: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # of a tied matrix on this rank, by name and axis
+        homes: dict[tuple[str, str], list[Tensor]] = defaultdict(
+            list
+        )  # of a tied matrix on this rank, by name and axis
         for parallel in trainer.parallels:
             for param in parallel.whole:
                 spec, value = spec_of(param), param.detach()
@@ -117,15 +121,23 @@ class Sentinel:
                     homes[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
                 shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
-                yield from (Item(f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas)
-                            for part, piece in enumerate(shared))
-            for share in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
+                yield from (
+                    Item(
+                        f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
+                    )
+                    for part, piece in enumerate(shared)
+                )
+            for (
+                share
+            ) in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
                 if is_shared_over_tensor(share.spec):
                     yield Item(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
                 if share.spec.tied:
                     homes[share.name, share.spec.tied_over].append(share.data)
-                yield from (Item(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
-                            for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh)))
+                yield from (
+                    Item(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
+                    for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
+                )
         for (name, axis), (first, *again) in homes.items():
             yield Item(name, mesh.axis(axis), first, again=tuple(again))
         if not trainer.optimizer.sharded:
@@ -135,7 +147,10 @@ class Sentinel:
             yield from (Item(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp))
         yield Item("the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device))
         counters = {**asdict(trainer.progress), "loss scale": trainer.optimizer.scaler.state()}
-        yield from (Item(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str)) for name, value in counters.items())
+        yield from (
+            Item(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str))
+            for name, value in counters.items()
+        )
 
     def hash(self, value: Tensor | str) -> Tensor:
         """64 bits that say what a value is, as an int64 scalar on the device."""
@@ -148,9 +163,9 @@ class Sentinel:
             whole = len(part) // _BLOCK * _BLOCK
             rows = [(part[:whole].view(-1, _BLOCK) * self._factors).sum(1, dtype=torch.int64)] if whole else []
             if whole < len(part):
-                rows.append((part[whole:] * self._factors[:len(part) - whole]).sum(dtype=torch.int64)[None])
+                rows.append((part[whole:] * self._factors[: len(part) - whole]).sum(dtype=torch.int64)[None])
             sums = torch.cat(rows)
-            total = total * self._powers[-1] + (sums * self._powers[:len(sums)]).sum()
+            total = total * self._powers[-1] + (sums * self._powers[: len(sums)]).sum()
         # Beside the value for "none"; that two hashes meet there is as rare as any other meeting.
         return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
 
@@ -159,8 +174,11 @@ class Sentinel:
         findings: list[str] = []
         for found in groups:
             axis = found[0][0].axis
-            findings += [f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree" for item, number in found
-                         if any(int(self.hash(other)) != int(number) for other in item.again)]
+            findings += [
+                f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
+                for item, number in found
+                if any(int(self.hash(other)) != int(number) for other in item.again)
+            ]
             own = [(item.name, item.slot, int(number)) for item, number in found]
             for (name, _, _), held in zip(own, zip(*collectives.gather_objects(own, axis), strict=True), strict=True):
                 for slot in sorted({slot for _, slot, _ in held}):
@@ -172,8 +190,14 @@ class Sentinel:
         shown = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
         suspects = Counter(word for line in lines for word in _accused(line))
         nodes = [f"{said[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
-        return "\n  ".join([f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
-                            "older checkpoint, and look at the machine", *shown, *nodes])
+        return "\n  ".join(
+            [
+                f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
+                "older checkpoint, and look at the machine",
+                *shown,
+                *nodes,
+            ]
+        )
 
 
 def _words(value: Tensor) -> Tensor:
@@ -191,7 +215,9 @@ def _differs(found: Sequence[tuple[Item, Tensor]]) -> Tensor:
         starts.append(starts[-1] + item.slots)
     numbers = torch.stack([number for _, number in found])
     table = numbers.new_full((2, starts[-1]), _NONE)
-    places = torch.tensor([start + item.slot for start, (item, _) in zip(starts, found, strict=False)], device=numbers.device)
+    places = torch.tensor(
+        [start + item.slot for start, (item, _) in zip(starts, found, strict=False)], device=numbers.device
+    )
     table[0, places], table[1, places] = numbers, ~numbers
     collectives.all_reduce(table, found[0][0].axis, "max")
     return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()

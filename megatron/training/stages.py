@@ -76,8 +76,16 @@ class Trainer:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
             chunks, together = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
             if training:
-                plan = with_reduction(choose(axis.size, chunks, num_microbatches, name=parallel.pipeline_schedule, together=together,
-                                             group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
+                plan = with_reduction(
+                    choose(
+                        axis.size,
+                        chunks,
+                        num_microbatches,
+                        name=parallel.pipeline_schedule,
+                        together=together,
+                        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+                    )
+                )
             else:
                 plan = forward_only(axis.size, chunks, num_microbatches, parallel.placement)
             self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication, together=together)
@@ -111,18 +119,32 @@ def _wrap(run: Run, stage: Network) -> Parallel:
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
     if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
-        from megatron.core.distributed.fsdp import FullySharded  # and with it torch's DTensor, which takes as long as torch itself
+        from megatron.core.distributed.fsdp import (
+            FullySharded,
+        )  # and with it torch's DTensor, which takes as long as torch itself
 
-        return FullySharded(stage, [part for part in stage.modules() if isinstance(part, Layer)], run.mesh, grad_dtype=grad_dtype,
-                            average=parallel.ddp_average_in_collective, keep_layers=parallel.torch_fsdp2_no_reshard_after_forward,
-                            fill=partial(materialize, mesh=run.mesh, seed=seed, draw_on=source))
+        return FullySharded(
+            stage,
+            [part for part in stage.modules() if isinstance(part, Layer)],
+            run.mesh,
+            grad_dtype=grad_dtype,
+            average=parallel.ddp_average_in_collective,
+            keep_layers=parallel.torch_fsdp2_no_reshard_after_forward,
+            fill=partial(materialize, mesh=run.mesh, seed=seed, draw_on=source),
+        )
     stage.materialize(seed, draw_on=source)
     size: int | None = None
     if parallel.ddp_num_buckets is not None:
         size = -(-sum(p.numel() for p in stage.parameters()) // parallel.ddp_num_buckets)
     elif parallel.ddp_bucket_size is not None or parallel.overlap_grad_reduce or parallel.overlap_param_gather:
         size = parallel.ddp_bucket_size or default_bucket_size(run.mesh.dp.size)
-    return DataParallel(stage, run.mesh, grad_dtype=grad_dtype,
-                        sharded=parallel.use_distributed_optimizer, bucket_size=size,
-                        overlap_reduce=parallel.overlap_grad_reduce, overlap_gather=parallel.overlap_param_gather,
-                        average=parallel.ddp_average_in_collective)
+    return DataParallel(
+        stage,
+        run.mesh,
+        grad_dtype=grad_dtype,
+        sharded=parallel.use_distributed_optimizer,
+        bucket_size=size,
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+        average=parallel.ddp_average_in_collective,
+    )

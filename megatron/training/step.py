@@ -37,8 +37,15 @@ if TYPE_CHECKING:
 class StepWork:
     """The executor's view of one step of a trainer: which tensors its stages take, and what they do with them."""
 
-    def __init__(self, trainer: Trainer, batches: Iterator[Batch], num_microbatches: int, *, training: bool,
-                 again: StepWork | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Iterator[Batch],
+        num_microbatches: int,
+        *,
+        training: bool,
+        again: StepWork | None = None,
+    ) -> None:
         """again: an earlier pass over the same global batch, whose microbatches are used again."""
         self.trainer, self.training, self.num_microbatches = trainer, training, num_microbatches
         self.device = trainer.run.mesh.device
@@ -48,7 +55,9 @@ class StepWork:
         if again is not None:
             self.own_microbatches = again.own_microbatches
         else:
-            self.own_microbatches = batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
+            self.own_microbatches = (
+                batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
+            )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
@@ -95,8 +104,10 @@ class StepWork:
             last = stages_of(self.trainer.run.config)[-1]
             self.trainer.loss_names = collectives.broadcast_object(names, self.trainer.run.mesh.pp, last.rank)
         zero = torch.zeros(2, dtype=self.count.dtype, device=self.device)
-        return {name: sum((report[name] for report in self.reports), zero) if speaks else zero.clone()
-                for name in self.trainer.loss_names}
+        return {
+            name: sum((report[name] for report in self.reports), zero) if speaks else zero.clone()
+            for name in self.trainer.loss_names
+        }
 
     def notes(self) -> dict[str, Tensor]:
         """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
@@ -141,7 +152,9 @@ class StepWork:
         if microbatch not in self._contexts:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
             sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
-            self._contexts[microbatch] = MicrobatchContext(self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample)
+            self._contexts[microbatch] = MicrobatchContext(
+                self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample
+            )
         return self._contexts[microbatch]
 
     def _mean_weight(self, batch: Batch) -> float | Tensor:
@@ -151,7 +164,9 @@ class StepWork:
             return self._scale / (self.num_microbatches * mesh.dp.size)
         if batch.loss_mask is None:
             return float("nan")  # `needs_text` gives one to every stage whose layers have losses
-        return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (self._scale / self._expected())
+        return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (
+            self._scale / self._expected()
+        )
 
     def _batch(self, microbatch: int) -> Batch:
         flight_recorder = self.trainer.run.mesh.flight_recorder
@@ -186,22 +201,35 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
     trainer.before_step(work)
     with timers("forward-backward", 1):
-        run(trainer.script(work.own_microbatches, training=True), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward,
-            wgrad_store=run_.wgrad_store, delays=config.parallel.delay_wgrad_compute)
+        run(
+            trainer.script(work.own_microbatches, training=True),
+            work=work,
+            axis=mesh.pp,
+            backward_axis=mesh.pp_backward,
+            wgrad_store=run_.wgrad_store,
+            delays=config.parallel.delay_wgrad_compute,
+        )
     mesh.flight_recorder.enter("reduction of gradients")
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
     if config.train.empty_unused_memory_level == 2:
         empty_cache(mesh.device)
-    optimizer.set_rates(trainer.schedule.lr(progress.schedule_samples), trainer.schedule.weight_decay(progress.schedule_samples),
-                        _decoupled_rate(trainer))
+    optimizer.set_rates(
+        trainer.schedule.lr(progress.schedule_samples),
+        trainer.schedule.weight_decay(progress.schedule_samples),
+        _decoupled_rate(trainer),
+    )
     trainer.before_update()
     losses = {**work.report(), **work.notes()}
     mesh.flight_recorder.enter("optimizer")
     with timers("optimizer", 1):
-        result = optimizer.step(multiplier=work.missing_factor(), count_zero_elements=config.log.log_num_zeros_in_grad,
-                                row_factors=_clipped(trainer), accepts=lambda norm: trainer.accepts(work, losses, norm))
+        result = optimizer.step(
+            multiplier=work.missing_factor(),
+            count_zero_elements=config.log.log_num_zeros_in_grad,
+            row_factors=_clipped(trainer),
+            accepts=lambda norm: trainer.accepts(work, losses, norm),
+        )
     norm = optimizer.weights_norm() if config.log.log_params_norm else None
     loads = _loads(trainer)
     _close_step(trainer, stepped=result.stepped)
@@ -210,10 +238,20 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     progress.consumed_tokens += size.global_batch_size * config.train.seq_length
     if result.stepped:
         progress.schedule_samples += size.global_batch_size
-    return Step(iteration=progress.iteration, consumed_samples=progress.consumed_train_samples,
-                batch_size=size.global_batch_size, learning_rate=trainer.schedule.lr(progress.schedule_samples), losses=losses, loads=loads,
-                decoupled_learning_rate=_decoupled_rate(trainer), loss_scale=optimizer.scaler.scale, grad_norm=result.norm, num_zeros=result.zeros,
-                params_norm=norm, skipped=not result.stepped)
+    return Step(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_train_samples,
+        batch_size=size.global_batch_size,
+        learning_rate=trainer.schedule.lr(progress.schedule_samples),
+        losses=losses,
+        loads=loads,
+        decoupled_learning_rate=_decoupled_rate(trainer),
+        loss_scale=optimizer.scaler.scale,
+        grad_norm=result.norm,
+        num_zeros=result.zeros,
+        params_norm=norm,
+        skipped=not result.stepped,
+    )
 
 
 def _loads(trainer: Trainer) -> Loads | None:
@@ -221,10 +259,13 @@ def _loads(trainer: Trainer) -> Loads | None:
     model = trainer.run.config.model
     if not model.moe.num_experts:
         return None
-    table = torch.zeros((model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1), dtype=torch.int64,
-                        device=trainer.run.mesh.device)
+    table = torch.zeros(
+        (model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1),
+        dtype=torch.int64,
+        device=trainer.run.mesh.device,
+    )
     for router in routers_of(trainer.stages):
-        table[router.layer:router.layer + len(router.tally)] = router.tally
+        table[router.layer : router.layer + len(router.tally)] = router.tally
     return Loads(table, model.moe.moe_per_layer_logging)
 
 
@@ -252,5 +293,6 @@ def _decoupled_rate(trainer: Trainer) -> float | None:
     config = trainer.run.config.optimizer
     if config.decoupled_lr is None or trainer.schedule is None:
         return None
-    return trainer.schedule.scaled_lr(trainer.progress.schedule_samples, max_lr=config.decoupled_lr,
-                                      min_lr=config.decoupled_min_lr or 0.0)
+    return trainer.schedule.scaled_lr(
+        trainer.progress.schedule_samples, max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr or 0.0
+    )

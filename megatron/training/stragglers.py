@@ -24,7 +24,9 @@ class Stragglers:
         self._stopwatch = Stopwatch(mesh.device)
         mesh.flight_recorder.stopwatch = self._stopwatch
         place = f"tensor {mesh.tp.rank}, context {mesh.cp.rank}, pipeline {mesh.pp.rank}, data {mesh.dp.rank}"
-        self._places = collectives.gather_objects(f"rank {mesh.world.rank} on node {socket.gethostname()} ({place})", mesh.world)
+        self._places = collectives.gather_objects(
+            f"rank {mesh.world.rank} on node {socket.gethostname()} ({place})", mesh.world
+        )
 
     def report(self, steps: int, *, count: int) -> str:
         """One line about the `steps` steps since the last; all ranks ask together. count: ranks to name at each end."""
@@ -40,5 +42,7 @@ def straggler_line(seconds: Sequence[float], places: Sequence[str], *, count: in
     def words(ranks: Sequence[int]) -> str:
         return ", ".join(f"{seconds[rank] * 1000.0:.1f} {places[rank]}" for rank in ranks)
 
-    return (f"straggler: own time per iteration (ms): median {statistics.median(seconds) * 1000.0:.1f} | fastest "
-            f"{words(order[:named])} | slowest {words(order[::-1][:named])}")
+    return (
+        f"straggler: own time per iteration (ms): median {statistics.median(seconds) * 1000.0:.1f} | fastest "
+        f"{words(order[:named])} | slowest {words(order[::-1][:named])}"
+    )

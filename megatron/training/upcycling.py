@@ -46,11 +46,15 @@ class Upcycled:
         self.where = f"{dense.where}, upcycled,"
         own, width = to_values(config), dense.settings.get("ffn_hidden_size")
         if width not in (None, config.model.ffn_hidden_size):
-            raise CheckpointError(f"{dense.where} cannot be upcycled to this network", [
-                f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"])
+            raise CheckpointError(
+                f"{dense.where} cannot be upcycled to this network",
+                [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
+            )
         of_experts = {name: own[name] for name in to_values(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
-        self.values: Mapping[str, Any] = {name: value for name, value in dense.values.items() if name == "run.tokenizer"}
+        self.values: Mapping[str, Any] = {
+            name: value for name, value in dense.values.items() if name == "run.tokenizer"
+        }
         self.formats: dict[str, Format] = {}
         self._made: dict[str, tuple[str, str]] = {}  # name of an expert's parameter -> the dense one's, and which it is
         layers = {row.index for row in layer_rows(config.model) if row.mlp == "moe"}
@@ -73,7 +77,12 @@ class Upcycled:
         dense, which = self._made[name]
         first, count = box.offset[0], box.shape[0]
         inner = Box(box.offset[1:], box.shape[1:])
-        return torch.stack([self._expert(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner) for place in range(count)])
+        return torch.stack(
+            [
+                self._expert(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner)
+                for place in range(count)
+            ]
+        )
 
     def _add_experts(self, name: str, found: re.Match[str], format: Format) -> None:
         prefix, which, shape = found[1], f"{found[3]}.{found[4]}", list(format.shape)
@@ -121,7 +130,9 @@ class Upcycled:
         """[e, h]: the rows that a fresh router begins with, each for all slices of a copy."""
         model = self.config.model
         init = xavier_uniform() if model.init_method_xavier_uniform else normal(model.init_method_std)
-        generator = torch.Generator().manual_seed(seed_of("initial", self.config.train.seed, name.removeprefix("model.")))
+        generator = torch.Generator().manual_seed(
+            seed_of("initial", self.config.train.seed, name.removeprefix("model."))
+        )
         drawn = init(self.formats[name].shape, generator)
         parts = self.moe.moe_upcycling_granularity
-        return drawn[:self.moe.num_experts // parts].repeat_interleave(parts, 0)
+        return drawn[: self.moe.num_experts // parts].repeat_interleave(parts, 0)

@@ -130,7 +130,8 @@ class Watch:
         if self._agree(bool(found)):
             raise NotFinite(
                 f"{found or 'another rank found a loss or gradient that is not finite'}; look at the data of that step and "
-                "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad")
+                "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
+            )
 
     def before_step(self, iteration: int) -> None:
         """Open the profile if it begins here."""
@@ -197,5 +198,11 @@ def _not_finite(step: Step) -> str:
     if step.skipped:
         return ""
     values = {**step.losses, **({} if step.grad_norm is None else {"gradient norm": step.grad_norm})}
-    return next((f"{name} is {value} in iteration {step.iteration}" for name, value in values.items()
-                 if not math.isfinite(value)), "")
+    return next(
+        (
+            f"{name} is {value} in iteration {step.iteration}"
+            for name, value in values.items()
+            if not math.isfinite(value)
+        ),
+        "",
+    )

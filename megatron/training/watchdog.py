@@ -92,7 +92,9 @@ class Watchdog:
         found = ""
         if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
             found = self._who_is_gone()
-            if not found and self.run.ending.signal:  # whoever sent it knows already: there is nothing to wait for (entry.py)
+            if (
+                not found and self.run.ending.signal
+            ):  # whoever sent it knows already: there is nothing to wait for (entry.py)
                 found = f"{self.run.ending.signal} came, and a connection to another rank broke"
         self._over.set()
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
@@ -115,7 +117,9 @@ class Watchdog:
             return ""
         lines = [f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
         lines += [f"  rank {rank} {self._last_seen(board, rank)}" for rank in silent[:_SHOWN]]
-        return "\n".join([*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"])
+        return "\n".join(
+            [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"]
+        )
 
     def _watch(self, board: Board) -> None:
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
@@ -128,8 +132,12 @@ class Watchdog:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._answer())
             if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
-                self.run.ledger.add("end", reason=f"first failure: {failed.splitlines()[0]}", iteration=self.run.progress.iteration,
-                                    failed=True)
+                self.run.ledger.add(
+                    "end",
+                    reason=f"first failure: {failed.splitlines()[0]}",
+                    iteration=self.run.progress.iteration,
+                    failed=True,
+                )
             if not self._answered and board.read(_ROLL) is not None:
                 self._speak(board)
             limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
@@ -141,7 +149,16 @@ class Watchdog:
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
         last, group = flight_recorder.last(), flight_recorder.last_group()
-        return json.dumps([socket.gethostname(), time.time(), flight_recorder.where(), last[0] if last else "", f"{group[0]} {group[1]}", counts])
+        return json.dumps(
+            [
+                socket.gethostname(),
+                time.time(),
+                flight_recorder.where(),
+                last[0] if last else "",
+                f"{group[0]} {group[1]}",
+                counts,
+            ]
+        )
 
     def _speak(self, board: Board) -> None:
         """Answer the roll, and leave the stacks of this rank."""
@@ -174,11 +191,21 @@ class Watchdog:
     def _end(self, board: Board, seconds: float) -> None:
         """Say where all ranks stand, and end them."""
         answers = self._collect(board, "hang")
-        lines = [f"rank {rank} on node {answers[rank].node} {answers[rank].line()}" if rank in answers else
-                 f"rank {rank} DOES NOT ANSWER: it {self._last_seen(board, rank)}" for rank in range(self.place.size)]
+        lines = [
+            f"rank {rank} on node {answers[rank].node} {answers[rank].line()}"
+            if rank in answers
+            else f"rank {rank} DOES NOT ANSWER: it {self._last_seen(board, rank)}"
+            for rank in range(self.place.size)
+        ]
         awaited = waited_for(answers, self.place.size)
-        head = (f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
-                + (f"the others wait for {_ranks(awaited)}" if awaited else "all ranks stand still, and none waits for another"))
+        head = (
+            f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
+            + (
+                f"the others wait for {_ranks(awaited)}"
+                if awaited
+                else "all ranks stand still, and none waits for another"
+            )
+        )
         leave(folder_of(self.run.config), self.place.rank, "\n  ".join([head, *lines]))
         awaited_first = sorted(range(len(lines)), key=lambda rank: rank not in awaited)[:_SHOWN]
         text = "\n  ".join([head, *(lines[rank] for rank in sorted(awaited_first))])
@@ -191,7 +218,14 @@ def _parsed(text: str) -> Answer | None:
     """An answer from the store; None for a text that no rank of ours has put there."""
     try:
         node, at, where, last, group, counts = json.loads(text)
-        return Answer(str(node), float(at), str(where), str(last), str(group), {str(name): int(count) for name, count in counts.items()})
+        return Answer(
+            str(node),
+            float(at),
+            str(where),
+            str(last),
+            str(group),
+            {str(name): int(count) for name, count in counts.items()},
+        )
     except (ValueError, TypeError, AttributeError):
         return None
 
@@ -202,7 +236,9 @@ def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:
     for rank, answer in answers.items():
         members = [int(word) for word in re.findall(r"\d+", answer.group.partition(" ")[2])]
         begun = answer.counts.get(answer.group, 0)
-        late[rank] = {other for other in members if other not in answers or answers[other].counts.get(answer.group, 0) < begun}
+        late[rank] = {
+            other for other in members if other not in answers or answers[other].counts.get(answer.group, 0) < begun
+        }
     silent = [rank for rank in range(size) if rank not in answers]
     return sorted({*silent, *(other for others in late.values() for other in others if not late.get(other))})
 

@@ -36,8 +36,12 @@ from megatron.training.metrics import Report, Step, perplexity, report_line, tim
 
 TENSORBOARD = "--tensorboard-dir"
 RETRY_SECONDS = 60.0
-MEMORY_NAMES = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
-                "max allocated": "mem-max-allocated-bytes", "allocated count": "mem-allocated-count"}
+MEMORY_NAMES = {
+    "reserved": "mem-reserved-bytes",
+    "allocated": "mem-allocated-bytes",
+    "max allocated": "mem-max-allocated-bytes",
+    "allocated count": "mem-allocated-count",
+}
 
 
 class Board(Protocol):
@@ -56,8 +60,11 @@ class Board(Protocol):
 def missing_packages(log: LogConfig) -> list[str]:
     """What cannot be written because a package is not installed, with the command that installs it."""
     asked = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
-    return [f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
-            for package, (flag, value) in asked.items() if value and importlib.util.find_spec(package) is None]
+    return [
+        f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
+        for package, (flag, value) in asked.items()
+        if value and importlib.util.find_spec(package) is None
+    ]
 
 
 class Writers:
@@ -122,8 +129,13 @@ class Writers:
         self._write(values, iteration=last["iteration"])
 
     def validation(
-        self, losses: Mapping[str, float], *, iteration: int, consumed_samples: int,
-        final: str | None = None, set_name: str | None = None,
+        self,
+        losses: Mapping[str, float],
+        *,
+        iteration: int,
+        consumed_samples: int,
+        final: str | None = None,
+        set_name: str | None = None,
     ) -> None:
         """Show and record a validation result.
 
@@ -134,8 +146,14 @@ class Writers:
             return
         where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
         self._console(validation_text(losses, where, set_name))
-        self._record("validation", iteration=iteration, consumed_samples=consumed_samples, final=final, set_name=set_name,
-                     losses=losses)
+        self._record(
+            "validation",
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            final=final,
+            set_name=set_name,
+            losses=losses,
+        )
         if final is not None:
             return
         word = "validation" if set_name is None else f"validation-{set_name}"
@@ -153,7 +171,9 @@ class Writers:
         """Show and record prompts and what the network said after them."""
         for number, (prompt, text) in enumerate(samples, start=1):
             self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
-        self._record("samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples])
+        self._record(
+            "samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples]
+        )
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
         self._on_boards(lambda board: board.write_texts(texts, iteration=iteration))
 
@@ -161,13 +181,17 @@ class Writers:
         """Record bytes, as `device.memory_report` gives them."""
         self._record("memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()})
         if self._log.log_memory_to_tensorboard:
-            self._write({MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration)
+            self._write(
+                {MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration
+            )
 
     def saved(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
         """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
         self._record("checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures)
-        self._write({"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},
-                    iteration=iteration)
+        self._write(
+            {"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},
+            iteration=iteration,
+        )
 
     def times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
         """Show a block of timers and record them."""
@@ -217,8 +241,10 @@ class Writers:
             self._boards.pop(name, None)
             again = name.startswith(TENSORBOARD)
             if name not in self._failed:
-                self.text(f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it"
-                          + ", and tries it again every minute" * again)
+                self.text(
+                    f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it"
+                    + ", and tries it again every minute" * again
+                )
             self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
 
     def _record(self, kind: str, **fields: Any) -> None:
@@ -299,8 +325,13 @@ class WeightsAndBiases:
         folder = log.wandb_save_dir
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=log.wandb_project, name=log.wandb_exp_name, entity=log.wandb_entity, dir=folder,
-                               config=dict(settings))
+        self._run = wandb.init(
+            project=log.wandb_project,
+            name=log.wandb_exp_name,
+            entity=log.wandb_entity,
+            dir=folder,
+            config=dict(settings),
+        )
         self._module = wandb
         # W&B drops points whose own step goes back; against a metric of ours they may come in any order.
         self._run.define_metric("iteration")
@@ -312,7 +343,12 @@ class WeightsAndBiases:
 
     def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
         """Show texts, each under its name, as they are."""
-        self._run.log({**{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()}, "iteration": iteration})
+        self._run.log(
+            {
+                **{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()},
+                "iteration": iteration,
+            }
+        )
 
     def close(self) -> None:
         """Write out what is left."""

@@ -37,11 +37,21 @@ def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list
 
     num_microbatches: of a rank, before they are regrouped.
     """
-    lengths = [length for number in range(num_microbatches * ranks) for _ in range(config.train.micro_batch_size)
-               for length in document_lengths(config, number)]
+    lengths = [
+        length
+        for number in range(num_microbatches * ranks)
+        for _ in range(config.train.micro_batch_size)
+        for length in document_lengths(config, number)
+    ]
     shares = divided(lengths, config, ranks).shares
-    return [[(share.size, place - share.first, sum(lengths[number] for number in share.sequences)) for share in shares if share.includes(place)]
-            for place in range(ranks)]
+    return [
+        [
+            (share.size, place - share.first, sum(lengths[number] for number in share.sequences))
+            for share in shares
+            if share.includes(place)
+        ]
+        for place in range(ranks)
+    ]
 
 
 def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
@@ -64,14 +74,20 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
         if not reads:
             yield Batch()
             continue
-        batch = Batch.from_arrays(_sample(run.config, train.micro_batch_size), run.mesh.device, positions=run.config.data.restarts_positions)
-        batch = replace(batch, **{name: _own(getattr(batch, name)) for name in _TEXT},
-                        extras={name: _own(value) for name, value in batch.extras.items()})
+        batch = Batch.from_arrays(
+            _sample(run.config, train.micro_batch_size), run.mesh.device, positions=run.config.data.restarts_positions
+        )
+        batch = replace(
+            batch,
+            **{name: _own(getattr(batch, name)) for name in _TEXT},
+            extras={name: _own(value) for name, value in batch.extras.items()},
+        )
         if run.config.parallel.hybrid_context_parallel:
             document = torch.arange(train.seq_length, device=run.mesh.device) // _document(run.config, number)
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
         yield batch.looking_ahead(
-                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
+            run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+        ).over_context(run.mesh.cp)
 
 
 def _own(tensor: Tensor | None) -> Tensor | None:
@@ -89,8 +105,14 @@ def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
             found["document_ids"] = np.ones((rows, length), np.int64)
         return found
     if config.model.architecture == "bert":
-        return {**{name: found["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
-                **{name: np.ones(rows, np.int64) for name in ("is_random", "truncated")}}
+        return {
+            **{name: found["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
+            **{name: np.ones(rows, np.int64) for name in ("is_random", "truncated")},
+        }
     decoder = np.ones((rows, short), np.int64)
-    return {"text_enc": found["tokens"], "enc_mask": found["tokens"], "truncated": np.ones(rows, np.int64),
-            **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")}}
+    return {
+        "text_enc": found["tokens"],
+        "enc_mask": found["tokens"],
+        "truncated": np.ones(rows, np.int64),
+        **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")},
+    }

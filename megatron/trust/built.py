@@ -37,14 +37,16 @@ class Built:
 def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> Built:
     """Build the places of a checked, resolved config, and compare. most: places to build; the first and the last of more."""
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
-    config = replace(config, model=replace(model, true_vocab_size=model.padded_vocab_size))  # a vocabulary without padding
+    config = replace(
+        config, model=replace(model, true_vocab_size=model.padded_vocab_size)
+    )  # a vocabulary without padding
     stages, problems = stages_of(config), []
     layers = sum(len(stage.layers) for stage in stages)
     wanted = len(layer_rows(config.model))
     if layers != wanted:
         problems.append(f"the stages have {layers} layers, and the network {wanted}")
     places = _places(config, world_size)
-    shown = places if len(places) <= most else places[:most // 2] + places[-(most // 2):]
+    shown = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
     held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for mesh in shown:
@@ -54,24 +56,32 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
         for param in tensors:
             spec = spec_of(param)
             shapes[spec.name] = spec.shape
-            held.setdefault(spec.name, set()).update((p.box.offset, p.box.shape) for p in local_shards(spec, mesh) if p.is_first_replica)
+            held.setdefault(spec.name, set()).update(
+                (p.box.offset, p.box.shape) for p in local_shards(spec, mesh) if p.is_first_replica
+            )
     counted = count_parameters(config.model).total
     if len(shown) == len(places):
-        problems += [f"{name} is {shape}, and the ranks hold {size:,} of its elements" for name, shape in sorted(shapes.items())
-                     if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)]
+        problems += [
+            f"{name} is {shape}, and the ranks hold {size:,} of its elements"
+            for name, shape in sorted(shapes.items())
+            if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)
+        ]
         problems += _whole(shapes, config)
     return Built(len(shown), layers, counted, tuple(problems))
 
 
 def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
     """A rank's place on every axis, without process groups. lists: those of `axis_ranks`, and of `block_ranks` if there are some."""
+
     def axis(name: str) -> Axis:
         groups = lists["pp" if name == "pp_backward" else name]
         ranks = next((group for group in groups if rank in group), (rank,))
         return Axis(name, len(ranks), ranks.index(rank), ranks)
 
     axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
-    return Mesh(device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes)
+    return Mesh(
+        device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes
+    )
 
 
 def _places(config: RunConfig, world_size: int) -> list[Mesh]:

@@ -1,7 +1,7 @@
 """What would be started: the words of a run's command, as a setting that rules can look at.
 
-    --num-layers 12 ...                                                          flags alone, on one rank
-    torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a BERT on 16 ranks
+--num-layers 12 ...                                                          flags alone, on one rank
+torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a BERT on 16 ranks
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from megatron.trust.edits import Broken, Given
 ENTRIES: Mapping[str, Mapping[str, Any]] = {
     "pretrain_gpt.py": {"tokenizer_type": "GPT2BPETokenizer"},
     "pretrain_bert.py": {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"},
-    "pretrain_t5.py": {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}}
+    "pretrain_t5.py": {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"},
+}
 # Scripts of Megatron, and what does their work here.
 ELSEWHERE: Mapping[str, str] = {
-    "gpt_static_inference.py": "tools/generate.py continues texts", "gpt_dynamic_inference.py": "tools/generate.py continues texts",
+    "gpt_static_inference.py": "tools/generate.py continues texts",
+    "gpt_dynamic_inference.py": "tools/generate.py continues texts",
     "gpt_dynamic_inference_with_coordinator.py": "tools/run_text_generation_server.py serves a network on many ranks",
     "run_text_generation_server.py": "its own --help lists the flags of the server",
     "pretrain_hybrid.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
@@ -31,7 +33,8 @@ ELSEWHERE: Mapping[str, str] = {
     "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_vlm.py": "images and multimodal models are not built yet; pretrain_gpt.py trains language models",
     "train_rl.py": "reinforcement learning is not built yet; pretrain_gpt.py trains on texts and, with --sft, on conversations",
-    "main.py": "flags of tasks are looked at when tasks/main.py starts"}
+    "main.py": "flags of tasks are looked at when tasks/main.py starts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple
     place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
     if place is None:
         return [], entry, list(words)
-    return list(words[:place]), Path(words[place]).name, list(words[place + 1:])
+    return list(words[:place]), Path(words[place]).name, list(words[place + 1 :])
 
 
 def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
@@ -65,8 +68,11 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         args = read_flags(flags, defaults=ENTRIES[entry])
     except ConfigError as error:
         return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
-    return Command(Given(from_namespace(RunConfig, args), ranks), tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
-                   tuple(args.messages))
+    return Command(
+        Given(from_namespace(RunConfig, args), ranks),
+        tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
+        tuple(args.messages),
+    )
 
 
 def _stranger(words: Sequence[str]) -> str | None:

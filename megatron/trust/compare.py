@@ -61,8 +61,10 @@ class Gap:
 
     def __str__(self) -> str:
         same = self.first == self.largest
-        return (f"{self.count} of {self.elements} elements differ, relative norm {self.relative_norm:.3g}; first {self.first}"
-                + ("" if same else f"; largest {self.largest}"))
+        return (
+            f"{self.count} of {self.elements} elements differ, relative norm {self.relative_norm:.3g}; first {self.first}"
+            + ("" if same else f"; largest {self.largest}")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,15 @@ def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) ->
     return _compared(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
 
-def compare_sources(a: Source, b: Source, *, tolerance: Tolerance = Tolerance(), patterns: Sequence[str] = (), dtypes: bool = True,
-                    advance: Callable[[int], object] = lambda _: None) -> Iterator[Difference]:
+def compare_sources(
+    a: Source,
+    b: Source,
+    *,
+    tolerance: Tolerance = Tolerance(),
+    patterns: Sequence[str] = (),
+    dtypes: bool = True,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Iterator[Difference]:
     """Every tensor and value, by name, that two checkpoints do not hold alike.
 
     patterns: compare only names like these. dtypes: whether another dtype alone is a difference. advance: told the bytes
@@ -112,14 +121,19 @@ def compare_sources(a: Source, b: Source, *, tolerance: Tolerance = Tolerance(),
 def value_differences(a: Any, b: Any) -> str:
     """Two values that differ, in words: of two mappings, the keys that do."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return ", ".join(f"{key} {a.get(key)!r} and {b.get(key)!r}" for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key))
+        return ", ".join(
+            f"{key} {a.get(key)!r} and {b.get(key)!r}" for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
+        )
     return f"{a!r} and {b!r}"
 
 
 def settings_differences(a: Source, b: Source) -> list[str]:
     """Settings that both checkpoints state, and not alike, a line each."""
-    return [f"{name}: {a.settings[name]!r} and {b.settings[name]!r}" for name in sorted(set(a.settings) & set(b.settings))
-            if a.settings[name] != b.settings[name]]
+    return [
+        f"{name}: {a.settings[name]!r} and {b.settings[name]!r}"
+        for name in sorted(set(a.settings) & set(b.settings))
+        if a.settings[name] != b.settings[name]
+    ]
 
 
 def _compared(shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance) -> Gap | None:
@@ -169,13 +183,18 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
 
     def spot(place: int) -> Spot:
         index = [int(at) for at in torch.unravel_index(torch.tensor(place), x.shape)] if x.dim() else []
-        return Spot(tuple(at + low for at, low in zip(index, box.offset, strict=True)), a.flatten()[place].item(),
-                    b.flatten()[place].item())
+        return Spot(
+            tuple(at + low for at, low in zip(index, box.offset, strict=True)),
+            a.flatten()[place].item(),
+            b.flatten()[place].item(),
+        )
 
     sizes = torch.where(differs, gap, -1.0).flatten()
     place = int(sizes.argmax())
     square = float(torch.where(gap.isfinite(), gap, 0.0).square().sum())
-    return _Block(int(differs.sum()), square, spot(int(differs.flatten().int().argmax())), spot(place), float(sizes[place]))
+    return _Block(
+        int(differs.sum()), square, spot(int(differs.flatten().int().argmax())), spot(place), float(sizes[place])
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:

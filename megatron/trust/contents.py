@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.manifest import WIDTHS, parsed
-from megatron.core.dist_checkpointing.store import COMMIT, MANIFEST, SavedStep, candidates, describe, read_commit, read_committed, walk
+from megatron.core.dist_checkpointing.store import (
+    COMMIT,
+    MANIFEST,
+    SavedStep,
+    candidates,
+    describe,
+    read_commit,
+    read_committed,
+    walk,
+)
 
 OWN = "this project"  # the dialect of our own
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -99,23 +108,51 @@ def own_contents(folder: Path) -> Contents:
     """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
     description, commit = describe(folder), read_commit(folder)
     manifest = parsed(read_committed(folder, MANIFEST, commit.manifest))
-    tensors = tuple(Entry(name, one.dtype, one.shape, math.prod(one.shape) * WIDTHS[one.dtype],
-                          tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces))
-                    for name, one in manifest.tensors.items())
+    tensors = tuple(
+        Entry(
+            name,
+            one.dtype,
+            one.shape,
+            math.prod(one.shape) * WIDTHS[one.dtype],
+            tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces),
+        )
+        for name, one in manifest.tensors.items()
+    )
     files = {name: facts.size for name, facts in manifest.files.items()}
-    return Contents(str(folder), OWN, commit.iteration, description.world_size, files, tensors, manifest.values,
-                    description.values)
+    return Contents(
+        str(folder), OWN, commit.iteration, description.world_size, files, tensors, manifest.values, description.values
+    )
 
 
 def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
     """All of it for a program to read."""
-    groups = {name: {"tensors": count, "elements": elements, "bytes": size} for name, (count, elements, size) in contents.groups().items()}
-    tensors = {one.name: {"dtype": one.dtype, "shape": list(one.shape), "bytes": one.size,
-                          "boxes": [{"file": place.file, "offset": list(place.offset), "shape": list(place.shape)} for place in one.places]}
-               for one in contents.matching(patterns)}
-    return {"path": contents.path, "dialect": contents.dialect, "iteration": contents.iteration, "world_size": contents.world_size,
-            "bytes": contents.size, "files": dict(contents.files), "groups": groups, "tensors": tensors,
-            "values": {name: value for name, value in contents.values.items() if fits(name, patterns)}, "settings": dict(contents.settings)}
+    groups = {
+        name: {"tensors": count, "elements": elements, "bytes": size}
+        for name, (count, elements, size) in contents.groups().items()
+    }
+    tensors = {
+        one.name: {
+            "dtype": one.dtype,
+            "shape": list(one.shape),
+            "bytes": one.size,
+            "boxes": [
+                {"file": place.file, "offset": list(place.offset), "shape": list(place.shape)} for place in one.places
+            ],
+        }
+        for one in contents.matching(patterns)
+    }
+    return {
+        "path": contents.path,
+        "dialect": contents.dialect,
+        "iteration": contents.iteration,
+        "world_size": contents.world_size,
+        "bytes": contents.size,
+        "files": dict(contents.files),
+        "groups": groups,
+        "tensors": tensors,
+        "values": {name: value for name, value in contents.values.items() if fits(name, patterns)},
+        "settings": dict(contents.settings),
+    }
 
 
 def size_words(size: float) -> str:

@@ -79,7 +79,9 @@ class _Seen:
     @property
     def shown(self) -> frozenset[int]:
         """Births of a forward pass that others see."""
-        return frozenset(shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None)
+        return frozenset(
+            shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None
+        )
 
     def held(self, gone: frozenset[int]) -> list[int]:
         """Births of a forward pass that end with its graph, if these do in its backward pass."""
@@ -88,8 +90,12 @@ class _Seen:
     def like(self, other: _Seen) -> bool:
         """Whether both did the same."""
         named = ("last", "given", "ended", "before", "notes", "kept", "flags")
-        return (self.stretch.like(other.stretch) and all(getattr(self, name) == getattr(other, name) for name in named)
-                and [_alike(event, self.live) for event in self.events] == [_alike(event, other.live) for event in other.events])
+        return (
+            self.stretch.like(other.stretch)
+            and all(getattr(self, name) == getattr(other, name) for name in named)
+            and [_alike(event, self.live) for event in self.events]
+            == [_alike(event, other.live) for event in other.events]
+        )
 
 
 @dataclass(slots=True)
@@ -197,7 +203,9 @@ class Copier:
             raise Unlike("something that a backward pass left does not end with its graph")
         self._graph.clear()
         if self._former is not None:
-            self._former.stage.lasting = frozenset(place for place, life in enumerate(self._former.given) if life is not None and life.lasts)
+            self._former.stage.lasting = frozenset(
+                place for place, life in enumerate(self._former.given) if life is not None and life.lasts
+            )
             self._former = None
 
     def _follow(self, stage: _Stage, number: int, plain: Any, given: dict[str, Any]) -> Any:
@@ -209,9 +217,20 @@ class Copier:
         outputs = tuple(_tensors(output))
         shapes = tuple(self._shape(tensor, place) for tensor in outputs)
         kept = {id(heap.known(tensor)) for tensor in _tensors(microbatch_context.retained)}
-        seen = replace(self._seen(mark, stretch, shapes, tuple(_known(before, life, "a forward pass") for life in deaths)),
-                       before=_names(before), notes=self._noted(microbatch_context, place), kept=frozenset(birth for life, birth in place.items() if life in kept))
-        waiting = _Pass(stage, number, microbatch_context, _asking(given), births, [heap.known(tensor) for tensor in _tensors(tuple(given.values()))])
+        seen = replace(
+            self._seen(mark, stretch, shapes, tuple(_known(before, life, "a forward pass") for life in deaths)),
+            before=_names(before),
+            notes=self._noted(microbatch_context, place),
+            kept=frozenset(birth for life, birth in place.items() if life in kept),
+        )
+        waiting = _Pass(
+            stage,
+            number,
+            microbatch_context,
+            _asking(given),
+            births,
+            [heap.known(tensor) for tensor in _tensors(tuple(given.values()))],
+        )
         self._former = waiting
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
@@ -239,12 +258,20 @@ class Copier:
         who = {id(life): ("saved", birth) for birth, life in enumerate(waiting.lives)}
         who |= waiting.before
         who |= {life: ("gradient", which) for life, which in waiting.gradients.items() if life not in who}
-        who |= {id(life): ("given", place) for place, life in enumerate(waiting.given) if life is not None and id(life) not in who}
+        who |= {
+            id(life): ("given", place)
+            for place, life in enumerate(waiting.given)
+            if life is not None and id(life) not in who
+        }
         place = {id(life): birth for birth, life in enumerate(births)}
-        gradients = tuple(None if (tensor := reference()) is None or tensor.grad is None else self._shape(tensor.grad, place)
-                          for reference in waiting.asking)
+        gradients = tuple(
+            None if (tensor := reference()) is None or tensor.grad is None else self._shape(tensor.grad, place)
+            for reference in waiting.asking
+        )
         noted = self._noted(waiting.microbatch_context, place)
-        if len(births) != len({shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}):
+        if len(births) != len(
+            {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
+        ):
             raise Unlike("a backward pass leaves something behind")
         ended = tuple(_known(who, life, "a backward pass") for life in deaths)
         if not _gone(ended).isdisjoint(forward.shown):
@@ -253,8 +280,12 @@ class Copier:
         if not all(life.lasts for life in rest):
             raise Unlike("what a forward pass left ends before its backward pass")
         self._graph += rest
-        seen = replace(self._seen(mark, stretch, gradients, ended), before=_names(waiting.before), notes=noted,
-                       flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives))
+        seen = replace(
+            self._seen(mark, stretch, gradients, ended),
+            before=_names(waiting.before),
+            notes=noted,
+            flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
+        )
         if waiting.number == stage.settled:
             if (former := stage.backwards.pop(waiting.number - 1, None)) is None or not former.like(seen):
                 raise Unlike("two backward passes of a stage are not alike")
@@ -265,7 +296,7 @@ class Copier:
             stage.backwards[waiting.number] = seen
 
     def _seen(self, mark: _Mark, stretch: Stretch, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]) -> _Seen:
-        recorder, events = self.recorder, self.recorder.events[mark.event:]
+        recorder, events = self.recorder, self.recorder.events[mark.event :]
         if (recorder.asked - mark.asked) % ROUNDS:
             raise Unlike("a pass asks for numbers whose answers change")
         if any(event.action != recorder.action or event.kind == "action" for event in events):
@@ -276,8 +307,15 @@ class Copier:
         life = self.recorder.heap.known(tensor)
         if life is None or id(life) not in place:
             raise Unlike("a stage gives what it was given")
-        return _Shape(place[id(life)], tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad,
-                      not isinstance(tensor.grad_fn, torch._C._FunctionBase))
+        return _Shape(
+            place[id(life)],
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.requires_grad,
+            not isinstance(tensor.grad_fn, torch._C._FunctionBase),
+        )
 
     def _notes(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
         """Who the lives of the notes are."""
@@ -285,7 +323,11 @@ class Copier:
 
     def _noted(self, microbatch_context: MicrobatchContext, place: dict[int, int]) -> tuple[tuple[str, _Shape], ...]:
         """The notes that were made in a pass."""
-        return tuple((name, self._shape(note, place)) for name, note in microbatch_context.metrics.items() if id(self.recorder.heap.known(note)) in place)
+        return tuple(
+            (name, self._shape(note, place))
+            for name, note in microbatch_context.metrics.items()
+            if id(self.recorder.heap.known(note)) in place
+        )
 
     # Counting again.
 
@@ -305,7 +347,10 @@ class Copier:
         del made
         outputs = _Copied.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
-            shown = [torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor for tensor, shape in zip(outputs, seen.given)]
+            shown = [
+                torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor
+                for tensor, shape in zip(outputs, seen.given)
+            ]
         return _filled(stage.output, iter(shown))
 
     def count_backward(self, waiting: _Pass, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -319,14 +364,19 @@ class Copier:
             raise Unlike("a graph keeps what it was given, which did not last before")
         self._same_notes(waiting.microbatch_context, seen)
         held = {"gradient": gradients, "given": waiting.held, "note": waiting.microbatch_context.metrics}
-        ending = [waiting.lives[place] if kind == "saved" else heap.release(held[kind][place]) for kind, place in seen.ended]
+        ending = [
+            waiting.lives[place] if kind == "saved" else heap.release(held[kind][place]) for kind, place in seen.ended
+        ]
         lives = self._again(seen, ending)
         waiting.microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
             if shape is not None:
                 reference().grad = self._made(shape, lives)
         self._left += [waiting.lives[birth] for birth in forward.kept]
-        return [self._in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8) for birth in forward.held(_gone(seen.ended))]
+        return [
+            self._in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
+            for birth in forward.held(_gone(seen.ended))
+        ]
 
     def _again(self, seen: _Seen, ending: Sequence[Life]) -> list[Life]:
         recorder, begin = self.recorder, len(self.recorder.events)
@@ -338,7 +388,9 @@ class Copier:
         """A tensor like one that was seen, in the storage of one of these lives."""
         return self._in(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 
-    def _in(self, life: Life, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
+    def _in(
+        self, life: Life, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+    ) -> Tensor:
         """A tensor in the storage of a life, which ends with it."""
         with torch._C._DisableTorchDispatch():
             memory = torch.empty(life.size, dtype=torch.uint8, device="meta").untyped_storage()
@@ -356,8 +408,22 @@ class Copier:
 
 def _alike(event: Event, live: int) -> tuple[Any, ...]:
     """What is to be the same of an event in two passes. live: bytes alive before the pass."""
-    return (event.kind, event.name, event.where, event.module, event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape,
-            event.received, event.dtype, event.factors, event.live - live)
+    return (
+        event.kind,
+        event.name,
+        event.where,
+        event.module,
+        event.flops,
+        event.moved,
+        event.axis,
+        event.ranks,
+        event.peer,
+        event.shape,
+        event.received,
+        event.dtype,
+        event.factors,
+        event.live - live,
+    )
 
 
 def _gone(ended: tuple[Any, ...]) -> frozenset[int]:

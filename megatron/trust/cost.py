@@ -116,23 +116,45 @@ class RankTime:
 def cost(run: DryRun, hardware: Hardware) -> Cost:
     """Seconds, bytes and shares of the step that was run dry."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
-    if run.config.parallel.hybrid_context_parallel:  # a rank with fewer microbatches than the schedule is idle in the others
-        for key, spent in ((key, spent) for rank in ranks for key, spent in rank.spent.items() if key[0] in "FB" and ACTION.match(key)):
-            spent.begun |= {f"{key}.{number}": spent.seconds for number in range(len(spent.begun), run.num_microbatches)}
+    if (
+        run.config.parallel.hybrid_context_parallel
+    ):  # a rank with fewer microbatches than the schedule is idle in the others
+        for key, spent in (
+            (key, spent) for rank in ranks for key, spent in rank.spent.items() if key[0] in "FB" and ACTION.match(key)
+        ):
+            spent.begun |= {
+                f"{key}.{number}": spent.seconds for number in range(len(spent.begun), run.num_microbatches)
+            }
     stages, pp = num_stages(run.whole_plan), len(run.whole_plan)
-    times = {op: [max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
-                  for stage in range(stages)] for op in "FBW"}
+    times = {
+        op: [
+            max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
+            for stage in range(stages)
+        ]
+        for op in "FBW"
+    }
     message = max(rank.message for rank in ranks)
     if not run.config.parallel.overlap_p2p_communication:
         # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
-        times |= {op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])] for op in "FB"}
+        times |= {
+            op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])]
+            for op in "FB"
+        }
         message = -message
     whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
-    timeline = play(run.whole_plan, forward=times["F"], backward=whole, weight=times["W"], message=message,
-                    together=run.config.parallel.overlap_moe_expert_parallel_comm)
+    timeline = play(
+        run.whole_plan,
+        forward=times["F"],
+        backward=whole,
+        weight=times["W"],
+        message=message,
+        together=run.config.parallel.overlap_moe_expert_parallel_comm,
+    )
     ends = [_reduced(rank, run, timeline) for rank in ranks]
-    tails = [sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key))
-             + _exposed_gather(rank) for rank in ranks]
+    tails = [
+        sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
+        for rank in ranks
+    ]
     seconds = max(ends) + max(tails)
     busiest = max(range(len(ranks)), key=lambda place: sum(ranks[place].spent[key].each for key in ranks[place].spent))
     parts = _parts(ranks[busiest], run.whole_microbatches, seconds)
@@ -141,18 +163,36 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         for axis, moved in _traffic(rank, run.whole_microbatches).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
     assert pp == run.config.parallel.pp, f"a plan of {pp} rows for {run.config.parallel.pp} pipeline ranks"
-    return Cost(step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts), timeline, traffic)
+    return Cost(
+        step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts),
+        timeline,
+        traffic,
+    )
 
 
-def step_time(config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float,
-              parts: Mapping[str, float]) -> StepTime:
+def step_time(
+    config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float, parts: Mapping[str, float]
+) -> StepTime:
     """Rates of a step that takes so long."""
     train = config.train
     assert train.global_batch_size and train.seq_length, "rules let no run pass without a batch and a length"
-    causal, square = (train.global_batch_size * flops_per_sample(config.model, train.seq_length, count, decoder_length=train.decoder_seq_length)
-                      / seconds / world_size for count in ("causal", "square"))
+    causal, square = (
+        train.global_batch_size
+        * flops_per_sample(config.model, train.seq_length, count, decoder_length=train.decoder_seq_length)
+        / seconds
+        / world_size
+        for count in ("causal", "square")
+    )
     peak = hardware.flops(config.precision.dtype)
-    return StepTime(seconds, bubble, train.global_batch_size * train.seq_length / seconds, causal, causal / peak, square / peak, parts)
+    return StepTime(
+        seconds,
+        bubble,
+        train.global_batch_size * train.seq_length / seconds,
+        causal,
+        causal / peak,
+        square / peak,
+        parts,
+    )
 
 
 def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
@@ -168,7 +208,11 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
             if event.action != "setup" and event.kind != "action":
                 place = spent.setdefault(_key(event.action), Spent())
                 # A message is under way before the action that it is for.
-                meter.count(event, place, 0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds))
+                meter.count(
+                    event,
+                    place,
+                    0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds),
+                )
     for place in spent.values():
         shows = max(0.0, place.beside - place.seconds)
         place.seconds += shows
@@ -192,8 +236,20 @@ class _Meter:
         """Add an event to where its action's are counted. before: what had been spent there when the action began."""
         acts = _acts(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
-        alike = (event.kind, event.name, where, event.action[:1], event.flops, event.moved, event.axis, event.ranks, event.peer, event.shape, event.dtype,
-                 event.factors)
+        alike = (
+            event.kind,
+            event.name,
+            where,
+            event.action[:1],
+            event.flops,
+            event.moved,
+            event.axis,
+            event.ranks,
+            event.peer,
+            event.shape,
+            event.dtype,
+            event.factors,
+        )
         if alike not in self._prices:
             self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), part_of(event)
         seconds, part = self._prices[alike]
@@ -238,12 +294,20 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
     if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
         met = 1.0 if event.where.startswith(ROWS) else _met(config)
-        return hardware.attention_seconds(event.flops * met, config.precision.dtype, backward=event.action.startswith("B"))
+        return hardware.attention_seconds(
+            event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
+        )
     few = _few_bits(config, hardware)
     if few and event.where in _emulated():
         size = bytes_of(event)
-        moved = (event.moved - size) / item_size(event.dtype) + size * item_size(config.precision.dtype) / item_size(event.dtype)
-        return max(hardware.matmul_seconds(event.flops, few), moved / hardware.memory_rate) + hardware.launch if event.flops else 0.0
+        moved = (event.moved - size) / item_size(event.dtype) + size * item_size(config.precision.dtype) / item_size(
+            event.dtype
+        )
+        return (
+            max(hardware.matmul_seconds(event.flops, few), moved / hardware.memory_rate) + hardware.launch
+            if event.flops
+            else 0.0
+        )
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
     else:
@@ -266,7 +330,9 @@ def _emulated() -> frozenset[str]:
     """The lines that emulate a product of few bits."""
     tree = ast.parse((_ROOT / FEW_BITS).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
-    return frozenset(f"{FEW_BITS}:{line}" for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return frozenset(
+        f"{FEW_BITS}:{line}" for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    )
 
 
 def _attention_flops(event: Event, config: RunConfig) -> float:

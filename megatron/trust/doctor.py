@@ -99,11 +99,24 @@ class Unseen(Exception):
 
 def versions(subject: Subject) -> list[Row]:
     """All ranks run the same software."""
-    mine = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": str(torch.version.cuda), "our code": code_version()["sources"][:12]}
+    mine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "our code": code_version()["sources"][:12],
+    }
     seen = _on_all(subject, lambda: mine)
-    rows = [_unlike(subject, "versions", f"{name} differs", [(rank, one[name]) for rank, one in seen],
-                    "install the same on every machine: ranks that compute or speak differently end in wrong numbers or hang")
-            for name in mine if len({one[name] for _, one in seen}) > 1]
+    rows = [
+        _unlike(
+            subject,
+            "versions",
+            f"{name} differs",
+            [(rank, one[name]) for rank, one in seen],
+            "install the same on every machine: ranks that compute or speak differently end in wrong numbers or hang",
+        )
+        for name in mine
+        if len({one[name] for _, one in seen}) > 1
+    ]
     return rows or [Row("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
 
 
@@ -113,22 +126,43 @@ def devices(subject: Subject) -> list[Row]:
     seen = _on_all(subject, lambda: (host, str(device), name_of(device), free_memory(device)))
     names = Counter(one[2] for _, one in seen)
     told = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
-    rows = [] if len(names) == 1 else [Row("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
+    rows = (
+        []
+        if len(names) == 1
+        else [Row("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
+    )
     if device.type == "cuda":
         places = Counter(one[:2] for _, one in seen)
         shared = [f"{host} {name}" for (host, name), count in places.items() if count > 1]
         if shared:
-            rows.append(Row("devices", "FAIL", f"several ranks share {', '.join(shared)}", "start as many ranks as a machine has GPUs"))
+            rows.append(
+                Row(
+                    "devices",
+                    "FAIL",
+                    f"several ranks share {', '.join(shared)}",
+                    "start as many ranks as a machine has GPUs",
+                )
+            )
         full = [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]
         if full:
-            rows.append(Row("devices", "WARN", f"a tenth of the memory or more is taken on {subject.named(full)}", "end what else runs there"))
+            rows.append(
+                Row(
+                    "devices",
+                    "WARN",
+                    f"a tenth of the memory or more is taken on {subject.named(full)}",
+                    "end what else runs there",
+                )
+            )
     return rows or [Row("devices", "OK", told)]
 
 
 def kernels(subject: Subject) -> list[Row]:
     """Which kernels serve the run, and why better ones do not."""
-    return [Row("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
-            for op, name, why in subject.kernels.report if op not in subject.config.model.idle_kernels]
+    return [
+        Row("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
+        for op, name, why in subject.kernels.report
+        if op not in subject.config.model.idle_kernels
+    ]
 
 
 def numbers(subject: Subject) -> list[Row]:
@@ -147,12 +181,24 @@ def numbers(subject: Subject) -> list[Row]:
         wrong = [(rank, result) for rank, result in results if isinstance(result, str) or result > limit]
         what = f"{op} by {name} in {str(subject.need.dtype).removeprefix('torch.')}"
         if wrong:
-            worst = wrong[0][1] if isinstance(wrong[0][1], str) else f"off by {max(result for _, result in wrong):.2g} of the largest value"
+            worst = (
+                wrong[0][1]
+                if isinstance(wrong[0][1], str)
+                else f"off by {max(result for _, result in wrong):.2g} of the largest value"
+            )
             mend = f"choose another than {asked(op, name)}, or " if op in names else ""
-            rows.append(Row("numbers", "FAIL", f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
-                            f"{mend}test the device and its driver"))
+            rows.append(
+                Row(
+                    "numbers",
+                    "FAIL",
+                    f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
+                    f"{mend}test the device and its driver",
+                )
+            )
         else:
-            rows.append(Row("numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition"))
+            rows.append(
+                Row("numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition")
+            )
     return rows
 
 
@@ -177,9 +223,19 @@ def clocks(subject: Subject) -> list[Row]:
     rounds = list(zip(*collectives.gather_objects(ticks, subject.mesh.world)))  # [round][rank]
     ahead = [statistics.median(times[rank] - times[0] for times in rounds) for rank in range(len(rounds[0]))]
     skew = max(ahead) - min(ahead)
-    found = f"apart by {skew:.3f} s at most" + (f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else "")
-    return [Row("clocks", "WARN" if skew > _MOST_SKEW else "OK", found,
-                "set the clocks by NTP: logs and time limits of different machines do not fit together" if skew > _MOST_SKEW else "")]
+    found = f"apart by {skew:.3f} s at most" + (
+        f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else ""
+    )
+    return [
+        Row(
+            "clocks",
+            "WARN" if skew > _MOST_SKEW else "OK",
+            found,
+            "set the clocks by NTP: logs and time limits of different machines do not fit together"
+            if skew > _MOST_SKEW
+            else "",
+        )
+    ]
 
 
 def limits(subject: Subject) -> list[Row]:
@@ -188,14 +244,33 @@ def limits(subject: Subject) -> list[Row]:
 
     def look() -> tuple[str, int, int | None, int]:
         shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
-        return host, resource.getrlimit(resource.RLIMIT_NOFILE)[0], shared, shutil.disk_usage(tempfile.gettempdir()).free
+        return (
+            host,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            shared,
+            shutil.disk_usage(tempfile.gettempdir()).free,
+        )
 
     seen = _on_all(subject, look)
     each = Counter(one[0] for _, one in seen)
     files = 256 + 8 * mesh.world.size + 2 * len(_prefixes(subject.config))
-    needs = (("open files", 1, lambda one: files, "raise `ulimit -n`", str),
-             ("shared memory", 2, lambda one: _LEAST_SHARED * each[one[0]], "give the container more (--shm-size), for NCCL's sake", _size),
-             (f"space in {tempfile.gettempdir()}", 3, lambda one: _LEAST_TEMPORARY, "empty it, or let TMPDIR name another folder", _size))
+    needs = (
+        ("open files", 1, lambda one: files, "raise `ulimit -n`", str),
+        (
+            "shared memory",
+            2,
+            lambda one: _LEAST_SHARED * each[one[0]],
+            "give the container more (--shm-size), for NCCL's sake",
+            _size,
+        ),
+        (
+            f"space in {tempfile.gettempdir()}",
+            3,
+            lambda one: _LEAST_TEMPORARY,
+            "empty it, or let TMPDIR name another folder",
+            _size,
+        ),
+    )
     rows = []
     for name, place, least, mend, told in needs:
         found = [(rank, one[place], least(one)) for rank, one in seen if one[place] is not None]
@@ -215,7 +290,11 @@ def data(subject: Subject) -> list[Row]:
 
     def look() -> dict[str, int | str]:
         found: dict[str, int | str] = {}
-        for path in (path for prefix in prefixes for path in ((prefix,) if Path(prefix).is_file() else (bin_path(prefix), idx_path(prefix)))):
+        for path in (
+            path
+            for prefix in prefixes
+            for path in ((prefix,) if Path(prefix).is_file() else (bin_path(prefix), idx_path(prefix)))
+        ):
             try:
                 found[path] = size_of(path)
             except _EXPECTED as error:
@@ -228,9 +307,18 @@ def data(subject: Subject) -> list[Row]:
         sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
         lost = [(rank, size) for rank, size in sizes if isinstance(size, str)]
         if lost:
-            rows.append(Row("data", "FAIL", f"{lost[0][1]}: on {subject.named([rank for rank, _ in lost])}", "mount the folder there, under the same path"))
+            rows.append(
+                Row(
+                    "data",
+                    "FAIL",
+                    f"{lost[0][1]}: on {subject.named([rank for rank, _ in lost])}",
+                    "mount the folder there, under the same path",
+                )
+            )
         elif len({size for _, size in sizes}) > 1:
-            rows.append(_unlike(subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines"))
+            rows.append(
+                _unlike(subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines")
+            )
     return rows or [Row("data", "OK", f"{len(seen[0][1])} files, on every rank")]
 
 
@@ -238,17 +326,29 @@ def tokenizer(subject: Subject) -> list[Row]:
     """Every rank reads the same tokenizer."""
     if not subject.whole:
         return []
-    return _agreed(subject, "tokenizer", lambda: fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
-                   lambda hash: f"hash {hash[:12]}, on every rank", "bring the same tokenizer files to all machines")
+    return _agreed(
+        subject,
+        "tokenizer",
+        lambda: fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
+        lambda hash: f"hash {hash[:12]}, on every rank",
+        "bring the same tokenizer files to all machines",
+    )
 
 
 def checkpoints(subject: Subject) -> list[Row]:
     """Every rank sees the same checkpoint to load, and one folder to save into."""
     asked, rows = subject.config.checkpoint, []
     if asked.load:
-        rows = _agreed(subject, "checkpoints", lambda: newest(asked.load),
-                       lambda iteration: f"--load {asked.load}: " + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}"),
-                       "mount the folder on all machines, under the same path")
+        rows = _agreed(
+            subject,
+            "checkpoints",
+            lambda: newest(asked.load),
+            lambda iteration: (
+                f"--load {asked.load}: "
+                + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}")
+            ),
+            "mount the folder on all machines, under the same path",
+        )
     if asked.save:
         rows += _shared(subject, Path(asked.save))
     return rows
@@ -275,20 +375,43 @@ def disk(subject: Subject) -> list[Row]:
     collectives.barrier(subject.mesh.world)
     seen, problems = _tried(subject, write)
     if problems:
-        return [Row("disk", "FAIL", f"--save {folder} cannot be written: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
-                    "let every rank write there: each saves its part")]
+        return [
+            Row(
+                "disk",
+                "FAIL",
+                f"--save {folder} cannot be written: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
+                "let every rank write there: each saves its part",
+            )
+        ]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
     found, status, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", "OK", ""
     if subject.whole and subject.config.model.padded_vocab_size:
-        size = count_parameters(subject.config.model).total * (state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype])
+        size = count_parameters(subject.config.model).total * (
+            state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype]
+        )
         found += f"; a checkpoint takes about {_size(size)} and {size / rate:.0f} s"
         if free < 2 * size:
-            status, mend = ("FAIL" if free < size else "WARN"), "two must fit, since the old one is kept until the new one is whole; see --save-keep-last"
+            status, mend = (
+                ("FAIL" if free < size else "WARN"),
+                "two must fit, since the old one is kept until the new one is whole; see --save-keep-last",
+            )
     return [Row("disk", status, found, mend)]
 
 
-CHECKS: tuple[Callable[[Subject], list[Row]], ...] = (versions, devices, kernels, numbers, links, clocks, limits, data, tokenizer, checkpoints, disk)
+CHECKS: tuple[Callable[[Subject], list[Row]], ...] = (
+    versions,
+    devices,
+    kernels,
+    numbers,
+    links,
+    clocks,
+    limits,
+    data,
+    tokenizer,
+    checkpoints,
+    disk,
+)
 
 
 def _tried(subject: Subject, look: Callable[[], Any]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
@@ -299,7 +422,9 @@ def _tried(subject: Subject, look: Callable[[], Any]) -> tuple[list[tuple[int, A
     except _EXPECTED as error:
         problem = str(error) or type(error).__name__
     answers = list(enumerate(collectives.gather_objects((value, problem), subject.mesh.world)))
-    return [(rank, value) for rank, (value, problem) in answers if not problem], [(rank, problem) for rank, (_, problem) in answers if problem]
+    return [(rank, value) for rank, (value, problem) in answers if not problem], [
+        (rank, problem) for rank, (_, problem) in answers if problem
+    ]
 
 
 def _on_all(subject: Subject, look: Callable[[], Any]) -> list[tuple[int, Any]]:
@@ -316,7 +441,9 @@ def _agreed(subject: Subject, check: str, look: Callable[[], Any], told: Callabl
     if problems:
         return [Row(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)]
     if len({value for _, value in seen}) > 1:
-        return [_unlike(subject, check, "ranks see different ones", [(rank, told(value)) for rank, value in seen], mend)]
+        return [
+            _unlike(subject, check, "ranks see different ones", [(rank, told(value)) for rank, value in seen], mend)
+        ]
     return [Row(check, "OK", told(seen[0][1]))]
 
 
@@ -325,7 +452,12 @@ def _unlike(subject: Subject, check: str, what: str, values: Sequence[tuple[int,
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
-    return Row(check, "FAIL", f"{what}: " + "; ".join(f"{value} on {subject.named(those)}" for value, those in ranks.items()), mend)
+    return Row(
+        check,
+        "FAIL",
+        f"{what}: " + "; ".join(f"{value} on {subject.named(those)}" for value, those in ranks.items()),
+        mend,
+    )
 
 
 def _link(subject: Subject, axis: Axis) -> Row:
@@ -340,14 +472,25 @@ def _link(subject: Subject, axis: Axis) -> Row:
     many = [answer for answer in answers if len(answer[0]) > 1]
     moved = block.numel() * 4 * 2 * (1 - 1 / max(len(answer[0]) for answer in many))  # by each rank, in a ring
     slowest, fastest = (choice(many, key=lambda answer: answer[3]) for choice in (max, min))
-    found = (f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
-             f"{_size(moved / slowest[3])}/s")
+    found = (
+        f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
+        f"{_size(moved / slowest[3])}/s"
+    )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
-        return Row("links", "FAIL", f"{axis.name}: the sum over {subject.named(wrong[0])} is wrong", "test the network and its driver")
+        return Row(
+            "links",
+            "FAIL",
+            f"{axis.name}: the sum over {subject.named(wrong[0])} is wrong",
+            "test the network and its driver",
+        )
     if slowest[3] > 2 * fastest[3]:
-        return Row("links", "WARN", f"{found} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
-                   "look at the cables, switches and NCCL settings of the slow ones")
+        return Row(
+            "links",
+            "WARN",
+            f"{found} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
+            "look at the cables, switches and NCCL settings of the slow ones",
+        )
     return Row("links", "OK", found)
 
 
@@ -381,9 +524,23 @@ def _shared(subject: Subject, folder: Path) -> list[Row]:
     blind = [rank for rank, there in seen if not there]
     mend = "give --save a folder that all machines share and may write"
     if problems:
-        return [Row("checkpoints", "FAIL", f"--save {folder}: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)]
+        return [
+            Row(
+                "checkpoints",
+                "FAIL",
+                f"--save {folder}: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
+                mend,
+            )
+        ]
     if blind:
-        return [Row("checkpoints", "FAIL", f"--save {folder}: what rank 0 writes is not seen by {subject.named(blind)}", mend)]
+        return [
+            Row(
+                "checkpoints",
+                "FAIL",
+                f"--save {folder}: what rank 0 writes is not seen by {subject.named(blind)}",
+                mend,
+            )
+        ]
     return [Row("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
 
 

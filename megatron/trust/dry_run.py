@@ -102,17 +102,29 @@ class _Told(FlightRecorder):
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
     flight_recorder = _Told(recorder)
-    mesh = replace(mesh, **{name: replace(mesh.axis(name), flight_recorder=flight_recorder) for name in axes_of(mesh)},
-                   blocks=tuple(replace(axis, flight_recorder=flight_recorder) for axis in mesh.blocks))
+    mesh = replace(
+        mesh,
+        **{name: replace(mesh.axis(name), flight_recorder=flight_recorder) for name in axes_of(mesh)},
+        blocks=tuple(replace(axis, flight_recorder=flight_recorder) for axis in mesh.blocks),
+    )
     if config.parallel.use_torch_fsdp2:
-        recorder.shared = {axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None}
+        recorder.shared = {
+            axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
+        }
     need, wishes = kernel_need(config, mesh.device), config.model.kernel_wishes
     if wishes["cross_entropy"] == "auto":
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
     kernels = select(need, available(need, wishes))
-    run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels,
-              tokenizer=NullTokenizer(config.model.true_vocab_size or 2), streams=_NoStreams(),
-              timers=Timers(level=0), log=logging.getLogger("megatron.dry_run"))
+    run = Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=NullTokenizer(config.model.true_vocab_size or 2),
+        streams=_NoStreams(),
+        timers=Timers(level=0),
+        log=logging.getLogger("megatron.dry_run"),
+    )
     provider = _PROVIDERS[config.model.architecture]
     trainer = build_trainer(run, provider.model, provider.forward_step)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
@@ -126,7 +138,15 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         gc.collect()  # rings of references that cutting weights leaves behind
     heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
     heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
-    heap.name((whole for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ()) for whole in bucket.gathered), "weights")
+    heap.name(
+        (
+            whole
+            for parallel in trainer.parallels
+            for bucket in getattr(parallel, "buckets", ())
+            for whole in bucket.gathered
+        ),
+        "weights",
+    )
     held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
     heap.name((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
     heap.name(trainer.optimizer.memory(), "optimizer")
@@ -138,8 +158,18 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
     recorder.enter("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     parameters = sum(param.numel() for param in held)
-    return Trace(mesh.world.rank, place, parameters, recorder.events, heap.peak, heap.peak_event, heap.at(heap.peak_clock),
-                 heap.at(heap.clock), heap.timeline(began), heap.left_behind(recorder.begins["reduction"]))
+    return Trace(
+        mesh.world.rank,
+        place,
+        parameters,
+        recorder.events,
+        heap.peak,
+        heap.peak_event,
+        heap.at(heap.peak_clock),
+        heap.at(heap.clock),
+        heap.timeline(began),
+        heap.left_behind(recorder.begins["reduction"]),
+    )
 
 
 def _here(param: Tensor) -> Tensor:
@@ -147,14 +177,23 @@ def _here(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = None, *, whole: bool = False, follows: bool = False) -> DryRun:
+def dry_run(
+    config: RunConfig,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
+    follows: bool = False,
+) -> DryRun:
     """Run one step of every distinct kind of rank, or of these ranks. config: resolved, with its vocabulary.
 
     whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself. follows: every operation of each;
     else what repeats itself in a stage is counted again (copies.py).
     """
     if dist.is_initialized():
-        raise RuntimeError("a dry run makes a world of its own, and this process already belongs to one; start it in another process")
+        raise RuntimeError(
+            "a dry run makes a world of its own, and this process already belongs to one; start it in another process"
+        )
     lists = axis_ranks(config.parallel, world_size) | block_ranks(config.parallel, world_size)
     count = _microbatches(config, world_size)
     enough = count if whole else _enough(config, count)
@@ -162,18 +201,27 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int] | None = No
     short = _with_microbatches(config, world_size, enough)
     world = FakeWorld()
     try:
-        traces = tuple(_of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count) for kind in kinds)
+        traces = tuple(
+            _of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
+            for kind in kinds
+        )
     finally:
         gc.unfreeze()
     if config.parallel.hybrid_context_parallel:  # whose ranks have microbatches of their own, all of which were run
-        enough = count = max(sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces)
-    return DryRun(config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count)
+        enough = count = max(
+            sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces
+        )
+    return DryRun(
+        config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count
+    )
 
 
 def _of_more(trace: Trace, found: int, count: int) -> Trace:
     """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
     more = trace.left_behind * (count - found)
-    return replace(trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more))
+    return replace(
+        trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more)
+    )
 
 
 def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
@@ -185,7 +233,9 @@ def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: i
     """
     shares = _shares(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
-    edges = [{rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes]
+    edges = [
+        {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes
+    ]
     for marks in (edges, []):
         found: dict[tuple[Any, ...], list[int]] = {}
         for ranks in lists["pp"]:
@@ -201,8 +251,11 @@ def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: in
     if not config.parallel.hybrid_context_parallel:
         return {}
     found = shares_of(config, num_microbatches, len(lists["dp"][0]))
-    return {rank: tuple((size, _edge(at, size), length) for size, at, length in found[place])
-            for group in lists["dp"] for place, rank in enumerate(group)}
+    return {
+        rank: tuple((size, _edge(at, size), length) for size, at, length in found[place])
+        for group in lists["dp"]
+        for place, rank in enumerate(group)
+    }
 
 
 def _edge(place: int, size: int) -> int:
@@ -224,7 +277,14 @@ def _enough(config: RunConfig, count: int) -> int:
     if parallel.splits_backward:
         return min(count, chunks * parallel.pp + 2)
     if chunks == 1:
-        return min(count, 2 * parallel.pp + 1 if parallel.overlap_moe_expert_parallel_comm else parallel.pp + 2 if parallel.pp > 1 else 2)
+        return min(
+            count,
+            2 * parallel.pp + 1
+            if parallel.overlap_moe_expert_parallel_comm
+            else parallel.pp + 2
+            if parallel.pp > 1
+            else 2,
+        )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
     rounds = -(-(warm + 1) // (group * chunks)) + 1
@@ -240,9 +300,16 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 def plan_of(config: RunConfig, count: int) -> Plan:
     """The schedule of a step of so many microbatches."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
-    return with_reduction(choose(parallel.pp, chunks, count, name=parallel.pipeline_schedule,
-                                 together=parallel.overlap_moe_expert_parallel_comm,
-                                 group=parallel.microbatch_group_size_per_virtual_pipeline_stage))
+    return with_reduction(
+        choose(
+            parallel.pp,
+            chunks,
+            count,
+            name=parallel.pipeline_schedule,
+            together=parallel.overlap_moe_expert_parallel_comm,
+            group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        )
+    )
 
 
 def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int = 0) -> Trace:
@@ -260,8 +327,13 @@ def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world:
 def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int) -> Trace:
     """As `fake_trace`; a function of its own, so that nothing of the rank is left when its groups end."""
     mesh, ranks = _mesh_of_own_groups(lists, rank)
-    recorder = FakeRecorder(ranks, choices_of(config), world, knows=config.parallel.hybrid_context_parallel,
-                             masks=config.model.kernels.cross_entropy_fusion_impl == "linear")
+    recorder = FakeRecorder(
+        ranks,
+        choices_of(config),
+        world,
+        knows=config.parallel.hybrid_context_parallel,
+        masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
+    )
     with world.mode, recorder, recorder.following((world.mode,)):
         trainer = make_trainer(config, mesh, recorder)
         for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
@@ -274,14 +346,22 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
 def _repeats(config: RunConfig) -> bool:
     """Whether a stage does the same with all microbatches, one after the other, and all of a backward pass at once."""
     parallel = config.parallel
-    return (parallel.pipeline_schedule == "1f1b" and not parallel.defers_weights and not parallel.hybrid_context_parallel
-            and not parallel.overlap_moe_expert_parallel_comm and not parallel.use_torch_fsdp2 and not config.offload.offloads)
+    return (
+        parallel.pipeline_schedule == "1f1b"
+        and not parallel.defers_weights
+        and not parallel.hybrid_context_parallel
+        and not parallel.overlap_moe_expert_parallel_comm
+        and not parallel.use_torch_fsdp2
+        and not config.offload.offloads
+    )
 
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
     axes = (*map(mesh.axis, axes_of(mesh)), *mesh.blocks)
-    recorder = Recorder({axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config))
+    recorder = Recorder(
+        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config)
+    )
     with _without_collector(), recorder, recorder.following():
         return record_step(make_trainer(config, mesh, recorder), recorder)
 

@@ -35,37 +35,98 @@ from megatron.training.preflight import Preflight, examine, fitted, preflight
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
 EXAMPLES: Mapping[str, Any] = {
-    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "micro_batch_size": 1, "train_iters": 1000,
-    "train_samples": 100_000, "lr": 3e-4, "save_interval": 1000, "save": "FOLDER", "load": "FOLDER",
-    "pretrained_checkpoint": "FOLDER", "export_hf": "FOLDER",
-    "num_experts": 8, "mtp_num_layers": 1, "recompute_num_layers": 1, "moe_shared_expert_intermediate_size": 1024,
-    "moe_expert_capacity_factor": 1.0, "kv_channels": 64, "window_size": "127,0", "data_path": ("PREFIX",), "fim_split_sample": "TOKEN",
-    "vocab_file": "FILE", "merge_file": "FILE", "tokenizer_model": "FILE", "vocab_size": 50257,
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "train_iters": 1000,
+    "train_samples": 100_000,
+    "lr": 3e-4,
+    "save_interval": 1000,
+    "save": "FOLDER",
+    "load": "FOLDER",
+    "pretrained_checkpoint": "FOLDER",
+    "export_hf": "FOLDER",
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+    "recompute_num_layers": 1,
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_expert_capacity_factor": 1.0,
+    "kv_channels": 64,
+    "window_size": "127,0",
+    "data_path": ("PREFIX",),
+    "fim_split_sample": "TOKEN",
+    "vocab_file": "FILE",
+    "merge_file": "FILE",
+    "tokenizer_model": "FILE",
+    "vocab_size": 50257,
 }
 # Flags that a rule means without naming them: what the number of data-parallel ranks follows from, and others.
 _RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", WORLD)
 MEANT: Mapping[str, tuple[str, ...]] = {
-    "global-batch": _RANKS, "rotations": ("position_embedding_type",), "context": ("tensor_model_parallel_size",),
+    "global-batch": _RANKS,
+    "rotations": ("position_embedding_type",),
+    "context": ("tensor_model_parallel_size",),
     "hybrid-context": ("seq_length", *_RANKS),
-    "batch-over-time": (*_RANKS, "global_batch_size", "micro_batch_size", "rampup_batch_size",
-                        "step_batch_size_schedule", "decrease_batch_size_if_needed"),
-    "learning-rate-over-time": ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples",
-                                "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    "batch-over-time": (
+        *_RANKS,
+        "global_batch_size",
+        "micro_batch_size",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+        "decrease_batch_size_if_needed",
+    ),
+    "learning-rate-over-time": (
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+    ),
 }
 # Where sizes come from that are not given.
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
-    "num_query_groups": ("num_attention_heads",), "ffn_hidden_size": ("hidden_size",),
+    "num_query_groups": ("num_attention_heads",),
+    "ffn_hidden_size": ("hidden_size",),
     "kv_channels": ("hidden_size", "num_attention_heads"),
-    "moe_ffn_hidden_size": ("ffn_hidden_size", "hidden_size"), "max_position_embeddings": ("seq_length",),
-    "global_batch_size": ("micro_batch_size",), "decoder_seq_length": ("seq_length",), "decoder_num_layers": ("encoder_num_layers",),
+    "moe_ffn_hidden_size": ("ffn_hidden_size", "hidden_size"),
+    "max_position_embeddings": ("seq_length",),
+    "global_batch_size": ("micro_batch_size",),
+    "decoder_seq_length": ("seq_length",),
+    "decoder_num_layers": ("encoder_num_layers",),
 }
 # How much a change counts beside its distance: one of the layout 1, one of the network most.
-WEIGHTS: Mapping[type, float] = {ModelConfig: 4, RopeConfig: 4, MLAConfig: 4, MTPConfig: 4, MoEConfig: 4, DataConfig: 3, FillConfig: 3,
-                                 ChatConfig: 3, MaskingConfig: 3, TokenizerConfig: 3, PrecisionConfig: 3, OptimizerConfig: 2,
-                                 ScheduleConfig: 2, TrainConfig: 2}
-WEIGHT_OF: Mapping[str, float] = {"num_layers": 10, "encoder_num_layers": 10, "hidden_size": 10, "num_attention_heads": 10,
-                                  "seq_length": 6, "max_position_embeddings": 2, "padded_vocab_size": 2, "attention_backend": 1,
-                                  "micro_batch_size": 1.5, WORLD: 4}
+WEIGHTS: Mapping[type, float] = {
+    ModelConfig: 4,
+    RopeConfig: 4,
+    MLAConfig: 4,
+    MTPConfig: 4,
+    MoEConfig: 4,
+    DataConfig: 3,
+    FillConfig: 3,
+    ChatConfig: 3,
+    MaskingConfig: 3,
+    TokenizerConfig: 3,
+    PrecisionConfig: 3,
+    OptimizerConfig: 2,
+    ScheduleConfig: 2,
+    TrainConfig: 2,
+}
+WEIGHT_OF: Mapping[str, float] = {
+    "num_layers": 10,
+    "encoder_num_layers": 10,
+    "hidden_size": 10,
+    "num_attention_heads": 10,
+    "seq_length": 6,
+    "max_position_embeddings": 2,
+    "padded_vocab_size": 2,
+    "attention_backend": 1,
+    "micro_batch_size": 1.5,
+    WORLD: 4,
+}
 # Switches that make another run of it. Nobody wants them on only because a rule would be kept.
 PURPOSES = ("skip_train", "mock_data", "sft", "fim_data", "use_checkpoint_args", "finetune")
 LARGEST, MOST_VALUES = 10**7, 24
@@ -105,7 +166,11 @@ class Edit:
             return f"add {_declared()[self.name].off}" if kept_off else f"{'add' if self.after else 'leave out'} {flag}"
         if self.after is None or self.after == ():
             return f"leave out {flag} {shown(self.before)}"
-        change = f"add {flag} {shown(self.after)}" if self.before in (None, ()) else f"{flag} {shown(self.before)} -> {shown(self.after)}"
+        change = (
+            f"add {flag} {shown(self.after)}"
+            if self.before in (None, ())
+            else f"{flag} {shown(self.before)} -> {shown(self.after)}"
+        )
         return change + ("  (for example)" if self.example else "")
 
 
@@ -217,7 +282,9 @@ class _Search:
         if self.late or self.at_least(broken, done) > left:
             return
         setting = self._after(done)
-        one = min(broken, key=lambda one: len(set(self._free(one)) - done.keys()))  # the rule that leaves the least choice
+        one = min(
+            broken, key=lambda one: len(set(self._free(one)) - done.keys())
+        )  # the rule that leaves the least choice
         edits = [edit for name in self._free(one) if name not in done for edit in candidates(setting, one, name)]
         for edit in sorted(edits, key=lambda edit: edit.far):
             if cost + edit.far >= self.cost:
@@ -248,7 +315,10 @@ def named(one: Broken, setting: Given) -> list[str]:
 
 def candidates(setting: Given, one: Broken, name: str) -> list[Edit]:
     """The changes of one flag that may mend what is broken, the nearest first."""
-    before, numbers = setting.value(name), {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)}
+    before, numbers = (
+        setting.value(name),
+        {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)},
+    )
     for other in named(one, setting):
         value = setting.value(other)
         numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
@@ -257,7 +327,10 @@ def candidates(setting: Given, one: Broken, name: str) -> list[Edit]:
     example = before is None and name in EXAMPLES
     if example:
         values |= {EXAMPLES[name]: None}
-    edits = [Edit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says)) for value in values]
+    edits = [
+        Edit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says))
+        for value in values
+    ]
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
 
 
@@ -270,7 +343,11 @@ def shown(value: Any) -> str:
 
 def _values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
     """Values of a flag of this type that the numbers of a rule suggest."""
-    base = next((part for part in get_args(kind) if part is not type(None)), kind) if type(None) in get_args(kind) else kind
+    base = (
+        next((part for part in get_args(kind) if part is not type(None)), kind)
+        if type(None) in get_args(kind)
+        else kind
+    )
     if base is bool:
         return [not before]
     if get_origin(base) is Literal:
@@ -349,7 +426,10 @@ def _put(config: Any, path: tuple[str, ...], value: Any) -> Any:
 def _owners(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """A config and all parts that it holds, and where they are."""
     inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
-    return [(path, config), *(found for name, value in inner if dataclasses.is_dataclass(value) for found in _owners(value, (*path, name)))]
+    return [
+        (path, config),
+        *(found for name, value in inner if dataclasses.is_dataclass(value) for found in _owners(value, (*path, name))),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,13 +449,19 @@ class _Flag:
 @cache
 def _declared() -> dict[str, _Flag]:
     """Field -> what is declared of its flag, and of the number of ranks."""
-    owners = {one.name: (path, type(part)) for path, part in _owners(RunConfig()) for one in dataclasses.fields(part)
-              if "help" in one.metadata}
+    owners = {
+        one.name: (path, type(part))
+        for path, part in _owners(RunConfig())
+        for one in dataclasses.fields(part)
+        if "help" in one.metadata
+    }
     found = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RunConfig):
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
-        found[one.name] = _Flag((*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + spelling(one.name)[2:], weight)
+        found[one.name] = _Flag(
+            (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + spelling(one.name)[2:], weight
+        )
     return found
 
 

@@ -66,8 +66,15 @@ class FakeRecorder(Recorder):
     routers; masks: and numbers that say what counts, where shapes follow from these.
     """
 
-    def __init__(self, ranks: dict[str, tuple[int, ...]], choices: tuple[int, int] | None, world: FakeWorld, *, knows: bool = False,
-                 masks: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: dict[str, tuple[int, ...]],
+        choices: tuple[int, int] | None,
+        world: FakeWorld,
+        *,
+        knows: bool = False,
+        masks: bool = False,
+    ) -> None:
         super().__init__(ranks, choices)
         self.world, self.knows, self.asked = world, knows or masks or choices is not None, 0
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
@@ -132,13 +139,19 @@ class FakeRecorder(Recorder):
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What the operation gives on values that are known; None if they are not, or are no whole numbers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
-        if not inputs and not (func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept):
+        if not inputs and not (
+            func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept
+        ):
             return None
         if not inputs and func not in _COUNTING and math.prod(args[0]) > _MOST_KNOWN:
             return None
         if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
             with torch._C._DisableTorchDispatch():
-                return torch.full(inputs[0].shape, _LIKE[func] if func is not aten.full_like.default else args[1], dtype=inputs[0].dtype)
+                return torch.full(
+                    inputs[0].shape,
+                    _LIKE[func] if func is not aten.full_like.default else args[1],
+                    dtype=inputs[0].dtype,
+                )
         if any(getattr(tensor, "known", None) is None for tensor in inputs):
             return None
         with torch._C._DisableTorchDispatch():
@@ -174,7 +187,9 @@ class FakeRecorder(Recorder):
             else:
                 source = inputs[output.of]
                 tensor = torch.empty(0, dtype=output.dtype, device="meta")
-                tensor.set_(source.untyped_storage(), source.storage_offset() + output.shift, output.size, output.stride)
+                tensor.set_(
+                    source.untyped_storage(), source.storage_offset() + output.shift, output.size, output.stride
+                )
         return FakeTensor(self.world.mode, tensor, _CPU)
 
 
@@ -219,5 +234,7 @@ def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], plac
 
 def _values(args: Any) -> list[Any]:
     """Arguments with known values in the place of tensors."""
-    return [value.known if isinstance(value, Tensor) else _values(value) if isinstance(value, (list, tuple)) else value
-            for value in args]
+    return [
+        value.known if isinstance(value, Tensor) else _values(value) if isinstance(value, (list, tuple)) else value
+        for value in args
+    ]

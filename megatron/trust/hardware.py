@@ -133,32 +133,93 @@ BLACKWELL: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.28), (7e10, 0.52), (3e1
 CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.46), (1.1e12, 0.50)), (0.30, 0.22)
 
 
-def _peaks(half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0) -> dict[str, float]:
+def _peaks(
+    half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0
+) -> dict[str, float]:
     """Peaks in TFLOP/s. eighth, fourth: of 8 and 4 bits, where units have them. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
     found = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
     return {name: rate * 1e12 for name, rate in (found | {"float8": eighth, "float4": fourth}).items() if rate}
 
 
-def _card(name: str, peak: dict[str, float], *, mebibytes: int, terabytes: float, link: float, ports: float = 25e9, node: int = 8,
-          reached: Reached = HOPPER) -> Hardware:
+def _card(
+    name: str,
+    peak: dict[str, float],
+    *,
+    mebibytes: int,
+    terabytes: float,
+    link: float,
+    ports: float = 25e9,
+    node: int = 8,
+    reached: Reached = HOPPER,
+) -> Hardware:
     """An accelerator. terabytes: of its memory, a second, as the maker says; link: its own, one way; ports: of the network, one way."""
-    return Hardware(name, peak, *reached, mebibytes * 2.0**20, 0.9 * terabytes * 1e12, 4e-6, node, Link(0.8 * link, 3e-6),
-                    Link(0.8 * ports, 12e-6), source="maker's data sheet, published shares")
+    return Hardware(
+        name,
+        peak,
+        *reached,
+        mebibytes * 2.0**20,
+        0.9 * terabytes * 1e12,
+        4e-6,
+        node,
+        Link(0.8 * link, 3e-6),
+        Link(0.8 * ports, 12e-6),
+        source="maker's data sheet, published shares",
+    )
 
 
-PROFILES: Mapping[str, Hardware] = {card.name: card for card in (
-    _card("a100-40", _peaks(312, 156, 19.5, 9.7), mebibytes=40_536, terabytes=1.555, link=300e9, reached=AMPERE),
-    _card("a100-80", _peaks(312, 156, 19.5, 9.7), mebibytes=81_251, terabytes=2.039, link=300e9, reached=AMPERE),
-    _card("h100-80", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=81_559, terabytes=3.35, link=450e9, ports=50e9),
-    _card("h200", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=143_771, terabytes=4.8, link=450e9, ports=50e9),
-    _card("b200", _peaks(2250, 1125, 75, 37, 4500, 9000), mebibytes=183_359, terabytes=7.7, link=900e9, ports=50e9, reached=BLACKWELL),
-    _card("gb200", _peaks(2500, 1250, 80, 40, 5000, 10000), mebibytes=189_471, terabytes=8.0, link=900e9, ports=50e9, node=72, reached=BLACKWELL),
-    _card("mi300x", _peaks(1307.4, 653.7, 163.4, 163.4, 2614.9), mebibytes=196_592, terabytes=5.3, link=448e9, ports=50e9, reached=CDNA),
-    # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
-    Hardware("cpu", {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},
-             ((1e5, 0.1), (1e7, 0.5), (1e9, 1.0)), (0.6, 0.5), 16.0 * GIB, 2e10, 5e-6, 64, Link(1e9, 1e-4), Link(1e8, 3e-4), usable=0.8,
-             fused=False, source="measured on two cores of a Zen 3 server"),
-)}
+PROFILES: Mapping[str, Hardware] = {
+    card.name: card
+    for card in (
+        _card("a100-40", _peaks(312, 156, 19.5, 9.7), mebibytes=40_536, terabytes=1.555, link=300e9, reached=AMPERE),
+        _card("a100-80", _peaks(312, 156, 19.5, 9.7), mebibytes=81_251, terabytes=2.039, link=300e9, reached=AMPERE),
+        _card("h100-80", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=81_559, terabytes=3.35, link=450e9, ports=50e9),
+        _card("h200", _peaks(989.4, 494.7, 67, 34, 1979), mebibytes=143_771, terabytes=4.8, link=450e9, ports=50e9),
+        _card(
+            "b200",
+            _peaks(2250, 1125, 75, 37, 4500, 9000),
+            mebibytes=183_359,
+            terabytes=7.7,
+            link=900e9,
+            ports=50e9,
+            reached=BLACKWELL,
+        ),
+        _card(
+            "gb200",
+            _peaks(2500, 1250, 80, 40, 5000, 10000),
+            mebibytes=189_471,
+            terabytes=8.0,
+            link=900e9,
+            ports=50e9,
+            node=72,
+            reached=BLACKWELL,
+        ),
+        _card(
+            "mi300x",
+            _peaks(1307.4, 653.7, 163.4, 163.4, 2614.9),
+            mebibytes=196_592,
+            terabytes=5.3,
+            link=448e9,
+            ports=50e9,
+            reached=CDNA,
+        ),
+        # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
+        Hardware(
+            "cpu",
+            {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},
+            ((1e5, 0.1), (1e7, 0.5), (1e9, 1.0)),
+            (0.6, 0.5),
+            16.0 * GIB,
+            2e10,
+            5e-6,
+            64,
+            Link(1e9, 1e-4),
+            Link(1e8, 3e-4),
+            usable=0.8,
+            fused=False,
+            source="measured on two cores of a Zen 3 server",
+        ),
+    )
+}
 
 
 def hardware_of(name: str) -> Hardware:
@@ -167,13 +228,17 @@ def hardware_of(name: str) -> Hardware:
         return PROFILES[name]
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"--gpu or --hardware {name} is neither a profile ({', '.join(PROFILES)}) nor a file; choose one of these, or make "
-                          "a file on the machine with: python tools/plan.py --measure FILE")
+        raise ConfigError(
+            f"--gpu or --hardware {name} is neither a profile ({', '.join(PROFILES)}) nor a file; choose one of these, or make "
+            "a file on the machine with: python tools/plan.py --measure FILE"
+        )
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: python tools/plan.py "
-                          "--measure FILE") from error
+        raise ConfigError(
+            f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: python tools/plan.py "
+            "--measure FILE"
+        ) from error
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
@@ -186,12 +251,27 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     known = {field.name for field in fields(Hardware)}
     if odd := sorted(values.keys() ^ known):
         raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")
-    found = Hardware(**{**values, "peak": {name: float(rate) for name, rate in values["peak"].items()},
-                        "matmul": tuple((float(size), float(share)) for size, share in values["matmul"]),
-                        "attention": (float(values["attention"][0]), float(values["attention"][1])),
-                        "inside": Link(**values["inside"]), "network": Link(**values["network"])})
-    rates = (*found.peak.values(), found.memory, found.memory_rate, found.node, found.inside.rate, found.network.rate, found.usable,
-             *found.attention, *(number for point in found.matmul for number in point))
+    found = Hardware(
+        **{
+            **values,
+            "peak": {name: float(rate) for name, rate in values["peak"].items()},
+            "matmul": tuple((float(size), float(share)) for size, share in values["matmul"]),
+            "attention": (float(values["attention"][0]), float(values["attention"][1])),
+            "inside": Link(**values["inside"]),
+            "network": Link(**values["network"]),
+        }
+    )
+    rates = (
+        *found.peak.values(),
+        found.memory,
+        found.memory_rate,
+        found.node,
+        found.inside.rate,
+        found.network.rate,
+        found.usable,
+        *found.attention,
+        *(number for point in found.matmul for number in point),
+    )
     if "float32" not in found.peak or min(rates) <= 0 or list(found.matmul) != sorted(found.matmul):
         raise ValueError("rates, sizes and shares must be above 0, the peaks must have float32, and matmul must rise")
     return found

@@ -23,7 +23,9 @@ from megatron.trust.contents import fits
 
 Settings = Mapping[str, Any]
 # Weights whose products may be of few bits: their stack, their layer's number, and whether it predicts tokens ahead.
-_ROUNDED = re.compile(r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)\.weight$")
+_ROUNDED = re.compile(
+    r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)\.weight$"
+)
 _UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
 _MATRICES = (".linear_", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
 
@@ -58,17 +60,24 @@ class Verdict:
 
 
 def _slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
-    return lambda settings, ranks, parameters: [f"optimizer.{slot}.{name}" for name in parameters
-                                                if needed(settings) and not name.endswith(_UNTRAINED)]
+    return lambda settings, ranks, parameters: [
+        f"optimizer.{slot}.{name}" for name in parameters if needed(settings) and not name.endswith(_UNTRAINED)
+    ]
 
 
 def _by_muon(settings: Settings, name: str) -> bool:
     """Whether Muon updates a parameter of that name: a matrix of a layer, which is multiplied by and not looked up in."""
-    return settings["optimizer"] == "muon" and name.endswith("weight") and any(part in name for part in _MATRICES) and "norm" not in name
+    return (
+        settings["optimizer"] == "muon"
+        and name.endswith("weight")
+        and any(part in name for part in _MATRICES)
+        and "norm" not in name
+    )
 
 
 def _of_rule(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
     """A slot of elementwise rules, which Muon leaves some parameters to."""
+
     def expected(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
         rule = settings["muon_scalar_optimizer"] if settings["optimizer"] == "muon" else settings["optimizer"]
         rest = [name for name in parameters if not _by_muon(settings, name)]
@@ -86,12 +95,18 @@ def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> li
     """Those of single elements, which Adafactor has of vectors."""
     if settings["optimizer"] != "adafactor":
         return _of_rule("exp_avg_sq", "adam")(settings, ranks, parameters)
-    return _slot("exp_avg_sq", lambda settings: True)(settings, ranks, [name for name in parameters if not _is_factored(name)])
+    return _slot("exp_avg_sq", lambda settings: True)(
+        settings, ranks, [name for name in parameters if not _is_factored(name)]
+    )
 
 
 def _of_rows_and_columns(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
-    return [f"optimizer.exp_avg_sq_{what}.{name}" for what in ("row", "col") for name in parameters
-            if settings["optimizer"] == "adafactor" and _is_factored(name)]
+    return [
+        f"optimizer.exp_avg_sq_{what}.{name}"
+        for what in ("row", "col")
+        for name in parameters
+        if settings["optimizer"] == "adafactor" and _is_factored(name)
+    ]
 
 
 def _always(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
@@ -104,8 +119,13 @@ def _is_half(settings: Settings) -> bool:
 
 def _streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     tensor, pipeline = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
-    return [f"run.random.{p}.{t}.{d}.{stream}" for p in range(pipeline) for t in range(tensor) for d in range(ranks // (tensor * pipeline))
-            for stream in ("default", "cut")]
+    return [
+        f"run.random.{p}.{t}.{d}.{stream}"
+        for p in range(pipeline)
+        for t in range(tensor)
+        for d in range(ranks // (tensor * pipeline))
+        for stream in ("default", "cut")
+    ]
 
 
 def _histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
@@ -115,51 +135,117 @@ def _histories(settings: Settings, ranks: int, parameters: list[str]) -> list[st
     low, depth = from_values(LowPrecisionConfig, settings), dict[str, int]()
     for match in found:  # encoders and decoders count their own layers
         depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
-    return [f"run.amax.{match.string.removesuffix('.weight')}" for match in found
-            if match[3] or low.is_rounded(int(match[2]), depth[match[1]])]
+    return [
+        f"run.amax.{match.string.removesuffix('.weight')}"
+        for match in found
+        if match[3] or low.is_rounded(int(match[2]), depth[match[1]])
+    ]
 
 
 INVENTORY = (
-    Item("weights", ("model.*",), ("trainer.stages.*._parameters.*", "trainer.parallels.*.buckets.*.data",
-                                   "trainer.parallels.*.buckets.*.params.*", "trainer.optimizer.segments.*.data", "trainer.optimizer.masters.*"),
-         lambda settings, ranks, parameters: [f"model.{name}" for name in parameters]),
-    Item("fp32 master weights", ("optimizer.master.*",), ("trainer.optimizer.masters.*", "trainer.optimizer.entries.*.slots.master.*"),
-         _slot("master", _is_half)),
-    Item("first moments (Adam)", ("optimizer.exp_avg.*",), ("trainer.optimizer.inner.state.*.exp_avg", "trainer.optimizer.entries.*.slots.exp_avg.*"),
-         _of_rule("exp_avg", "adam", "lion")),
-    Item("second moments (Adam)", ("optimizer.exp_avg_sq.*",),
-         ("trainer.optimizer.inner.state.*.exp_avg_sq", "trainer.optimizer.entries.*.slots.exp_avg_sq.*",
-          "trainer.optimizer.inner.wholes.*.held.second.*"), _second_moments),
-    Item("second moments by row and column (Adafactor)", ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
-         ("trainer.optimizer.inner.wholes.*.held.second.*",), _of_rows_and_columns),
-    Item("momentum (SGD)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.inner.state.*.momentum_buffer",),
-         _slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd")),
-    Item("momentum (Muon)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.muon.held.*.momentum",),
-         lambda settings, ranks, parameters: [f"optimizer.momentum_buffer.{name}" for name in parameters if _by_muon(settings, name)]),
-    Item("updates done", ("run.optimizer_steps",), ("trainer.optimizer.inner.state.*.step", "trainer.optimizer.inner.steps"),
-         _always("run.optimizer_steps")),
+    Item(
+        "weights",
+        ("model.*",),
+        (
+            "trainer.stages.*._parameters.*",
+            "trainer.parallels.*.buckets.*.data",
+            "trainer.parallels.*.buckets.*.params.*",
+            "trainer.optimizer.segments.*.data",
+            "trainer.optimizer.masters.*",
+        ),
+        lambda settings, ranks, parameters: [f"model.{name}" for name in parameters],
+    ),
+    Item(
+        "fp32 master weights",
+        ("optimizer.master.*",),
+        ("trainer.optimizer.masters.*", "trainer.optimizer.entries.*.slots.master.*"),
+        _slot("master", _is_half),
+    ),
+    Item(
+        "first moments (Adam)",
+        ("optimizer.exp_avg.*",),
+        ("trainer.optimizer.inner.state.*.exp_avg", "trainer.optimizer.entries.*.slots.exp_avg.*"),
+        _of_rule("exp_avg", "adam", "lion"),
+    ),
+    Item(
+        "second moments (Adam)",
+        ("optimizer.exp_avg_sq.*",),
+        (
+            "trainer.optimizer.inner.state.*.exp_avg_sq",
+            "trainer.optimizer.entries.*.slots.exp_avg_sq.*",
+            "trainer.optimizer.inner.wholes.*.held.second.*",
+        ),
+        _second_moments,
+    ),
+    Item(
+        "second moments by row and column (Adafactor)",
+        ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
+        ("trainer.optimizer.inner.wholes.*.held.second.*",),
+        _of_rows_and_columns,
+    ),
+    Item(
+        "momentum (SGD)",
+        ("optimizer.momentum_buffer.*",),
+        ("trainer.optimizer.inner.state.*.momentum_buffer",),
+        _slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
+    ),
+    Item(
+        "momentum (Muon)",
+        ("optimizer.momentum_buffer.*",),
+        ("trainer.optimizer.muon.held.*.momentum",),
+        lambda settings, ranks, parameters: [
+            f"optimizer.momentum_buffer.{name}" for name in parameters if _by_muon(settings, name)
+        ],
+    ),
+    Item(
+        "updates done",
+        ("run.optimizer_steps",),
+        ("trainer.optimizer.inner.state.*.step", "trainer.optimizer.inner.steps"),
+        _always("run.optimizer_steps"),
+    ),
     Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always("run.loss_scale")),
-    Item("schedule of learning rate and weight decay", ("run.schedule",), ("trainer.schedule.*",), _always("run.schedule")),
+    Item(
+        "schedule of learning rate and weight decay",
+        ("run.schedule",),
+        ("trainer.schedule.*",),
+        _always("run.schedule"),
+    ),
     Item("counters and position in the data", ("run.progress",), ("trainer.run.progress.*",), _always("run.progress")),
     Item("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _streams),
-    Item("histories of delayed scales", ("run.amax.*",), ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
-         _histories),
+    Item(
+        "histories of delayed scales",
+        ("run.amax.*",),
+        ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
+        _histories,
+    ),
     Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always("run.tokenizer")),
 )
 
 # Patterns of places -> why what is there need not be saved.
 DERIVED = {
-    ("trainer.parallels.*.buckets.*.grad", "trainer.optimizer.segments.*.grad",
-     "trainer.parallels.*.buckets.*.sums.*"): "gradients are made anew in every step",
-    ("trainer.optimizer.inner.param_groups.*.lr", "trainer.optimizer.inner.param_groups.*.weight_decay", "trainer.optimizer.muon.lr",
-     "trainer.optimizer.muon.weight_decay"):
-        "set from the schedule and the counters before every update",
-    ("trainer.parallels.*._launched", "trainer.parallels.*._missing*", "trainer.parallels.*._reducing*"): "of one step's reductions",
+    (
+        "trainer.parallels.*.buckets.*.grad",
+        "trainer.optimizer.segments.*.grad",
+        "trainer.parallels.*.buckets.*.sums.*",
+    ): "gradients are made anew in every step",
+    (
+        "trainer.optimizer.inner.param_groups.*.lr",
+        "trainer.optimizer.inner.param_groups.*.weight_decay",
+        "trainer.optimizer.muon.lr",
+        "trainer.optimizer.muon.weight_decay",
+    ): "set from the schedule and the counters before every update",
+    (
+        "trainer.parallels.*._launched",
+        "trainer.parallels.*._missing*",
+        "trainer.parallels.*._reducing*",
+    ): "of one step's reductions",
     ("trainer.parallels.*._gathering*",): "parameters on their way to other ranks; a save waits for them",
     ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
     ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
     ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
-    ("trainer.stages.*.recorded*",): "choices of experts of the last step, for whoever replays it (--moe-enable-routing-replay)",
+    (
+        "trainer.stages.*.recorded*",
+    ): "choices of experts of the last step, for whoever replays it (--moe-enable-routing-replay)",
     ("trainer.run.timers.*",): "time spent, which is only reported",
     ("data.*",): "samples read ahead; which come next follows from the counters",
     ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",
@@ -201,5 +287,9 @@ def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Verdict]:
         lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if fits(name, item.names)]
         said = {name for found in lacking.values() for name in found}
-        yield Verdict(item, len(names), tuple(f"{name} in {where}" for where, found in lacking.items() for name in found),
-                      tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in said))
+        yield Verdict(
+            item,
+            len(names),
+            tuple(f"{name} in {where}" for where, found in lacking.items() for name in found),
+            tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in said),
+        )

@@ -25,7 +25,12 @@ from megatron.core.kernels.table import CANDIDATES, Kernels, Need
 
 LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS = 256, 512, 8, 8
 # Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
-TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 6e-2,
+}
 
 Op = Callable[..., Tensor]
 
@@ -59,16 +64,32 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
     yield _attention(config, need, draw, length)
     rows = draw(8, 2, width)
     if model.normalization == "LayerNorm":
-        yield Trial("layer_norm", (rows, 1 + draw(width), draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.layer_norm)
+        yield Trial(
+            "layer_norm",
+            (rows, 1 + draw(width), draw(width)),
+            lambda op, *given: op(*given, model.norm_epsilon),
+            reference.layer_norm,
+        )
     else:
-        yield Trial("rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm)
+        yield Trial(
+            "rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm
+        )
     if model.sums_before_norms:
         shift = (draw(width),) if model.normalization == "LayerNorm" else ()
-        yield Trial("residual_norm", (rows, draw(8, 2, width), 1 + draw(width), *shift), partial(_both, epsilon=model.norm_epsilon),
-                    reference.residual_norm)
+        yield Trial(
+            "residual_norm",
+            (rows, draw(8, 2, width), 1 + draw(width), *shift),
+            partial(_both, epsilon=model.norm_epsilon),
+            reference.residual_norm,
+        )
     if model.gated:
         gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset)
-        yield Trial("gated_activation", (draw(8, 2, 2 * width),), lambda op, x: op(x, model.activation, gating), reference.gated_activation)
+        yield Trial(
+            "gated_activation",
+            (draw(8, 2, 2 * width),),
+            lambda op, x: op(x, model.activation, gating),
+            reference.gated_activation,
+        )
     else:
         yield Trial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.rotates:
@@ -77,8 +98,12 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
-        yield Trial("grouped_linear", (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
-                    lambda op, x, weight: op(x, weight, counts.to(x.device)), reference.grouped_linear)
+        yield Trial(
+            "grouped_linear",
+            (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
+            lambda op, x, weight: op(x, weight, counts.to(x.device)),
+            reference.grouped_linear,
+        )
         yield _permute(draw, width)
 
 
@@ -86,13 +111,21 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
     """Op -> its error, or what the kernel said when it failed."""
     names = {field.name for field in fields(Kernels)}
     assert all(trial.op in names for trial in trials(config, need)), "a trial is of an op that has kernels"
-    return {trial.op: _error(trial, kernel, device, need) for trial in trials(config, need) if (kernel := getattr(kernels, trial.op))}
+    return {
+        trial.op: _error(trial, kernel, device, need)
+        for trial in trials(config, need)
+        if (kernel := getattr(kernels, trial.op))
+    }
 
 
 def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
-    return {(trial.op, candidate.name): _error(trial, candidate.call, device, need) for trial in trials(config, need)
-            for candidate in CANDIDATES if candidate.op == trial.op and candidate.call is not None and not candidate.unfit(need)}
+    return {
+        (trial.op, candidate.name): _error(trial, candidate.call, device, need)
+        for trial in trials(config, need)
+        for candidate in CANDIDATES
+        if candidate.op == trial.op and candidate.call is not None and not candidate.unfit(need)
+    }
 
 
 def _error(trial: Trial, kernel: Op, device: torch.device, need: Need) -> float | str:
@@ -125,17 +158,26 @@ def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial
         keys, values = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim
     windows = [plan.window for plan in layer_rows(model) if plan.window] if need.window else []
     places = torch.arange(length).expand(2, length)
-    mask = MaskSpec(causal=model.architecture != "bert", window=windows[0] if windows else None,
-                    documents=places // -(-length // 3) if need.documents else None,
-                    padding=places < length - length // 4 if need.padding else None)
+    mask = MaskSpec(
+        causal=model.architecture != "bert",
+        window=windows[0] if windows else None,
+        documents=places // -(-length // 3) if need.documents else None,
+        padding=places < length - length // 4 if need.padding else None,
+    )
     scores = Scores(softcap=model.attention_logit_softcap if need.softcap else None)
 
     def call(op: Op, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        there = {name: value.to(q.device) for name in ("documents", "padding") if (value := getattr(mask, name)) is not None}
+        there = {
+            name: value.to(q.device) for name in ("documents", "padding") if (value := getattr(mask, name)) is not None
+        }
         return op(q, k, v, replace(mask, **there), 0.0, scores)
 
-    return Trial("attention", (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)), call,
-                 reference.attention)
+    return Trial(
+        "attention",
+        (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)),
+        call,
+        reference.attention,
+    )
 
 
 def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> Trial:
@@ -143,13 +185,17 @@ def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> Trial:
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
     known = Words(0, words, config.model.final_logit_softcap, lambda stated: stated)
-    return Trial("cross_entropy", (draw(tokens, width), draw(words + 4, width) / width**0.5),
-                 lambda op, x, weight: op(x, weight, None, targets.to(x.device), known), _of_all_logits)
+    return Trial(
+        "cross_entropy",
+        (draw(tokens, width), draw(words + 4, width) / width**0.5),
+        lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
+        _of_all_logits,
+    )
 
 
 def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words) -> Tensor:
     """What `kernels.linear_loss` computes, of logits that are all there."""
-    logits = F.linear(x, weight, bias)[:, :words.valid]
+    logits = F.linear(x, weight, bias)[:, : words.valid]
     logits = logits if words.softcap is None else words.softcap * torch.tanh(logits / words.softcap)
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
@@ -157,7 +203,9 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
     rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(turned // 2, dtype=torch.float64) / (turned // 2))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
+        torch.arange(turned // 2, dtype=torch.float64) / (turned // 2)
+    )
     angles = (angles.repeat_interleave(2, -1) if pairs else angles.repeat(1, 2))[:, None, None]
 
     def call(op: Op, x: Tensor) -> Tensor:
@@ -184,8 +232,15 @@ def _picked(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses:
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
 
 
-def _both(op: Callable[..., tuple[Tensor, Tensor]], x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-          epsilon: float) -> Tensor:
+def _both(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    update: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    epsilon: float,
+) -> Tensor:
     return torch.cat(op(x, update, weight, bias, epsilon))
 
 

@@ -30,11 +30,25 @@ from megatron.trust.sketch import Sketch, sketch, with_vocabulary
 from megatron.trust.units import bytes_text
 
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
-    "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_activations": False},
-    "selective": {"recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None,
-                  "recompute_activations": False},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_activations": False,
-             "recompute_modules": None},
+    "none": {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_activations": False,
+    },
+    "selective": {
+        "recompute_granularity": "selective",
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_activations": False,
+    },
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_activations": False,
+        "recompute_modules": None,
+    },
 }
 MICRO = (1, 2, 4, 8)
 LONG = 8192  # tokens from which context parallelism is worth a try
@@ -60,23 +74,38 @@ class Layout:
 
     def __str__(self) -> str:
         found = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
-        found += [f"{name} {size}" for name, size in (("cp", self.cp), ("vpp", self.chunks), ("ep", self.ep)) if size > 1]
+        found += [
+            f"{name} {size}" for name, size in (("cp", self.cp), ("vpp", self.chunks), ("ep", self.ep)) if size > 1
+        ]
         found += [f"etp {self.etp}"] * (self.ep > 1 and self.etp > 1)
-        found += [f"micro {self.micro}"] * (self.micro > 0) + [f"recompute {self.recompute}"] * (self.recompute != "none")
+        found += [f"micro {self.micro}"] * (self.micro > 0) + [f"recompute {self.recompute}"] * (
+            self.recompute != "none"
+        )
         return ", ".join(found + ["zero"] * self.sharded)
 
     def values(self, setting: Given) -> dict[str, Any]:
         """The settings that make this layout of what was given."""
         parallel = setting.config.parallel
         found: dict[str, Any] = {
-            "tensor_model_parallel_size": self.tp, "context_parallel_size": self.cp, "pipeline_model_parallel_size": self.pp,
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
-            "num_layers_per_virtual_pipeline_stage": None, "sequence_parallel": self.tp > 1, "micro_batch_size": self.micro,
-            "use_distributed_optimizer": self.sharded, "expert_model_parallel_size": self.ep,
-            "overlap_param_gather": parallel.overlap_param_gather and self.sharded, **RECOMPUTE[self.recompute]}
+            "num_layers_per_virtual_pipeline_stage": None,
+            "sequence_parallel": self.tp > 1,
+            "micro_batch_size": self.micro,
+            "use_distributed_optimizer": self.sharded,
+            "expert_model_parallel_size": self.ep,
+            "overlap_param_gather": parallel.overlap_param_gather and self.sharded,
+            **RECOMPUTE[self.recompute],
+        }
         if self.pp != parallel.pp:
-            found |= {"pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
-                      "decoder_last_pipeline_num_layers": None, "microbatch_group_size_per_virtual_pipeline_stage": None}
+            found |= {
+                "pipeline_model_parallel_layout": None,
+                "decoder_first_pipeline_num_layers": None,
+                "decoder_last_pipeline_num_layers": None,
+                "microbatch_group_size_per_virtual_pipeline_stage": None,
+            }
         if setting.config.model.moe.num_experts:
             found["expert_tensor_parallel_size"] = self.etp
         if self.cp != parallel.context_parallel_size:
@@ -144,9 +173,15 @@ def shapes(setting: Given, node: int) -> Iterator[Layout]:
             if tp & (tp - 1) or cp & (cp - 1):
                 continue
             for pp in divisors(ranks // tp // cp, layers):
-                chunks = [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1] if pp > 1 else [1]
+                chunks = (
+                    [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
+                    if pp > 1
+                    else [1]
+                )
                 for ep, etp in _experts(setting, tp, ranks // pp):
-                    yield from (Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks)
+                    yield from (
+                        Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
+                    )
 
 
 def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -154,11 +189,21 @@ def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:
     count = setting.config.model.moe.num_experts
     if not count:
         return [(1, tp)]
-    return [(ep, etp) for etp in dict.fromkeys((1, tp)) for ep in divisors(count, ranks // etp) if ranks % (ep * etp) == 0]
+    return [
+        (ep, etp) for etp in dict.fromkeys((1, tp)) for ep in divisors(count, ranks // etp) if ranks % (ep * etp) == 0
+    ]
 
 
-def search(setting: Given, hardware: Hardware, *, true_vocab_size: int, planner: Planner | None, plans: int = 3, seconds: float = 120.0,
-           progress: Progress = lambda done, whole, what: None) -> Found:
+def search(
+    setting: Given,
+    hardware: Hardware,
+    *,
+    true_vocab_size: int,
+    planner: Planner | None,
+    plans: int = 3,
+    seconds: float = 120.0,
+    progress: Progress = lambda done, whole, what: None,
+) -> Found:
     """Look through all layouts of a setting. planner: runs one dry, or None for formulas alone. plans: how many are run dry.
 
     seconds: after which no more is looked at.
@@ -196,15 +241,19 @@ def _look(setting: Given, shape: Layout, hardware: Hardware, true_vocab_size: in
         one = first if micro == 1 else _rejects(setting, layout, found)
         if one is None:
             continue
-        drawn = [(variant, config, sketch(config, setting.world_size, hardware, stages))
-                 for variant, config in [_variants(layout, one, true_vocab_size)[0]]]
+        drawn = [
+            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            for variant, config in [_variants(layout, one, true_vocab_size)[0]]
+        ]
         if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
             found.tried += 1
             said = f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
             found.rejected.append(Rejected(layout, ("memory",), (said,)))
             break
-        drawn += [(variant, config, sketch(config, setting.world_size, hardware, stages))
-                  for variant, config in _variants(layout, one, true_vocab_size)[1:]]
+        drawn += [
+            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            for variant, config in _variants(layout, one, true_vocab_size)[1:]
+        ]
         _sift(drawn, hardware, found)
 
 
@@ -217,8 +266,11 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
             recompute = replace(plain.recompute, **changes)
             if name == "selective" and not recompute.recompute_modules:
                 recompute = replace(recompute, recompute_modules=("core_attn",))
-            parallel = replace(plain.parallel, use_distributed_optimizer=sharded,
-                               overlap_param_gather=plain.parallel.overlap_param_gather and sharded)
+            parallel = replace(
+                plain.parallel,
+                use_distributed_optimizer=sharded,
+                overlap_param_gather=plain.parallel.overlap_param_gather and sharded,
+            )
             config = with_vocabulary(replace(plain, recompute=recompute, parallel=parallel), true_vocab_size)
             made.append((replace(layout, recompute=name, sharded=sharded), config))
     return made
@@ -232,8 +284,13 @@ def _sift(drawn: list[tuple[Layout, RunConfig, Sketch]], hardware: Hardware, fou
         if one.needs > hardware.budget():
             found.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
         elif kept and one.needs >= min(other.needs for other in kept):
-            found.rejected.append(Rejected(layout, ("no-gain",), (
-                f"needs {bytes_text(one.needs)}, no less than with {kept[-1].layout}, and takes longer",)))
+            found.rejected.append(
+                Rejected(
+                    layout,
+                    ("no-gain",),
+                    (f"needs {bytes_text(one.needs)}, no less than with {kept[-1].layout}, and takes longer",),
+                )
+            )
         else:
             kept.append(Fits(layout, config, one.needs, one.time))
     found.fits += kept
@@ -246,12 +303,19 @@ def _rejects(setting: Given, layout: Layout, found: Found) -> RunConfig | None:
     if not problems:
         return config
     found.tried += 1
-    found.rejected.append(Rejected(layout, tuple(dict.fromkeys(rule for rule, _ in problems)),
-                                   tuple(" ".join(said.split()) for _, said in problems)))
+    found.rejected.append(
+        Rejected(
+            layout,
+            tuple(dict.fromkeys(rule for rule, _ in problems)),
+            tuple(" ".join(said.split()) for _, said in problems),
+        )
+    )
     return None
 
 
-def _plan(found: Found, world_size: int, hardware: Hardware, planner: Planner, *, plans: int, until: float, progress: Progress) -> None:
+def _plan(
+    found: Found, world_size: int, hardware: Hardware, planner: Planner, *, plans: int, until: float, progress: Progress
+) -> None:
     """Run the best layouts dry until `plans` of them fit, and put these first by what was found."""
     fitting, done = 0, 0
     for place, one in enumerate(list(found.fits)):
@@ -265,7 +329,9 @@ def _plan(found: Found, world_size: int, hardware: Hardware, planner: Planner, *
         done += 1
         if peak > hardware.budget():
             found.fits.remove(one)
-            found.rejected.append(Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",)))
+            found.rejected.append(
+                Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",))
+            )
         else:
             fitting += 1
             found.fits[found.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)

@@ -32,23 +32,84 @@ from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.run import CheckpointConfig, LogConfig, OffloadConfig, RecomputeConfig, RunConfig, TrainConfig
 from megatron.training.ledger import read_events
 
-BEYOND = ("resumed state", "data", "tokenizer", "network", "order of samples", "optimizer", "number format", "code", "layout", "machines")
-LAST_BITS = ("layout", "machines", "code", "number format", "resumed state", "data", "tokenizer", "network", "order of samples", "optimizer")
+BEYOND = (
+    "resumed state",
+    "data",
+    "tokenizer",
+    "network",
+    "order of samples",
+    "optimizer",
+    "number format",
+    "code",
+    "layout",
+    "machines",
+)
+LAST_BITS = (
+    "layout",
+    "machines",
+    "code",
+    "number format",
+    "resumed state",
+    "data",
+    "tokenizer",
+    "network",
+    "order of samples",
+    "optimizer",
+)
 _SOON = 3  # steps in which rounding does not grow far
 REPORTS = "reports"  # cannot change a number
-KINDS: Mapping[type, str] = {ModelConfig: "network", ParallelConfig: "layout", PrecisionConfig: "number format", RecomputeConfig: "layout",
-                             OptimizerConfig: "optimizer", ScheduleConfig: "optimizer", DataConfig: "data", TokenizerConfig: "tokenizer",
-                             TrainConfig: "order of samples", LogConfig: REPORTS, CheckpointConfig: REPORTS, OffloadConfig: "layout",
-                             CompileConfig: "layout"}
+KINDS: Mapping[type, str] = {
+    ModelConfig: "network",
+    ParallelConfig: "layout",
+    PrecisionConfig: "number format",
+    RecomputeConfig: "layout",
+    OptimizerConfig: "optimizer",
+    ScheduleConfig: "optimizer",
+    DataConfig: "data",
+    TokenizerConfig: "tokenizer",
+    TrainConfig: "order of samples",
+    LogConfig: REPORTS,
+    CheckpointConfig: REPORTS,
+    OffloadConfig: "layout",
+    CompileConfig: "layout",
+}
 KIND_OF: Mapping[str, str] = {
     **dict.fromkeys(("train_iters", "train_samples", "calculate_per_token_loss"), "optimizer"),
-    **dict.fromkeys(("micro_batch_size", "deterministic_mode", "optimizer_cpu_offload", "optimizer_offload_fraction",
-                     "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), "layout"),
+    **dict.fromkeys(
+        (
+            "micro_batch_size",
+            "deterministic_mode",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+        ),
+        "layout",
+    ),
     **dict.fromkeys(("on_bad_step", "max_bad_steps"), "order of samples"),
-    **dict.fromkeys(("finetune", "ckpt_step", "load_optim", "load_rng", "pretrained_checkpoint", "load"), "resumed state"),
-    **dict.fromkeys(("eval_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal",
-                     "manual_gc", "manual_gc_interval", "empty_unused_memory_level", "check_for_nan_in_loss_and_grad", "log_samples",
-                     "num_workers", "data_cache_path", "distributed_timeout_minutes"), REPORTS),
+    **dict.fromkeys(
+        ("finetune", "ckpt_step", "load_optim", "load_rng", "pretrained_checkpoint", "load"), "resumed state"
+    ),
+    **dict.fromkeys(
+        (
+            "eval_iters",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "exit_signal_handler",
+            "exit_signal",
+            "manual_gc",
+            "manual_gc_interval",
+            "empty_unused_memory_level",
+            "check_for_nan_in_loss_and_grad",
+            "log_samples",
+            "num_workers",
+            "data_cache_path",
+            "distributed_timeout_minutes",
+        ),
+        REPORTS,
+    ),
 }
 
 
@@ -144,11 +205,19 @@ def difference(a: History, b: History, tolerance: float) -> Difference:
     mine, theirs = a.at(parting), b.at(parting)
     found = list(differing_inputs(mine.given, theirs.given))
     # A folder to go on from, which held nothing yet, is only where the run saves.
-    counts = [one for one in found if one.kind in order and (one.kind != "resumed state" or mine.loaded or theirs.loaded)]
+    counts = [
+        one for one in found if one.kind in order and (one.kind != "resumed state" or mine.loaded or theirs.loaded)
+    ]
     known = sorted(counts, key=lambda one: order.index(one.kind))
     resumed = [{start.iteration for start in run.starts if start.iteration < parting} for run in (a, b)]
-    return Difference(common, first, beyond, tuple(known), tuple(one for one in found if one not in known),
-                      tuple(sorted(resumed[0] ^ resumed[1])))
+    return Difference(
+        common,
+        first,
+        beyond,
+        tuple(known),
+        tuple(one for one in found if one not in known),
+        tuple(sorted(resumed[0] ^ resumed[1])),
+    )
 
 
 def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Input]:
@@ -159,7 +228,13 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
         yield Input(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
     for name, (mine, theirs) in _unequal(a, b, "data"):
         yield Input("data", f"files of {name}", mine, theirs)
-    for part, kind in (("tokenizer", "tokenizer"), ("code", "code"), ("layout", "layout"), ("kernels", "machines"), ("environment", "machines")):
+    for part, kind in (
+        ("tokenizer", "tokenizer"),
+        ("code", "code"),
+        ("layout", "layout"),
+        ("kernels", "machines"),
+        ("environment", "machines"),
+    ):
         for name, (mine, theirs) in _unequal(a, b, part):
             if name in ("sources", "ranks") or part in ("tokenizer", "kernels"):
                 yield Input(kind, f"{part}: {name}", mine, theirs)
@@ -198,12 +273,16 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], part: str) -> Iterator[
 def _rows(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     columns: dict[str, Sequence[Any]] = dict(event["losses"])
     columns |= {"gradient norm": event["grad_norm"]} if "grad_norm" in event else {}
-    return {iteration: {name: float(values[place]) for name, values in columns.items() if values[place] is not None}
-            for place, iteration in enumerate(event["iterations"])}
+    return {
+        iteration: {name: float(values[place]) for name, values in columns.items() if values[place] is not None}
+        for place, iteration in enumerate(event["iterations"])
+    }
 
 
 def _apart(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> Apart:
-    values = {name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if not _same(a.get(name), b.get(name))}
+    values = {
+        name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if not _same(a.get(name), b.get(name))
+    }
     return Apart(iteration, max((_relative(*pair) for pair in values.values()), default=0.0), values)
 
 

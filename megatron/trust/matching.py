@@ -48,9 +48,15 @@ class Meeting:
     action: str
 
     def __str__(self) -> str:
-        other = {"send": f" to rank {self.peer}", "receive": f" from rank {self.peer}", "broadcast": f" from rank {self.peer}"}.get(self.name, "")
-        return (f"rank {self.rank}, {self.action or 'nowhere'}: {self.name}{other} of {'x'.join(map(str, self.shape)) or '1'} {self.dtype} "
-                f"at {self.where or 'an unknown line'}")
+        other = {
+            "send": f" to rank {self.peer}",
+            "receive": f" from rank {self.peer}",
+            "broadcast": f" from rank {self.peer}",
+        }.get(self.name, "")
+        return (
+            f"rank {self.rank}, {self.action or 'nowhere'}: {self.name}{other} of {'x'.join(map(str, self.shape)) or '1'} {self.dtype} "
+            f"at {self.where or 'an unknown line'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +112,16 @@ def match(run: DryRun) -> Matching:
     known = [rank for rank in range(run.world_size) if rank in kind_of]
     everyone = len(known) <= MOST_PLAYED
     chosen = known if everyone else [rank for rank in _some(lists, kind_of) if rank in kind_of]
-    played = known if everyone else [rank for rank in (next(group for group in lists["model"] if known[0] in group)) if rank in kind_of]
-    return match_lines({rank: line(rank) for rank in dict.fromkeys((*chosen, *played))}, played,
-                       overlap=run.config.parallel.overlap_p2p_communication)
+    played = (
+        known
+        if everyone
+        else [rank for rank in (next(group for group in lists["model"] if known[0] in group)) if rank in kind_of]
+    )
+    return match_lines(
+        {rank: line(rank) for rank in dict.fromkeys((*chosen, *played))},
+        played,
+        overlap=run.config.parallel.overlap_p2p_communication,
+    )
 
 
 def match_lines(lines: Mapping[int, Line], played: Sequence[int] | None = None, *, overlap: bool = True) -> Matching:
@@ -124,7 +137,10 @@ def match_lines(lines: Mapping[int, Line], played: Sequence[int] | None = None, 
 
 def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> Line:
     """What a rank does, when another was traced that stands for it: the same, in its own groups."""
-    groups = {axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None)) for axis, found in lists.items()}
+    groups = {
+        axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None))
+        for axis, found in lists.items()
+    }
     steps: list[Meeting | str] = []
     for event in talks_of(events):
         if event.kind == "action":
@@ -133,8 +149,19 @@ def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str,
             theirs, own = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = own if rank != traced and theirs == event.ranks and own is not None else event.ranks
             peer = _peer(event, traced, rank, ranks)
-            steps.append(Meeting(rank, event.name, event.axis, group_of(event.axis, ranks), peer, event.shape, event.dtype, event.where,
-                                 event.action))
+            steps.append(
+                Meeting(
+                    rank,
+                    event.name,
+                    event.axis,
+                    group_of(event.axis, ranks),
+                    peer,
+                    event.shape,
+                    event.dtype,
+                    event.where,
+                    event.action,
+                )
+            )
     return Line(rank, tuple(steps))
 
 
@@ -168,6 +195,7 @@ def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[in
 
 # In order, and alike.
 
+
 def _compare_collectives(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
     """Members of each group against the first of them."""
     by_group: dict[Group, dict[int, list[Meeting]]] = {}
@@ -182,7 +210,9 @@ def _compare_collectives(lines: Mapping[int, Line]) -> tuple[list[Problem], int]
         for rank in present[1:]:
             other = found.get(rank, [])
             count += min(len(first), len(other))
-            problems += _first_difference(first, other, _unlike, (present[0], rank), f"the group of ranks {_short(group[1])}")
+            problems += _first_difference(
+                first, other, _unlike, (present[0], rank), f"the group of ranks {_short(group[1])}"
+            )
     return problems, count
 
 
@@ -199,15 +229,26 @@ def _compare_messages(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
         if low in lines and high in lines:
             ends, where = (found.get(low, []), found.get(high, [])), f"between ranks {low} and {high}"
             count += min(map(len, ends))
-            ways = [("send", "receive"), ("receive", "send")] if not any(one.axis in _ALONE for one in (*ends[0], *ends[1])) else [(None, None)]
+            ways = (
+                [("send", "receive"), ("receive", "send")]
+                if not any(one.axis in _ALONE for one in (*ends[0], *ends[1]))
+                else [(None, None)]
+            )
             for way in ways:
-                own, other = ([one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True))
+                own, other = (
+                    [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
+                )
                 problems += _first_difference(own, other, _unanswered, (low, high), where)
     return problems, count
 
 
-def _first_difference(first: Sequence[Meeting], second: Sequence[Meeting], unlike: Callable[[Meeting, Meeting], tuple[str, str] | None],
-                      ranks: tuple[int, int], where: str) -> list[Problem]:
+def _first_difference(
+    first: Sequence[Meeting],
+    second: Sequence[Meeting],
+    unlike: Callable[[Meeting, Meeting], tuple[str, str] | None],
+    ranks: tuple[int, int],
+    where: str,
+) -> list[Problem]:
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
         found = unlike(a, b)
         if found is not None:
@@ -216,8 +257,13 @@ def _first_difference(first: Sequence[Meeting], second: Sequence[Meeting], unlik
         return []
     more, fewer = (0, 1) if len(first) > len(second) else (1, 0)
     longer, shorter = (first, second) if len(first) > len(second) else (second, first)
-    return [Problem("count", f"number {len(shorter) + 1} of {where}: rank {ranks[more]} comes to it and rank {ranks[fewer]} never does",
-                    (longer[len(shorter)], *shorter[-1:]))]
+    return [
+        Problem(
+            "count",
+            f"number {len(shorter) + 1} of {where}: rank {ranks[more]} comes to it and rank {ranks[fewer]} never does",
+            (longer[len(shorter)], *shorter[-1:]),
+        )
+    ]
 
 
 def _unlike(a: Meeting, b: Meeting) -> tuple[str, str] | None:
@@ -255,6 +301,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 # Who waits for whom.
+
 
 @dataclass(slots=True)
 class _Player:
@@ -345,7 +392,11 @@ def _awaited(player: _Player, players: Mapping[int, _Player]) -> list[int]:
         return []
     if kind == "meet":
         number = player.came.get(meeting.group, 0)
-        return [rank for rank in meeting.group[1] if rank in players and rank != player.rank and players[rank].came.get(meeting.group, 0) < number]
+        return [
+            rank
+            for rank in meeting.group[1]
+            if rank in players and rank != player.rank and players[rank].came.get(meeting.group, 0) < number
+        ]
     answer = meeting.group, player.rank, "receive" if meeting.name == "send" else "send"
     peer = players.get(meeting.peer)
     return [] if peer is None or peer.began.get(answer, 0) >= number else [meeting.peer]
@@ -357,11 +408,15 @@ def _circle(start: int, players: Mapping[int, _Player]) -> Problem:
     while True:
         following = next(iter(_awaited(players[path[-1]], players)))
         if following in path:
-            circle = path[path.index(following):]
+            circle = path[path.index(following) :]
             break
         path.append(following)
         if not players[following].todo:
             circle = path  # it waits for one that has ended
             break
     both = tuple(players[rank].todo[0][1] for rank in circle if players[rank].todo)
-    return Problem("waiting", f"{' waits for '.join(f'rank {rank}' for rank in (*circle, following))}, each at what it has begun:", both)
+    return Problem(
+        "waiting",
+        f"{' waits for '.join(f'rank {rank}' for rank in (*circle, following))}, each at what it has begun:",
+        both,
+    )

@@ -67,8 +67,18 @@ def _single(device: torch.device, say: Say) -> Hardware:
     say(f"copy {copied / 1e9:.1f} GB/s, launch {launch * 1e6:.1f} us")
     attention = _attention(device, top)
     say(f"attention {attention[0]:.0%} of the products forward, {attention[1]:.0%} backward")
-    return replace(base, name="measured", peak=peak, matmul=tuple(zip((flops for flops, _ in main), shares)),
-                   attention=attention, memory=memory, memory_rate=copied, launch=launch, sleep=lateness(), source=f"measured on {device.type}")
+    return replace(
+        base,
+        name="measured",
+        peak=peak,
+        matmul=tuple(zip((flops for flops, _ in main), shares)),
+        attention=attention,
+        memory=memory,
+        memory_rate=copied,
+        launch=launch,
+        sleep=lateness(),
+        source=f"measured on {device.type}",
+    )
 
 
 def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
@@ -86,8 +96,12 @@ def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
     if len(first) > 1:
         network = link(first, device)
         say(f"between {len(first)} nodes: {network.rate / 1e9:.3g} GB/s, {network.latency * 1e6:.3g} us")
-    return replace(base, node=len(node) if len(first) > 1 else max(len(node), base.node), inside=inside or base.inside,
-                   network=network or base.network)
+    return replace(
+        base,
+        node=len(node) if len(first) > 1 else max(len(node), base.node),
+        inside=inside or base.inside,
+        network=network or base.network,
+    )
 
 
 def link(ranks: Sequence[int], device: torch.device) -> Link:

@@ -69,8 +69,15 @@ class Stretch:
 
     def like(self, other: Stretch) -> bool:
         """Whether the same came and went at the same moments."""
-        return ((self.births, self.deaths, self.live, self.top) == (other.births, other.deaths, other.live, other.top)
-                and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("events", "sizes", "born", "died", "kinds")))
+        return (self.births, self.deaths, self.live, self.top) == (
+            other.births,
+            other.deaths,
+            other.live,
+            other.top,
+        ) and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("events", "sizes", "born", "died", "kinds")
+        )
 
 
 class Heap:
@@ -84,7 +91,11 @@ class Heap:
         self._moves: list[Life | None] = []  # who came or went at it; nobody's name is known in what is counted again
         self._again: list[tuple[int, Stretch]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[Life, weakref.ref]] = {}
-        self._forward, self._forward_ends, self._forwards = -1, [], {}  # the pass under way, when each ended, its number
+        self._forward, self._forward_ends, self._forwards = (
+            -1,
+            [],
+            {},
+        )  # the pass under way, when each ended, its number
         self._microbatches: list[str] = []  # of each forward pass
 
     def see(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
@@ -177,12 +188,17 @@ class Heap:
                 changes.append((life.died, kind, -life.size))
         parts = [np.array(changes, np.int64).reshape(-1, 3)]
         for began, one in self._again:
-            parts += [np.stack((began + one.born, one.kinds, one.sizes), axis=1), np.stack((began + one.died, one.kinds, -one.sizes), axis=1)]
+            parts += [
+                np.stack((began + one.born, one.kinds, one.sizes), axis=1),
+                np.stack((began + one.died, one.kinds, -one.sizes), axis=1),
+            ]
         moves = np.concatenate(parts)
         moves = moves[np.argsort(moves[:, 0])]
         totals, stretch = held.sum() + np.cumsum(moves[:, 2]), max(1, len(moves) // _POINTS)
-        best = [low + int(np.argmax(totals[low:low + stretch])) for low in range(0, len(moves), stretch)]
-        by_kind = [held[place] + np.cumsum(np.where(moves[:, 1] == place, moves[:, 2], 0)) for place in range(len(KINDS))]
+        best = [low + int(np.argmax(totals[low : low + stretch])) for low in range(0, len(moves), stretch)]
+        by_kind = [
+            held[place] + np.cumsum(np.where(moves[:, 1] == place, moves[:, 2], 0)) for place in range(len(KINDS))
+        ]
         return tuple((self.ticks[moves[at, 0]], Held(*(int(one[at]) for one in by_kind))) for at in best)
 
     # What happened before, once more.
@@ -221,11 +237,17 @@ class Heap:
         clock = self.clock
         for tick, life in zip(stretch.deaths, ending, strict=True):
             life.died = clock + tick
-        found = [Life(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
-                 for tick, size, kind, travels, sent in stretch.births]
+        found = [
+            Life(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
+            for tick, size, kind, travels, sent in stretch.births
+        ]
         self.lives += found
         if self.live + stretch.top[0] > self.peak:
-            self.peak, self.peak_clock, self.peak_event = self.live + stretch.top[0], clock + stretch.top[1], event + stretch.top[2]
+            self.peak, self.peak_clock, self.peak_event = (
+                self.live + stretch.top[0],
+                clock + stretch.top[1],
+                event + stretch.top[2],
+            )
         self._again.append((clock, stretch))
         self.ticks.frombytes((stretch.events + event).tobytes())
         self._moves += [None] * len(stretch.events)
@@ -276,8 +298,13 @@ class Heap:
 
 def forwards_waiting(trace: Trace) -> int:
     """Forward passes at the peak whose backward pass had not ended."""
-    passes = [name[0] for event in trace.events[:trace.peak_event + 1] if event.kind == "action"
-              for name in event.name.split(TOGETHER) if name[0] in "FB"]
+    passes = [
+        name[0]
+        for event in trace.events[: trace.peak_event + 1]
+        if event.kind == "action"
+        for name in event.name.split(TOGETHER)
+        if name[0] in "FB"
+    ]
     return passes.count("F") - passes.count("B") + (passes[-1:] == ["B"])
 
 
@@ -293,8 +320,10 @@ def why_worst(run: DryRun) -> str:
         if difference > 0 and difference >= 0.01 * (worst.peak - least.peak):
             waiting = f" ({forwards_waiting(worst)} forward passes wait for their backward pass, there {forwards_waiting(least)})"
             parts.append(f"{difference / 2**30:.2f} GiB of {kind}{waiting if kind == 'activations' else ''}")
-    return (f"{name}, {(worst.peak - least.peak) / 2**30:.2f} GiB more than rank {least.rank} ({_place(least)}), which needs least: "
-            f"{', '.join(parts)} more")
+    return (
+        f"{name}, {(worst.peak - least.peak) / 2**30:.2f} GiB more than rank {least.rank} ({_place(least)}), which needs least: "
+        f"{', '.join(parts)} more"
+    )
 
 
 def _place(trace: Trace) -> str:

@@ -77,8 +77,11 @@ class Parity:
     def largest(self, count: int = 3) -> list[Difference]:
         """The largest differences of each kind."""
         kinds = dict.fromkeys(one.kind for one in self.checked)
-        return [one for kind in kinds for one in
-                sorted((one for one in self.checked if one.kind == kind), key=lambda one: -one.gap)[:count]]
+        return [
+            one
+            for kind in kinds
+            for one in sorted((one for one in self.checked if one.kind == kind), key=lambda one: -one.gap)[:count]
+        ]
 
 
 def compare(serial: Rehearsal, ranks: Sequence[Rehearsal], *, tolerance: float = TOLERANCE) -> Parity:
@@ -87,10 +90,12 @@ def compare(serial: Rehearsal, ranks: Sequence[Rehearsal], *, tolerance: float =
     for number, expected in enumerate(serial.steps):
         theirs = [(rank, rank.steps[number]) for rank in ranks]
         when = f"step {number + 1}"
-        found = [*_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
-                 *_numbers("norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}),
-                 *_tensors("gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients),
-                 *_tensors("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights)]
+        found = [
+            *_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
+            *_numbers("norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}),
+            *_tensors("gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients),
+            *_tensors("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
+        ]
         checked += found
         if start is None:
             count, start = _first_activation(when, expected.seen, theirs, tolerance)
@@ -109,14 +114,24 @@ def checked_on_ranks(small: Shrunk, limit: float) -> Parity | str:
     return compare(rehearse(small.serial), [rehearsal_of(rank) for rank in ranks])
 
 
-def _numbers(kind: str, when: str, found: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> list[Difference]:
+def _numbers(
+    kind: str, when: str, found: Sequence[Mapping[str, float]], expected: Mapping[str, float]
+) -> list[Difference]:
     """Numbers that all ranks know. when: the step."""
     differences = []
     for name, value in expected.items():
         theirs = [numbers.get(name, float("nan")) for numbers in found]
-        odd = [place for place, one in enumerate(theirs) if one != theirs[0]]  # ranks that disagree are apart, however little
-        says = f"{theirs[0]!r} on rank 0, {theirs[odd[0]]!r} on rank {odd[0]}" if odd else f"{theirs[0]!r}, on one rank {value!r}"
-        differences.append(Difference(kind, name, when, float("inf") if odd else _gap(abs(theirs[0] - value), abs(value)), says))
+        odd = [
+            place for place, one in enumerate(theirs) if one != theirs[0]
+        ]  # ranks that disagree are apart, however little
+        says = (
+            f"{theirs[0]!r} on rank 0, {theirs[odd[0]]!r} on rank {odd[0]}"
+            if odd
+            else f"{theirs[0]!r}, on one rank {value!r}"
+        )
+        differences.append(
+            Difference(kind, name, when, float("inf") if odd else _gap(abs(theirs[0] - value), abs(value)), says)
+        )
     return differences
 
 
@@ -167,8 +182,10 @@ def _whole(placed: Placed) -> Tensor:
 
 # Where it begins.
 
-def _first_activation(when: str, serial: Sequence[Seen], ranks: Sequence[tuple[Rehearsal, Step]],
-                      tolerance: float) -> tuple[int, Start | None]:
+
+def _first_activation(
+    when: str, serial: Sequence[Seen], ranks: Sequence[tuple[Rehearsal, Step]], tolerance: float
+) -> tuple[int, Start | None]:
     """How many tensors of modules were compared, and the first that differs, in the order of one rank's forward pass."""
     theirs: dict[Event, list[tuple[Rehearsal, Seen]]] = {}
     for rank, step in ranks:
@@ -255,17 +272,31 @@ def _begun(problems: Sequence[Difference], seen: Sequence[Seen]) -> Start:
     if of["gradient"]:
         order = _modules(seen)
         first = min(of["gradient"], key=lambda one: _backward_place(one.name, order))
-        return Start("backward", first.name.rpartition(".")[0],
-                     f"{first} ({first.when}); it is the first in the order of the backward pass, and all activations agree")
+        return Start(
+            "backward",
+            first.name.rpartition(".")[0],
+            f"{first} ({first.when}); it is the first in the order of the backward pass, and all activations agree",
+        )
     if of["loss"]:
-        return Start("loss", "", f"{of['loss'][0]} ({of['loss'][0].when}); all activations agree, so it is in how losses of ranks come together")
+        return Start(
+            "loss",
+            "",
+            f"{of['loss'][0]} ({of['loss'][0].when}); all activations agree, so it is in how losses of ranks come together",
+        )
     if of["norm"]:
-        return Start("norm", "", f"{of['norm'][0]} ({of['norm'][0].when}); all gradients agree, so it is in what the norm counts, or in the number "
-                                 "of tokens")
+        return Start(
+            "norm",
+            "",
+            f"{of['norm'][0]} ({of['norm'][0].when}); all gradients agree, so it is in what the norm counts, or in the number "
+            "of tokens",
+        )
     worst = max(of["weight"], key=lambda one: one.gap)
     modules = {one.name.rpartition(".")[0] for one in of["weight"]}
-    return Start("update", modules.pop() if len(modules) == 1 else "",
-                 f"{worst} ({worst.when}), of {len(of['weight'])} that differ; gradients and their norm agree, so it is in the update")
+    return Start(
+        "update",
+        modules.pop() if len(modules) == 1 else "",
+        f"{worst} ({worst.when}), of {len(of['weight'])} that differ; gradients and their norm agree, so it is in the update",
+    )
 
 
 def _backward_place(name: str, order: Mapping[str, int]) -> int:

@@ -22,8 +22,13 @@ from megatron.trust.trace import KINDS, DryRun, Trace
 from megatron.trust.units import bytes_text
 
 # Edits to try when memory is short, those that cost the least time first: what to write, and the settings that it means.
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_modules": None,
-        "recompute_activations": False}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+    "recompute_activations": False,
+}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_activations": False}
 MOST_TRIED = 6
 
@@ -79,7 +84,9 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRun
     return Planned(run, cost(run, hardware), hardware, time.monotonic() - started)
 
 
-def advised(planned: Planned, setting: Given, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0) -> Planned:
+def advised(
+    planned: Planned, setting: Given, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
+) -> Planned:
     """The plan of a setting that does not fit, with changes that save memory: each was run dry, alone and then together until it fits.
 
     seconds: after which no further change is tried.
@@ -124,14 +131,20 @@ def edits(setting: Given, config: RunConfig) -> list[tuple[str, Mapping[str, Any
         found.append(("--recompute-granularity selective", SELECTIVE))
     if train.micro_batch_size % 2 == 0:
         half = train.micro_batch_size // 2
-        found.append((f"--micro-batch-size {half}", {"micro_batch_size": half, "global_batch_size": train.global_batch_size}))
+        found.append(
+            (f"--micro-batch-size {half}", {"micro_batch_size": half, "global_batch_size": train.global_batch_size})
+        )
     if granularity != "full":
         found.append(("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", FULL))
     if dp % 2 == 0:
         tp, pp = 2 * parallel.tp, 2 * parallel.pp
         keep = {"global_batch_size": train.global_batch_size}
-        found.append((f"--tensor-model-parallel-size {tp} --sequence-parallel",
-                      {"tensor_model_parallel_size": tp, "sequence_parallel": True, **keep}))
+        found.append(
+            (
+                f"--tensor-model-parallel-size {tp} --sequence-parallel",
+                {"tensor_model_parallel_size": tp, "sequence_parallel": True, **keep},
+            )
+        )
         found.append((f"--pipeline-model-parallel-size {pp}", {"pipeline_model_parallel_size": pp, **keep}))
     return found
 
@@ -154,8 +167,10 @@ class _Trial:
         config = with_vocabulary(config, self.true_vocab_size)
         times = [sketch(one, ranks, hardware, stages_of(one)).time.seconds for one in (before.config, config)]
         # The fullest rank stays the fullest when only what all ranks do alike changes.
-        same = all(getattr(before.config.parallel, size) == getattr(config.parallel, size)
-                   for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size"))
+        same = all(
+            getattr(before.config.parallel, size) == getattr(config.parallel, size)
+            for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size")
+        )
         peak = self.dry_run(config, ranks, [before.worst.rank] if same else None).worst.peak
         return Advice(words, peak, before.worst.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.budget())
 
@@ -166,22 +181,39 @@ def why(run: DryRun) -> list[str]:
     if worst.peak - least.peak < 0.001 * worst.peak:
         return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]
     ahead = {kind: getattr(worst.at_peak, kind) - getattr(least.at_peak, kind) for kind in KINDS}
-    more = [f"{kind} {bytes_text(getattr(worst.at_peak, kind))} against {bytes_text(getattr(least.at_peak, kind))}"
-            for kind in sorted(ahead, key=lambda kind: -ahead[kind])[:2] if ahead[kind] > 0.01 * worst.peak]
-    said = [f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)]
+    more = [
+        f"{kind} {bytes_text(getattr(worst.at_peak, kind))} against {bytes_text(getattr(least.at_peak, kind))}"
+        for kind in sorted(ahead, key=lambda kind: -ahead[kind])[:2]
+        if ahead[kind] > 0.01 * worst.peak
+    ]
+    said = [
+        f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
+    ]
     facts = [(holds(run, trace), in_flight(run, trace)) for trace in (worst, least)]
     if facts[0] != facts[1]:
         for trace, (what, alive) in zip((worst, least), facts):
-            waiting = f"{alive} forward passes at once still await their" if alive > 1 else "1 forward pass at once still awaits its"
-            said.append(f"rank {trace.rank} holds {what or 'neither embedding nor head'}, and at most {waiting} backward pass")
+            waiting = (
+                f"{alive} forward passes at once still await their"
+                if alive > 1
+                else "1 forward pass at once still awaits its"
+            )
+            said.append(
+                f"rank {trace.rank} holds {what or 'neither embedding nor head'}, and at most {waiting} backward pass"
+            )
     return said
 
 
 def holds(run: DryRun, trace: Trace) -> str:
     """What a rank's stages have beside layers."""
     own = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
-    has = [name for name, there in (("the embedding", any(stage.has_embedding for stage in own)), ("the head", any(stage.has_output for stage in own)))
-           if there]
+    has = [
+        name
+        for name, there in (
+            ("the embedding", any(stage.has_embedding for stage in own)),
+            ("the head", any(stage.has_output for stage in own)),
+        )
+        if there
+    ]
     return " and ".join(has)
 
 

@@ -42,7 +42,9 @@ def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: 
         processes, connections = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_serve, args=((rank, size), folder, theirs, function, arguments), daemon=True))
+            processes.append(
+                context.Process(target=_serve, args=((rank, size), folder, theirs, function, arguments), daemon=True)
+            )
             processes[-1].start()
             theirs.close()
             connections.append(ours)
@@ -63,8 +65,14 @@ def _results(connections: list[Connection], processes: list[Any], folder: Path, 
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(connections)) if rank not in results]
-            raise RankFailed("\n".join([f"{len(missing)} of {len(connections)} ranks did not come back within {timeout:g} s:",
-                                        *_standing(missing, processes, folder)]))
+            raise RankFailed(
+                "\n".join(
+                    [
+                        f"{len(missing)} of {len(connections)} ranks did not come back within {timeout:g} s:",
+                        *_standing(missing, processes, folder),
+                    ]
+                )
+            )
         for connection in ready:
             rank = connections.index(connection)
             try:
@@ -85,20 +93,34 @@ def _standing(ranks: list[int], processes: list[Any], folder: Path) -> list[str]
     time.sleep(_GRACE)
     lines = []
     for rank in ranks:
-        stack = (folder / f"stack{rank}").read_text(encoding="utf-8").splitlines() if (folder / f"stack{rank}").exists() else []
+        stack = (
+            (folder / f"stack{rank}").read_text(encoding="utf-8").splitlines()
+            if (folder / f"stack{rank}").exists()
+            else []
+        )
         own = [line.strip() for line in stack if "/megatron/" in line and not line.rstrip().endswith(" in note")]
-        lines.append(f"  rank {rank} at {own[0].removeprefix('File ')}" if own else f"  rank {rank}, nobody knows where")
+        lines.append(
+            f"  rank {rank} at {own[0].removeprefix('File ')}" if own else f"  rank {rank}, nobody knows where"
+        )
     return lines
 
 
-def _serve(place: tuple[int, int], folder: str, connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(
+    place: tuple[int, int],
+    folder: str,
+    connection: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     """What a rank does. place: its number, and of how many."""
     rank, size = place
     torch.set_num_threads(1)
     with open(f"{folder}/stack{rank}", "w", encoding="utf-8") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         try:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_LATER)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_LATER
+            )
             connection.send((True, function(*arguments)))
         except BaseException:  # noqa: BLE001 - whatever it is, the caller wants to see it
             connection.send((False, traceback.format_exc()))

@@ -39,10 +39,17 @@ _FSDP = "/torch/distributed/fsdp/"
 _STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
 
 # c10d's operations: our name, place of the group among the arguments, of what is sent, and of what comes.
-_TALK = {"allreduce_": ("all_reduce", 1, 0, 0), "_allgather_base_": ("all_gather", 2, 1, 0),
-         "_reduce_scatter_base_": ("reduce_scatter", 2, 1, 0), "alltoall_base_": ("all_to_all", 2, 1, 0),
-         "broadcast_": ("broadcast", 1, 0, 0), "send": ("send", 1, 0, 0), "recv_": ("receive", 1, 0, 0),
-         "barrier": ("barrier", 1, 0, 0), "allgather_": ("all_gather", 2, 1, 0)}
+_TALK = {
+    "allreduce_": ("all_reduce", 1, 0, 0),
+    "_allgather_base_": ("all_gather", 2, 1, 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 2, 1, 0),
+    "alltoall_base_": ("all_to_all", 2, 1, 0),
+    "broadcast_": ("broadcast", 1, 0, 0),
+    "send": ("send", 1, 0, 0),
+    "recv_": ("receive", 1, 0, 0),
+    "barrier": ("barrier", 1, 0, 0),
+    "allgather_": ("all_gather", 2, 1, 0),
+}
 Place = tuple[str, str]  # (file and line, module)
 
 
@@ -62,12 +69,20 @@ def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Fac
     """What follows from the shapes of what an operation took and gave."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
-    shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]  # torch's formulas know of no product into another format
+    shaped = [
+        arg for arg in args if not isinstance(arg, torch.dtype)
+    ]  # torch's formulas know of no product into another format
     flops = 0 if count is None else int(count(*shaped, **kwargs, out_val=result))
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
-    return Facts(str(func._overloadpacket), flops, moved, () if first is None else tuple(first.shape),
-                 "" if first is None else _word(first.dtype), _factors(args) if flops else "")
+    return Facts(
+        str(func._overloadpacket),
+        flops,
+        moved,
+        () if first is None else tuple(first.shape),
+        "" if first is None else _word(first.dtype),
+        _factors(args) if flops else "",
+    )
 
 
 def _factors(args: tuple) -> str:
@@ -99,7 +114,9 @@ class Recorder(TorchDispatchMode):
         self.heap, self.events = Heap(), Events()
         self.action, self._entered, self.module = "setup", "setup", ""
         self._offloads = False  # something lies in the host's memory
-        self.shared: Mapping[str, str] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
+        self.shared: Mapping[
+            str, str
+        ] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
         self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
         self._seen: dict[CodeType, str] = {}
         self._lines: dict[tuple[CodeType, int], str] = {}
@@ -137,8 +154,21 @@ class Recorder(TorchDispatchMode):
         elsewhere = self._elsewhere(func, args, kwargs, where)
         for tensor in tensors_of((result,)):
             heap.see(tensor, elsewhere=elsewhere)
-        self.events.append(Event("op", facts.name, where, self.action, module, facts.flops, facts.moved,
-                                 shape=facts.shape, dtype=facts.dtype, live=heap.live, factors=facts.factors))
+        self.events.append(
+            Event(
+                "op",
+                facts.name,
+                where,
+                self.action,
+                module,
+                facts.flops,
+                facts.moved,
+                shape=facts.shape,
+                dtype=facts.dtype,
+                live=heap.live,
+                factors=facts.factors,
+            )
+        )
         return result
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
@@ -178,8 +208,12 @@ class Recorder(TorchDispatchMode):
 
     def _chooses(self, func: Any, args: tuple) -> bool:
         """Whether the operation is a router's choice of experts."""
-        return (self.choices is not None and func is torch.ops.aten.topk.default and args[0].dim() == 2
-                and (args[0].shape[-1], args[1]) == self.choices)
+        return (
+            self.choices is not None
+            and func is torch.ops.aten.topk.default
+            and args[0].dim() == 2
+            and (args[0].shape[-1], args[1]) == self.choices
+        )
 
     def _talk(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A collective or a message."""
@@ -195,15 +229,30 @@ class Recorder(TorchDispatchMode):
             life.travels = True
             life.sent = life.sent or name == "send"
             if name == "receive" and axis.startswith("pp"):
-                life.kind = "activations" if axis == "pp" else "communication"  # the backward pass needs what a stage took
+                life.kind = (
+                    "activations" if axis == "pp" else "communication"
+                )  # the backward pass needs what a stage took
         result = self.communicate(func, args, kwargs)
         larger = got if name == "all_gather" else given
         peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
         kind = name if name in ("send", "receive") else "collective"
-        self.events.append(Event(
-            kind, name, where, self.taker if name == "receive" and self.taker else self.action, module, moved=sum(t.numel() * t.itemsize for t in (*given, *got)), axis=axis,
-            ranks=ranks, peer=peer, shape=tuple(larger[0].shape), received=tuple((got if name == "all_to_all" else larger)[0].shape),
-            dtype=_word(larger[0].dtype), live=self.heap.live))
+        self.events.append(
+            Event(
+                kind,
+                name,
+                where,
+                self.taker if name == "receive" and self.taker else self.action,
+                module,
+                moved=sum(t.numel() * t.itemsize for t in (*given, *got)),
+                axis=axis,
+                ranks=ranks,
+                peer=peer,
+                shape=tuple(larger[0].shape),
+                received=tuple((got if name == "all_to_all" else larger)[0].shape),
+                dtype=_word(larger[0].dtype),
+                live=self.heap.live,
+            )
+        )
         return result
 
     def _place(self) -> Place:
@@ -247,7 +296,9 @@ class Recorder(TorchDispatchMode):
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
         run, switch = DualBatch.run, DualBatch.switch
 
-        def run_both(turns: DualBatch, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
+        def run_both(
+            turns: DualBatch, main: Callable[[], None], beside: Callable[[], None], device: torch.device
+        ) -> None:
             first, _, second = self.action.partition(TOGETHER)
 
             def forward() -> None:
@@ -277,10 +328,14 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return from_group(*args, **options)
 
-        with (_replaced(torch.UntypedStorage, "resize_", resized), _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
-              _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
-              _replaced(DualBatch, "run", run_both), _replaced(DualBatch, "switch", pass_on_and_resume),
-              _replaced(optimizer, "has_own_memory", lambda device: True)):
+        with (
+            _replaced(torch.UntypedStorage, "resize_", resized),
+            _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
+            _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
+            _replaced(DualBatch, "run", run_both),
+            _replaced(DualBatch, "switch", pass_on_and_resume),
+            _replaced(optimizer, "has_own_memory", lambda device: True),
+        ):
             yield
 
     @contextmanager
@@ -335,7 +390,13 @@ def _asked_by_fsdp(frame: FrameType | None) -> bool:
 
 def _copied(value: Any) -> Any:
     """A value with copies of its tensors."""
-    return value.clone() if isinstance(value, Tensor) else [_copied(each) for each in value] if isinstance(value, list) else value
+    return (
+        value.clone()
+        if isinstance(value, Tensor)
+        else [_copied(each) for each in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

@@ -95,12 +95,20 @@ def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run
     mesh = Mesh.single(device) if alone else Mesh.build(config.parallel, device)
     kernels = select(Need(device=device.type, dtype=getattr(torch, config.precision.dtype)), config.model.kernel_wishes)
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
-    return Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels, timers=Timers(level=0),
-               tokenizer=NullTokenizer(config.model.true_vocab_size), streams=RandomStreams.build(mesh, config.train.seed),
-               log=logging.getLogger("megatron.rehearsal"))
+    return Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        timers=Timers(level=0),
+        tokenizer=NullTokenizer(config.model.true_vocab_size),
+        streams=RandomStreams.build(mesh, config.train.seed),
+        log=logging.getLogger("megatron.rehearsal"),
+    )
 
 
 # Text.
+
 
 def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     """The global batch of an iteration: random ids, and a loss mask with very uneven rows."""
@@ -114,22 +122,39 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     if config.model.architecture != "gpt":
         return _with_padding(config, random, window, kept)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
-    return {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy(), "loss_mask": kept.astype(np.float32),
-            "documents": documents, "positions": np.arange(shape[1]) - starts}
+    return {
+        "tokens": window[:, :-1].copy(),
+        "labels": window[:, 1:].copy(),
+        "loss_mask": kept.astype(np.float32),
+        "documents": documents,
+        "positions": np.arange(shape[1]) - starts,
+    }
 
 
-def _with_padding(config: RunConfig, random: np.random.Generator, window: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
+def _with_padding(
+    config: RunConfig, random: np.random.Generator, window: np.ndarray, kept: np.ndarray
+) -> dict[str, np.ndarray]:
     """The global batch of a BERT or a T5: rows of very uneven length, and what else their samples hold."""
     train, ids = config.train, config.model.true_vocab_size
     lengths = random.integers(1, train.seq_length + 1, (len(window), 1))
     padding = np.arange(train.seq_length) < lengths
     if config.model.architecture == "bert":
-        return {"tokens": window[:, :-1].copy(), "labels": window[:, 1:].copy(), "loss_mask": (kept & padding).astype(np.int64),
-                "types": random.integers(0, 2, padding.shape), "padding_mask": padding.astype(np.int64),
-                "is_random": random.integers(0, 2, len(window))}
+        return {
+            "tokens": window[:, :-1].copy(),
+            "labels": window[:, 1:].copy(),
+            "loss_mask": (kept & padding).astype(np.int64),
+            "types": random.integers(0, 2, padding.shape),
+            "padding_mask": padding.astype(np.int64),
+            "is_random": random.integers(0, 2, len(window)),
+        }
     size = train.decoder_seq_length
-    return {"tokens": window[:, :-1].copy(), "enc_mask": padding.astype(np.int64), "loss_mask": kept[:, :size].astype(np.int64),
-            "text_dec": random.integers(0, ids, (len(window), size)), "labels": random.integers(0, ids, (len(window), size))}
+    return {
+        "tokens": window[:, :-1].copy(),
+        "enc_mask": padding.astype(np.int64),
+        "loss_mask": kept[:, :size].astype(np.int64),
+        "text_dec": random.integers(0, ids, (len(window), size)),
+        "labels": random.integers(0, ids, (len(window), size)),
+    }
 
 
 def batches(run: Run, iteration: int) -> Iterator[Batch]:
@@ -144,17 +169,25 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
-        own = {name: torch.from_numpy(array[first:first + train.micro_batch_size]).to(run.mesh.device)
-               for name, array in whole.items()}
-        batch = Batch(tokens=own["tokens"], labels=own["labels"], loss_mask=own["loss_mask"],
-                      positions=own["positions"] if data.restarts_positions else None,
-                      documents=own["documents"] if data.separates_documents else None,
-                      extras={name: row for name, row in own.items() if name not in Batch.__slots__})
+        own = {
+            name: torch.from_numpy(array[first : first + train.micro_batch_size]).to(run.mesh.device)
+            for name, array in whole.items()
+        }
+        batch = Batch(
+            tokens=own["tokens"],
+            labels=own["labels"],
+            loss_mask=own["loss_mask"],
+            positions=own["positions"] if data.restarts_positions else None,
+            documents=own["documents"] if data.separates_documents else None,
+            extras={name: row for name, row in own.items() if name not in Batch.__slots__},
+        )
         yield batch.looking_ahead(
-                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss).over_context(run.mesh.cp)
+            run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+        ).over_context(run.mesh.cp)
 
 
 # Steps.
+
 
 def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
     """Train so many steps on every rank of this process's world. The config is resolved and has a vocabulary.
@@ -171,7 +204,9 @@ def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
         hook.remove()
     for parallel in trainer.parallels:
         parallel.finish_gather()
-    done[-1].weights = {name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()}
+    done[-1].weights = {
+        name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()
+    }
     place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
     return Rehearsal(run.mesh.world.rank, place, tuple(done))
 
@@ -192,7 +227,9 @@ def _one_step(trainer: Trainer, watch: _Watch) -> Step:
 
 def rehearse_bytes(config: RunConfig, steps: int = 2) -> bytes:
     """What `rehearse` finds, as one piece for a pipe."""
-    return pickle.dumps(rehearse(config, steps))  # whole: torch would hand over each of its thousands of tensors as an open file
+    return pickle.dumps(
+        rehearse(config, steps)
+    )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
 def rehearsal_of(content: bytes) -> Rehearsal:
@@ -236,6 +273,7 @@ class _Watch:
 
     def building(self, model: ModelProvider) -> ModelProvider:
         """The provider of stages, which tells how the weights of their modules are cut."""
+
         def build(run: Run, stage: StageSpec) -> Network:
             made = model(run, stage)
             for name, module in made.named_modules():
@@ -246,6 +284,7 @@ class _Watch:
 
     def following(self, forward_step: ForwardStep) -> ForwardStep:
         """The forward step, which tells of itself."""
+
         def step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
             self._stage, self._calls = stage, {}
             try:
@@ -258,9 +297,15 @@ class _Watch:
 
     def hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
         """Look at every module of these stages of which no other stage has a part."""
-        modules = [(name, module) for stage in stages for name, module in stage.named_modules() if name and not isinstance(module, Stack)]
+        modules = [
+            (name, module)
+            for stage in stages
+            for name, module in stage.named_modules()
+            if name and not isinstance(module, Stack)
+        ]
         return [module.register_forward_pre_hook(self._before(name)) for name, module in modules] + [
-            module.register_forward_hook(self._after(name)) for name, module in modules]
+            module.register_forward_hook(self._after(name)) for name, module in modules
+        ]
 
     def _before(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -294,5 +339,7 @@ def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
     if weight is None or weight.dim() != 2:
         return {}
     boxes = [piece.box for piece in local_shards(spec_of(weight), mesh)]
-    return {shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
-            for shard in spec_of(weight).shards}
+    return {
+        shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
+        for shard in spec_of(weight).shards
+    }

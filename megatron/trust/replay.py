@@ -56,7 +56,9 @@ class Sight:
     cause: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what} of {self.where or 'the whole network'} is {self.value:g}, in {self.when}" + (f"; {self.cause}" if self.cause else "")
+        return f"{self.what} of {self.where or 'the whole network'} is {self.value:g}, in {self.when}" + (
+            f"; {self.cause}" if self.cause else ""
+        )
 
 
 @dataclass(slots=True)
@@ -83,8 +85,10 @@ class Replayed:
             return f"the trouble arises in the backward pass: {self.first['gradient']}"
         if self.bad_gradients:
             return f"the trouble arises in the gradients of {', '.join(self.bad_gradients[:4])}, whose modules pass on none that is bad"
-        return ("nothing of it happens here: this batch and these weights are sound, so look at the machines that computed or reduced "
-                "them, or at the steps between these weights and the bad one")
+        return (
+            "nothing of it happens here: this batch and these weights are sound, so look at the machines that computed or reduced "
+            "them, or at the steps between these weights and the bad one"
+        )
 
 
 class Observer:
@@ -102,14 +106,18 @@ class Observer:
             known = self._found.largest.get(name, 0.0)
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
-                self._found.first["output"] = Sight("an output", name, self._when(), largest, self._cause(module, inputs))
+                self._found.first["output"] = Sight(
+                    "an output", name, self._when(), largest, self._cause(module, inputs)
+                )
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, name))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
         largest = _largest(gradient)
         if not largest <= self._bound and "gradient" not in self._found.first:
-            self._found.first["gradient"] = Sight("the gradient that comes back to the output", name, self._when(), largest)
+            self._found.first["gradient"] = Sight(
+                "the gradient that comes back to the output", name, self._when(), largest
+            )
 
     def _when(self) -> str:
         return action_words(self._trail.action)
@@ -118,11 +126,20 @@ class Observer:
         weights = [name for name, param in module.named_parameters() if not _largest(param.detach()) <= self._bound]
         if weights:
             return f"its {', '.join(weights[:3])} is not sound"
-        return "what goes in is sound" if all(_largest(tensor) <= self._bound for tensor in _floating(inputs)) else "what goes in is not sound"
+        return (
+            "what goes in is sound"
+            if all(_largest(tensor) <= self._bound for tensor in _floating(inputs))
+            else "what goes in is not sound"
+        )
 
 
-def replay(folder: Path, providers: dict[str, tuple[ModelProvider, ForwardStep]], *, weights: Path | None = None,
-           bound: float = float("inf")) -> Replayed:
+def replay(
+    folder: Path,
+    providers: dict[str, tuple[ModelProvider, ForwardStep]],
+    *,
+    weights: Path | None = None,
+    bound: float = float("inf"),
+) -> Replayed:
     """Repeat the step of a bundle. weights: a checkpoint to take instead of the bundle's own or the one that it names.
 
     bound: absolute values from here on count as trouble, not only those that are not finite. Raises `ConfigError` when the
@@ -131,22 +148,38 @@ def replay(folder: Path, providers: dict[str, tuple[ModelProvider, ForwardStep]]
     try:
         facts = json.loads((folder / STEP).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no bundle of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
-                          "faults/step-... after one") from error
+        raise ConfigError(
+            f"{folder} is no bundle of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
+            "faults/step-... after one"
+        ) from error
     config, notes = _config(facts)
     trainer = _trainer(config, facts, providers[config.model.architecture])
     notes += _load(trainer, _weights_folder(folder, facts, weights), facts)
     found = Replayed(facts, {}, 0.0, notes)
-    found.bad_weights = [spec_of(param).name for stage in trainer.stages for param in stage.parameters() if not bool(param.isfinite().all())]
+    found.bad_weights = [
+        spec_of(param).name
+        for stage in trainer.stages
+        for param in stage.parameters()
+        if not bool(param.isfinite().all())
+    ]
     Observer(trainer, found, torch.finfo(torch.float64).max if bound == float("inf") else bound)
     count = config.train.global_batch_size // config.train.micro_batch_size
     work = StepWork(trainer, _batches(folder, facts, trainer, notes), count, training=True)
-    walk(trainer.script(count, training=True), work=work, axis=trainer.run.mesh.pp, backward_axis=trainer.run.mesh.pp_backward)
+    walk(
+        trainer.script(count, training=True),
+        work=work,
+        axis=trainer.run.mesh.pp,
+        backward_axis=trainer.run.mesh.pp_backward,
+    )
     for parallel in trainer.parallels:
         parallel.finish_reduction()
     found.losses = {name: float(total / number) for name, (total, number) in work.report().items()}
     optimizer = trainer.optimizer
-    found.norm = float(global_norm(optimizer.segments, trainer.run.mesh, sharded=False) * work.missing_factor() / optimizer.scaler.scale)
+    found.norm = float(
+        global_norm(optimizer.segments, trainer.run.mesh, sharded=False)
+        * work.missing_factor()
+        / optimizer.scaler.scale
+    )
     found.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
     return found
 
@@ -156,7 +189,9 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     config = from_values(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
     if parallel.hybrid_context_parallel:
-        raise ConfigError("a step with --hybrid-context-parallel cannot be repeated in one process: its microbatches are regrouped")
+        raise ConfigError(
+            "a step with --hybrid-context-parallel cannot be repeated in one process: its microbatches are regrouped"
+        )
     dropout = model.hidden_dropout or model.attention_dropout
     if dropout and (parallel.tp > 1 or parallel.pp > 1 or parallel.context_parallel_size > 1):
         notes.append("dropout is drawn otherwise than in the run, whose ranks each drew for a part of the network")
@@ -166,11 +201,26 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
 
 def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
     mesh = Mesh.single(torch.device("cpu"))
-    kernels = select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), documents=config.data.separates_documents,
-                          padding=config.model.architecture != "gpt"), config.model.kernel_wishes)
-    run = Run(args=SimpleNamespace(), config=config, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(config.model.true_vocab_size),
-              streams=RandomStreams.build(mesh, config.train.seed), timers=Timers(level=0), log=logging.getLogger("megatron"),
-              progress=Progress(**facts["progress"]))
+    kernels = select(
+        Need(
+            device="cpu",
+            dtype=getattr(torch, config.precision.dtype),
+            documents=config.data.separates_documents,
+            padding=config.model.architecture != "gpt",
+        ),
+        config.model.kernel_wishes,
+    )
+    run = Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=NullTokenizer(config.model.true_vocab_size),
+        streams=RandomStreams.build(mesh, config.train.seed),
+        timers=Timers(level=0),
+        log=logging.getLogger("megatron"),
+        progress=Progress(**facts["progress"]),
+    )
     trainer = build_trainer(run, *provider)
     trainer.optimizer.scaler.scale = facts["loss_scale"]
     return trainer
@@ -179,8 +229,10 @@ def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProv
 def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -> Path:
     asked = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
     if asked is None and facts["checkpoint"] is None:
-        raise CheckpointError("the bundle holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
-                              "--bundle-weights to the run")
+        raise CheckpointError(
+            "the bundle holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
+            "--bundle-weights to the run"
+        )
     place = Path(facts["checkpoint"]["folder"]) if asked is None else asked
     found = candidates(place) if not (place / "commit.txt").is_file() else []
     return found[0].folder if found else place
@@ -195,7 +247,9 @@ def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
             put(state, f"model.{spec_of(param).name}", placed_parameter(param, trainer.run.mesh))
     load(state, source, complete=("model.",))
     missing = facts["iteration"] - 1 - source.commit.iteration
-    return [f"the weights are {place}" + (f", {missing} steps before the bad one: numbers will differ" if missing else "")]
+    return [
+        f"the weights are {place}" + (f", {missing} steps before the bad one: numbers will differ" if missing else "")
+    ]
 
 
 def _batches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]) -> Iterator[Batch]:
@@ -227,7 +281,9 @@ def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
     names = [name for name in first if name not in ("samples", "extras")]
     extras = {name: joined(lambda piece, name=name: piece["extras"][name]) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
-    return Batch(**{name: joined(lambda piece, name=name: piece[name]) for name in names}, extras=extras, samples=samples)
+    return Batch(
+        **{name: joined(lambda piece, name=name: piece[name]) for name in names}, extras=extras, samples=samples
+    )
 
 
 def _floating(value: Any) -> list[Tensor]:

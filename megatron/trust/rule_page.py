@@ -14,8 +14,10 @@ from megatron.core.config.rules import ALWAYS, NEEDS, RULES
 from megatron.trust.command import read_command
 from megatron.trust.edits import Broken
 
-BASE = ("--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 "
-        "--train-iters 10 --lr 1e-3 --mock-data")
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 "
+    "--train-iters 10 --lr 1e-3 --mock-data"
+)
 # What is looked at beside the rows of core/config/rules.py.
 OTHERS: Mapping[str, str] = {
     "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
@@ -45,7 +47,7 @@ class Example:
         words, base = self.flags.split(), BASE.split()
         if self.without:
             place = base.index(self.without)
-            del base[place:place + 2]
+            del base[place : place + 2]
         command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
         setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
         return (*command.unread, *(setting.broken() if setting else ()))
@@ -56,8 +58,9 @@ EXAMPLES: Mapping[str, Example] = {
     "required": Example(without="--num-layers"),
     "positive": Example("--pipeline-model-parallel-size 0"),
     "world-size": Example("--tensor-model-parallel-size 4", ranks=6),
-    "heads-over-tensor": Example("--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4 "
-                                 "--group-query-attention", ranks=4),
+    "heads-over-tensor": Example(
+        "--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4 --group-query-attention", ranks=4
+    ),
     "query-groups": Example("--group-query-attention --num-query-groups 3"),
     "ffn-over-tensor": Example("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
     "head-size": Example("--hidden-size 60"),
@@ -65,8 +68,11 @@ EXAMPLES: Mapping[str, Example] = {
     "sequence-parallel": Example("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
     "pipeline-split": Example("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
     "global-batch": Example("--global-batch-size 20", ranks=4),
-    "interleaved-groups": Example("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
-                                  "--global-batch-size 6 --micro-batch-size 2", ranks=2),
+    "interleaved-groups": Example(
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
+        "--global-batch-size 6 --micro-batch-size 2",
+        ranks=2,
+    ),
     "vocabulary": Example("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
     "encoder-and-decoder": Example("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
     "layer-patterns": Example("--window-size 4,0 --window-attn-skip-freq [1,0]"),
@@ -111,7 +117,9 @@ EXAMPLES: Mapping[str, Example] = {
     "learning-rate-over-time": Example("--lr-warmup-iters 20"),
     "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
     "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
-    "machine": Example("--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True),
+    "machine": Example(
+        "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
+    ),
     "command-line": Example("--num-leyers 8"),
 }
 
@@ -120,19 +128,40 @@ def page() -> str:
     """The page, as Markdown."""
     rows = [(rule.name, rule.sentence) for rule in (*NEEDS, *RULES, *ALWAYS)] + list(OTHERS.items())
     lines = [
-        "# Rules between settings", "",
-        *textwrap.wrap("Every rule that a run's flags must keep, in the order in which they are looked at. All that are broken are "
-                       "said at once, before anything starts. `python tools/check_config.py FLAGS --world-size N` says which ones, "
-                       "and the fewest changes that keep all of them; `--why-not tensor-model-parallel-size=8` says what a change "
-                       "would break.", 120), "",
-        "The page is made by `python tools/check_config.py --write-rules docs/rules.md`. Its examples stand behind these flags:", "",
-        "```text", *textwrap.wrap(BASE, 120, break_on_hyphens=False), "```",
+        "# Rules between settings",
+        "",
+        *textwrap.wrap(
+            "Every rule that a run's flags must keep, in the order in which they are looked at. All that are broken are "
+            "said at once, before anything starts. `python tools/check_config.py FLAGS --world-size N` says which ones, "
+            "and the fewest changes that keep all of them; `--why-not tensor-model-parallel-size=8` says what a change "
+            "would break.",
+            120,
+        ),
+        "",
+        "The page is made by `python tools/check_config.py --write-rules docs/rules.md`. Its examples stand behind these flags:",
+        "",
+        "```text",
+        *textwrap.wrap(BASE, 120, break_on_hyphens=False),
+        "```",
     ]
     for name, sentence in rows:
         example = EXAMPLES[name]
         where = f" of {example.entry}" if example.entry != "pretrain_gpt.py" else ""
         shown = f"`{example.flags}`{where}" if example.flags else f"without `{example.without}`"
         on = f" on {example.ranks} ranks" if example.ranks > 1 else ""
-        said = [line for one in example.said() for line in textwrap.wrap(one.says, 120, break_on_hyphens=False, break_long_words=False)]
-        lines += ["", f"## {name}", "", f"{sentence[0].upper()}{sentence[1:]}. For example {shown}{on}:", "", "```text", *said, "```"]
+        said = [
+            line
+            for one in example.said()
+            for line in textwrap.wrap(one.says, 120, break_on_hyphens=False, break_long_words=False)
+        ]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{sentence[0].upper()}{sentence[1:]}. For example {shown}{on}:",
+            "",
+            "```text",
+            *said,
+            "```",
+        ]
     return "\n".join(lines) + "\n"

@@ -59,9 +59,19 @@ class Shrunk:
     @property
     def serial(self) -> RunConfig:
         """The same network and training without any layout; the cut into microbatches stays."""
-        moe = replace(self.config.model.moe, moe_token_dispatcher_type="allgather", moe_grouped_gemm=False, moe_shared_expert_overlap=False)
+        moe = replace(
+            self.config.model.moe,
+            moe_token_dispatcher_type="allgather",
+            moe_grouped_gemm=False,
+            moe_shared_expert_overlap=False,
+        )
         model = replace(self.config.model, moe=moe, padded_vocab_size=None)
-        return replace(self.config, model=model.with_vocabulary(VOCABULARY, 1), parallel=ParallelConfig(), recompute=RecomputeConfig())
+        return replace(
+            self.config,
+            model=model.with_vocabulary(VOCABULARY, 1),
+            parallel=ParallelConfig(),
+            recompute=RecomputeConfig(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +102,48 @@ def shrink(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> Shrunk
     for degrees in small_degrees(config, world_size, most_ranks):
         for head in HEAD_SIZES:
             wanted, lost = _values(before, world_size, degrees, head)
-            small = Given(before, world_size).with_values({**wanted, **{name: value for name, (value, _) in lost.items()}})
+            small = Given(before, world_size).with_values(
+                {**wanted, **{name: value for name, (value, _) in lost.items()}}
+            )
             small = Given(small.config.resolve(degrees.ranks), degrees.ranks)
             broken = small.broken()
             if not broken:
                 model = small.config.model.with_vocabulary(VOCABULARY, degrees.tp)
-                return Shrunk(replace(small.config, model=model), degrees.ranks, _changes(config, world_size, small, degrees, lost))
+                return Shrunk(
+                    replace(small.config, model=model),
+                    degrees.ranks,
+                    _changes(config, world_size, small, degrees, lost),
+                )
             first = first or [one.says for one in broken]
-    raise ConfigError("\n".join([f"no small form of this config on at most {most_ranks} ranks keeps the rules; the first that was tried:",
-                                 *(f"  {said}" for said in first)]))
+    raise ConfigError(
+        "\n".join(
+            [
+                f"no small form of this config on at most {most_ranks} ranks keeps the rules; the first that was tried:",
+                *(f"  {said}" for said in first),
+            ]
+        )
+    )
 
 
 def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[Degrees]:
     """Degrees worth trying: those that keep most of what is divided first, and of equals those with fewest ranks."""
     parallel = config.parallel
     dp = parallel.data_parallel_size(world_size)
-    given = Degrees(parallel.tp, parallel.pp, parallel.context_parallel_size, dp, parallel.expert_model_parallel_size,
-                    parallel.expert_tensor_parallel_size or 0)
+    given = Degrees(
+        parallel.tp,
+        parallel.pp,
+        parallel.context_parallel_size,
+        dp,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or 0,
+    )
     chunks = len(stages_of(config)) // parallel.pp
     sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
     found = []
-    for numbers in product(*([size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5]))):
-        for etp in ((0,) if not given.etp else (1, 2, 4)):
+    for numbers in product(
+        *([size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5]))
+    ):
+        for etp in (0,) if not given.etp else (1, 2, 4):
             one = Degrees(*numbers, etp)
             if one.ranks <= most_ranks and one.edp == int(one.edp):
                 found.append(one)
@@ -136,33 +166,56 @@ def _kept(one: Degrees, given: Degrees, config: RunConfig, chunks: int) -> float
 
 def _without_files(config: RunConfig) -> RunConfig:
     """The config on made-up text, which neither reads nor writes files."""
-    data = DataConfig(mock_data=True, reset_position_ids=config.data.restarts_positions,
-                      reset_attention_mask=config.data.separates_documents)
-    return replace(config, data=data, tokenizer=TokenizerConfig(), checkpoint=CheckpointConfig(), log=LogConfig(),
-                   precision=PrecisionConfig(fp64=True), schedule=ScheduleConfig(lr=1e-2, lr_decay_style="constant"))
+    data = DataConfig(
+        mock_data=True,
+        reset_position_ids=config.data.restarts_positions,
+        reset_attention_mask=config.data.separates_documents,
+    )
+    return replace(
+        config,
+        data=data,
+        tokenizer=TokenizerConfig(),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        precision=PrecisionConfig(fp64=True),
+        schedule=ScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+    )
 
 
-def _values(config: RunConfig, world_size: int, degrees: Degrees, head: int) -> tuple[Values, dict[str, tuple[Any, str]]]:
+def _values(
+    config: RunConfig, world_size: int, degrees: Degrees, head: int
+) -> tuple[Values, dict[str, tuple[Any, str]]]:
     """What the small config has of its own, and what it loses: setting -> (value, why)."""
     parallel = config.parallel
     chunks = len(stages_of(config)) // parallel.pp
     kept = min(chunks, 2) if degrees.pp > 1 else 1
-    values: Values = {"tensor_model_parallel_size": degrees.tp, "pipeline_model_parallel_size": degrees.pp,
-                      "context_parallel_size": degrees.cp, "expert_model_parallel_size": degrees.ep,
-                      "expert_tensor_parallel_size": degrees.etp or None, "distributed_timeout_minutes": 2.0,
-                      "distributed_backend": "auto"}
+    values: Values = {
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "context_parallel_size": degrees.cp,
+        "expert_model_parallel_size": degrees.ep,
+        "expert_tensor_parallel_size": degrees.etp or None,
+        "distributed_timeout_minutes": 2.0,
+        "distributed_backend": "auto",
+    }
     values |= _depth(config, degrees.pp, kept)
     values |= _widths(config, degrees, head)
     values |= _lengths(config, degrees)
     values |= _experts(config, degrees)
     values |= _batch(config, world_size, degrees, chunks, kept)
     values |= _training(config)
-    if parallel.ddp_bucket_size or parallel.ddp_num_buckets or parallel.overlap_grad_reduce or parallel.overlap_param_gather:
+    if (
+        parallel.ddp_bucket_size
+        or parallel.ddp_num_buckets
+        or parallel.overlap_grad_reduce
+        or parallel.overlap_param_gather
+    ):
         values |= {"ddp_bucket_size": 400, "ddp_num_buckets": None}
     return values, _lost(config, degrees)
 
 
 # Layers and stages.
+
 
 def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
     """The fewest layers that fill pp * chunks stages and hold every kind, and where they are cut."""
@@ -171,9 +224,14 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     depths = min(model.mtp.mtp_num_layers or 0, 2)
-    values: Values = {"mtp_num_layers": depths or None, "num_virtual_stages_per_pipeline_rank": None,
-                      "num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": None,
-                      "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None}
+    values: Values = {
+        "mtp_num_layers": depths or None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+    }
     least = max(len(set(rows)), 2)
     if stages == 1:
         layers = least
@@ -183,22 +241,33 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
         layers = "".join(cut).count("t")
         values["pipeline_model_parallel_layout"] = "|".join(cut)
     elif first is not None or last is not None:
-        counts = [sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)]
+        counts = [
+            sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)
+        ]
         middle = counts[len(counts) // 2]
         ends = {0: first, pp - 1: last}
-        small = [chunks * (1 if place in ends and ends[place] is not None and ends[place] < middle else 2) for place in range(pp)]
-        if all(ends.get(place) is not None and ends[place] > middle for place in (0, pp - 1) if ends.get(place) is not None):
+        small = [
+            chunks * (1 if place in ends and ends[place] is not None and ends[place] < middle else 2)
+            for place in range(pp)
+        ]
+        if all(
+            ends.get(place) is not None and ends[place] > middle for place in (0, pp - 1) if ends.get(place) is not None
+        ):
             small = [chunks * (2 if ends.get(place) is not None else 1) for place in range(pp)]
         layers = sum(small)
-        values |= {"decoder_first_pipeline_num_layers": None if first is None else small[0],
-                   "decoder_last_pipeline_num_layers": None if last is None else small[-1],
-                   "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
+        values |= {
+            "decoder_first_pipeline_num_layers": None if first is None else small[0],
+            "decoder_last_pipeline_num_layers": None if last is None else small[-1],
+            "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+        }
     else:
         each = -(-(least + counted) // stages)
         layers = each * stages - counted
         if chunks > 1:
             by_layers = parallel.num_layers_per_virtual_pipeline_stage is not None
-            values["num_layers_per_virtual_pipeline_stage" if by_layers else "num_virtual_stages_per_pipeline_rank"] = each if by_layers else chunks
+            values["num_layers_per_virtual_pipeline_stage" if by_layers else "num_virtual_stages_per_pipeline_rank"] = (
+                each if by_layers else chunks
+            )
     return values | _layers(config, layers, rows) | _recomputed(config)
 
 
@@ -206,8 +275,10 @@ def _kinds(config: RunConfig) -> list[tuple[Any, ...]]:
     """What tells the layers of the network from each other, a row a layer."""
     ways = config.parallel.cp_comm_type
     rows = layer_rows(config.model)
-    return [(row.mixer, row.causal, row.cross, row.window, row.rope, row.mlp, ways[place] if len(ways) == len(rows) else "")
-            for place, row in enumerate(rows)]
+    return [
+        (row.mixer, row.causal, row.cross, row.window, row.rope, row.mlp, ways[place] if len(ways) == len(rows) else "")
+        for place, row in enumerate(rows)
+    ]
 
 
 def _layers(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
@@ -269,11 +340,17 @@ def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) 
 
 def _recomputed(config: RunConfig) -> Values:
     choice = config.recompute
-    return {} if choice.recompute_num_layers is None else {
-        "recompute_num_layers": min(choice.recompute_num_layers, 2 if choice.recompute_method == "uniform" else 1)}
+    return (
+        {}
+        if choice.recompute_num_layers is None
+        else {
+            "recompute_num_layers": min(choice.recompute_num_layers, 2 if choice.recompute_method == "uniform" else 1)
+        }
+    )
 
 
 # Sizes.
+
 
 def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
     """Heads, groups and widths. head: size of one that is tried."""
@@ -288,16 +365,29 @@ def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
     heads *= -(-4 // heads)
     usual = model.kv_channels * model.num_attention_heads == model.hidden_size or mla.multi_latent_attention
     hidden = heads * head if usual and not mla.multi_latent_attention else 32 if heads * head != 32 or usual else 48
-    values: Values = {"num_attention_heads": heads, "num_query_groups": groups or heads, "hidden_size": hidden, "kv_channels": head,
-                      "ffn_hidden_size": 48, "make_vocab_size_divisible_by": 4, "padded_vocab_size": None, "init_method_std": 0.1}
+    values: Values = {
+        "num_attention_heads": heads,
+        "num_query_groups": groups or heads,
+        "hidden_size": hidden,
+        "kv_channels": head,
+        "ffn_hidden_size": 48,
+        "make_vocab_size_divisible_by": 4,
+        "padded_vocab_size": None,
+        "init_method_std": 0.1,
+    }
     if model.group_query_attention and not groups:
         values["num_query_groups"] = heads
     if model.embedding_init_method_std is not None:
         values["embedding_init_method_std"] = 0.1
     if mla.multi_latent_attention:
         turned = head // 2
-        values |= {"q_lora_rank": None if mla.q_lora_rank is None else 12, "kv_lora_rank": 8, "qk_head_dim": 6,
-                   "qk_pos_emb_head_dim": turned, "v_head_dim": 5 if model.uneven_heads else 6 + turned}
+        values |= {
+            "q_lora_rank": None if mla.q_lora_rank is None else 12,
+            "kv_lora_rank": 8,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": turned,
+            "v_head_dim": 5 if model.uneven_heads else 6 + turned,
+        }
     if model.rope.mrope_section is not None:
         pairs, parts = int(head * model.rope.rotary_percent) // 2, len(model.rope.mrope_section)
         used = [place for place, size in enumerate(model.rope.mrope_section) if size] or [0]
@@ -322,12 +412,18 @@ def _lengths(config: RunConfig, degrees: Degrees) -> Values:
     model, train, parallel = config.model, config.train, config.parallel
     unit = math.lcm(2 * degrees.cp, degrees.cp * degrees.tp)
     length = unit * -(-16 // unit)
-    values: Values = {"seq_length": length, "encoder_seq_length": None if train.encoder_seq_length is None else length,
-                      "max_position_embeddings": length if model.max_position_embeddings == train.seq_length else length + 4}
+    values: Values = {
+        "seq_length": length,
+        "encoder_seq_length": None if train.encoder_seq_length is None else length,
+        "max_position_embeddings": length if model.max_position_embeddings == train.seq_length else length + 4,
+    }
     if model.architecture == "t5":
         values["decoder_seq_length"] = length if train.decoder_seq_length == train.seq_length else length // 2
     if model.window is not None:
-        sides = (side if side in (-1, 0) else length if side >= train.seq_length else min(side, length // 4) for side in model.window)
+        sides = (
+            side if side in (-1, 0) else length if side >= train.seq_length else min(side, length // 4)
+            for side in model.window
+        )
         values["window_size"] = ",".join(map(str, sides))
     levels = parallel.hierarchical_context_parallel_sizes
     if levels is not None:
@@ -344,7 +440,12 @@ def _experts(config: RunConfig, degrees: Degrees) -> Values:
     if not moe.num_experts:
         return {}
     topk, groups, taken = moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk
-    values: Values = {"moe_ffn_hidden_size": 24, "moe_use_upcycling": False, "moe_upcycling_granularity": 1, "moe_router_dtype": None}
+    values: Values = {
+        "moe_ffn_hidden_size": 24,
+        "moe_use_upcycling": False,
+        "moe_upcycling_granularity": 1,
+        "moe_router_dtype": None,
+    }
     if groups is not None and taken is not None:
         small = min(taken, 2)
         groups = small if groups == taken else 2 * small
@@ -363,12 +464,20 @@ def _batch(config: RunConfig, world_size: int, degrees: Degrees, chunks: int, ke
     """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
-    values: Values = {"micro_batch_size": min(train.micro_batch_size, 2), "rampup_batch_size": None, "step_batch_size_schedule": None,
-                      "decrease_batch_size_if_needed": False, "train_iters": 8, "train_samples": None}
+    values: Values = {
+        "micro_batch_size": min(train.micro_batch_size, 2),
+        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False,
+        "train_iters": 8,
+        "train_samples": None,
+    }
     if kept > 1:
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
         small = degrees.pp if group <= parallel.pp else 2 * degrees.pp
-        values["microbatch_group_size_per_virtual_pipeline_stage"] = small if parallel.microbatch_group_size_per_virtual_pipeline_stage else None
+        values["microbatch_group_size_per_virtual_pipeline_stage"] = (
+            small if parallel.microbatch_group_size_per_virtual_pipeline_stage else None
+        )
         count = 2 * small if count >= 2 * group else small
     else:
         values["microbatch_group_size_per_virtual_pipeline_stage"] = None
@@ -386,8 +495,12 @@ def _training(config: RunConfig) -> Values:
     if optimizer.decoupled_lr is not None:
         values |= {"decoupled_lr": 2e-2, "decoupled_min_lr": None}
     if optimizer.weight_decay_incr_style != "constant":
-        values |= {"weight_decay": optimizer.end_weight_decay, "start_weight_decay": None, "end_weight_decay": None,
-                   "weight_decay_incr_style": "constant"}
+        values |= {
+            "weight_decay": optimizer.end_weight_decay,
+            "start_weight_decay": None,
+            "end_weight_decay": None,
+            "weight_decay_incr_style": "constant",
+        }
     if model.qk_clip:
         values["qk_clip_threshold"] = 0.02
     if model.activation_func_clamp_value is not None:
@@ -406,38 +519,60 @@ def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
         lost["moe_input_jitter_eps"] = (None, random)
     if moe.moe_expert_capacity_factor is not None and degrees.tp * degrees.cp > 1:
         why = "what is over capacity depends on how tokens lie on tensor and context ranks"
-        lost |= {"moe_expert_capacity_factor": (None, why), "moe_pad_expert_input_to_capacity": (False, why),
-                 "moe_token_drop_policy": ("probs", why)}
+        lost |= {
+            "moe_expert_capacity_factor": (None, why),
+            "moe_pad_expert_input_to_capacity": (False, why),
+            "moe_token_drop_policy": ("probs", why),
+        }
     kinds = moe.moe_router_load_balancing_type
     if moe.num_experts and "global_aux_loss" in kinds and degrees.dp > 1:
         other = next(kind for kind in ("aux_loss", "seq_aux_loss", "none") if kind not in kinds)
-        lost["moe_router_load_balancing_type"] = (tuple(other if kind == "global_aux_loss" else kind for kind in kinds),
-                                                  "it looks at the microbatches so far, which are others on one rank")
+        lost["moe_router_load_balancing_type"] = (
+            tuple(other if kind == "global_aux_loss" else kind for kind in kinds),
+            "it looks at the microbatches so far, which are others on one rank",
+        )
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
     if model.attention_backend not in ("auto", "fused", "unfused", "local"):
         lost["attention_backend"] = ("auto", "this kernel needs a GPU")
     if any(word in _ON_GPUS for word in model.kernels.kernel):
-        lost["kernel"] = (tuple(word for word in model.kernels.kernel if word not in _ON_GPUS), "this kernel needs a GPU")
+        lost["kernel"] = (
+            tuple(word for word in model.kernels.kernel if word not in _ON_GPUS),
+            "this kernel needs a GPU",
+        )
     if moe.library == "deepep":
-        lost |= {"moe_enable_deepep": (False, "DeepEP needs GPUs"), "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs")}
+        lost |= {
+            "moe_enable_deepep": (False, "DeepEP needs GPUs"),
+            "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs"),
+        }
     return lost
 
 
 _ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))
 _FORMATS = ("fp16", "bf16", "fp64", "moe_router_dtype")
 _WHY: Mapping[str, str] = {
-    "adam_eps": "above the rounding of gradients that are zero", "init_method_std": "narrow layers need larger weights",
-    "clip_grad": "so that the gradient is clipped", "qk_clip_threshold": "so that heads are clipped",
-    "activation_func_clamp_value": "so that something is cut off", "ddp_bucket_size": "several buckets, which end anywhere",
-    "lr": "constant from the first step on, so that the update shows"}
+    "adam_eps": "above the rounding of gradients that are zero",
+    "init_method_std": "narrow layers need larger weights",
+    "clip_grad": "so that the gradient is clipped",
+    "qk_clip_threshold": "so that heads are clipped",
+    "activation_func_clamp_value": "so that something is cut off",
+    "ddp_bucket_size": "several buckets, which end anywhere",
+    "lr": "constant from the first step on, so that the update shows",
+}
 
 
-def _changes(config: RunConfig, world_size: int, small: Given, degrees: Degrees, lost: Mapping[str, tuple[Any, str]]) -> tuple[Change, ...]:
+def _changes(
+    config: RunConfig, world_size: int, small: Given, degrees: Degrees, lost: Mapping[str, tuple[Any, str]]
+) -> tuple[Change, ...]:
     """Every setting of layout, network and training that another value stands for."""
     before, after = to_values(config), to_values(small.config)
     data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
-    axes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"}
+    axes = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    }
     found = [Change("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
     if data_parallel[0] != data_parallel[1]:
         found.append(Change("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
@@ -445,7 +580,11 @@ def _changes(config: RunConfig, world_size: int, small: Given, degrees: Degrees,
         if before[name] != after[name] and name not in lost:
             why = _dropped(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
             found.append(Change(name, before[name], after[name], *why))
-    found += [Change(name, before[name], value, why, lost=True) for name, (value, why) in lost.items() if before[name] != value]
+    found += [
+        Change(name, before[name], value, why, lost=True)
+        for name, (value, why) in lost.items()
+        if before[name] != value
+    ]
     return tuple(found)
 
 
@@ -455,8 +594,19 @@ def _dropped(before: int, after: int) -> tuple[str, bool]:
 
 def _reported(config: RunConfig) -> Iterator[str]:
     """Settings whose change is said: those of data, files and reports are not, nor of how long the run would be."""
-    silent = {"train_iters", "train_samples", "distributed_timeout_minutes", "distributed_backend", "skip_train", "iterations_to_skip",
-              "make_vocab_size_divisible_by", "moe_use_upcycling", "moe_upcycling_granularity", "true_vocab_size", "deterministic_mode"}
+    silent = {
+        "train_iters",
+        "train_samples",
+        "distributed_timeout_minutes",
+        "distributed_backend",
+        "skip_train",
+        "iterations_to_skip",
+        "make_vocab_size_divisible_by",
+        "moe_use_upcycling",
+        "moe_upcycling_granularity",
+        "true_vocab_size",
+        "deterministic_mode",
+    }
     parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
     yield from (name for part in parts for name in to_values(part) if name not in silent)
     yield from (*_FORMATS[:3], "lr")

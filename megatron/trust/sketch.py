@@ -55,8 +55,13 @@ def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
     across = parallel.use_tp_pp_dp_mapping
     data = tp * cp * (pp if across else 1)
     line = tp * cp * (1 if across else dp)
-    found = {"tp": range(tp), "cp": range(0, tp * cp, tp), "dp": range(0, data * dp, data), "pp": range(0, line * pp, line),
-             "ep": range(0, etp * ep, etp)}
+    found = {
+        "tp": range(tp),
+        "cp": range(0, tp * cp, tp),
+        "dp": range(0, data * dp, data),
+        "pp": range(0, line * pp, line),
+        "ep": range(0, etp * ep, etp),
+    }
     return found | {"dp_cp": range(0, tp * cp * dp, tp) if not across or cp == 1 and pp == 1 else found["dp"]}
 
 
@@ -68,7 +73,10 @@ def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Seque
     position = max(range(len(held)), key=lambda place: held[place].total)
     forward, again, parts = _layer(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
     ends = _head(config, hardware)
-    passes = [_passes(config, [stage for stage in stages if stage.rank == place], forward, again, ends) for place in range(config.parallel.pp)]
+    passes = [
+        _passes(config, [stage for stage in stages if stage.rank == place], forward, again, ends)
+        for place in range(config.parallel.pp)
+    ]
     slowest, chunks = max(passes), len(stages) // config.parallel.pp
     # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
     fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
@@ -76,12 +84,18 @@ def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Seque
     seconds = (count + fill) * slowest + late + update
     layers = sum(len(stage.layers) for stage in stages if stage.rank == passes.index(slowest))
     share = {name: count * layers * part for name, part in parts.items() if part}
-    share |= {"output and loss": count * slowest - sum(share.values()), "update": update, "waiting": fill * slowest + late}
+    share |= {
+        "output and loss": count * slowest - sum(share.values()),
+        "update": update,
+        "waiting": fill * slowest + late,
+    }
     time = step_time(config, world_size, hardware, seconds=seconds, bubble=fill / (count + fill), parts=share)
     return Sketch(held[position].total, position, time)
 
 
-def _layer(config: RunConfig, world_size: int, hardware: Hardware, layers: int) -> tuple[float, float, dict[str, float]]:
+def _layer(
+    config: RunConfig, world_size: int, hardware: Hardware, layers: int
+) -> tuple[float, float, dict[str, float]]:
     """Seconds of a mean layer's forward and backward pass of one microbatch, of what is computed again, and all by their parts."""
     model, parallel, train = config.model, config.parallel, config.train
     size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, groups(config, world_size)
@@ -101,8 +115,14 @@ def _layer(config: RunConfig, world_size: int, hardware: Hardware, layers: int) 
     rows = whole / saved * (model.moe.moe_router_topk if model.moe.num_experts else 0)
     expert = 2 * collective_seconds("all_to_all", rows, at["ep"], hardware)
     ahead = arithmetic + attention + passes + tensor + context + expert
-    parts = {"matrix products": 3 * arithmetic, "attention": attention + back, "other operations": 3 * passes,
-             "tp collectives": 2 * tensor, "cp collectives": 3 * context, "ep collectives": 2 * expert}
+    parts = {
+        "matrix products": 3 * arithmetic,
+        "attention": attention + back,
+        "other operations": 3 * passes,
+        "tp collectives": 2 * tensor,
+        "cp collectives": 3 * context,
+        "ep collectives": 2 * expert,
+    }
     # Selective recomputation runs a kernel of the layer twice; of all that it can name, attention is what Megatron names first.
     granularity = config.recompute.recompute_granularity
     again = ahead if granularity == "full" else attention if granularity == "selective" else 0.0
@@ -121,7 +141,12 @@ def _flops(config: RunConfig) -> tuple[float, float]:
 
 def _head_flops(config: RunConfig) -> float:
     """FLOPs of the output layer on one sample."""
-    return 6 * config.model.hidden_size * config.model.padded_vocab_size * (config.train.decoder_seq_length or config.train.seq_length)
+    return (
+        6
+        * config.model.hidden_size
+        * config.model.padded_vocab_size
+        * (config.train.decoder_seq_length or config.train.seq_length)
+    )
 
 
 def _head(config: RunConfig, hardware: Hardware) -> float:
@@ -129,7 +154,10 @@ def _head(config: RunConfig, hardware: Hardware) -> float:
     parallel, train = config.parallel, config.train
     share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
     logits = 4 * config.model.padded_vocab_size * train.seq_length * share
-    return 3 * hardware.matmul_seconds(_head_flops(config) / 3 * share, config.precision.dtype) + LOGITS * logits / hardware.memory_rate
+    return (
+        3 * hardware.matmul_seconds(_head_flops(config) / 3 * share, config.precision.dtype)
+        + LOGITS * logits / hardware.memory_rate
+    )
 
 
 def _passes(config: RunConfig, own: list[StageSpec], layer: float, again: float, head: float) -> float:

@@ -123,7 +123,9 @@ class Events(Sequence[Event]):
             low, high, step = place.indices(self._count)
             assert step == 1, "events are taken in order"
             parts = zip(self.begins, self.parts, strict=True)
-            inside = ((part, part.events[max(0, low - begin):max(0, high - begin)]) for begin, part in parts if begin < high)
+            inside = (
+                (part, part.events[max(0, low - begin) : max(0, high - begin)]) for begin, part in parts if begin < high
+            )
             return tuple(part.said(event) for part, events in inside for event in events)
         place = range(self._count)[place]
         at = bisect_right(self.begins, place) - 1

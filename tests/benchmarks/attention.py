@@ -40,7 +40,11 @@ def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int
 def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, _: Scores) -> Tensor:
     """Causal attention as torch has it for this device: on a CPU with dropout it keeps all scores."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=mask.causal, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+    return (
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=mask.causal, enable_gqa=True)
+        .permute(2, 0, 1, 3)
+        .flatten(2)
+    )
 
 
 def main() -> None:
@@ -56,14 +60,23 @@ def main() -> None:
     inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
     plain, window = MaskSpec(), MaskSpec(window=(args.window, 0))
 
-    def run(attention: Callable[..., Tensor], mask: MaskSpec, sink: bool, dropout: float = 0.0) -> Callable[..., Tensor]:
+    def run(
+        attention: Callable[..., Tensor], mask: MaskSpec, sink: bool, dropout: float = 0.0
+    ) -> Callable[..., Tensor]:
         return lambda q, k, v, z: attention(q, k, v, mask, dropout, Scores(sink=z if sink else None))
 
-    rows = {"causal, fused": run(fused.attention, plain, False), "causal, formula": run(reference.attention, plain, False),
-            "sinks, fused": run(fused.attention, plain, True), "sinks, formula": run(reference.attention, plain, True),
-            "window, in blocks": run(fused.attention, window, False), "window and sinks, in blocks": run(fused.attention, window, True),
-            "window, formula": run(reference.attention, window, False), "dropout, fused": run(fused.attention, plain, False, 0.1),
-            "dropout, formula": run(reference.attention, plain, False, 0.1), "dropout, torch's alone": run(by_torch, plain, False, 0.1)}
+    rows = {
+        "causal, fused": run(fused.attention, plain, False),
+        "causal, formula": run(reference.attention, plain, False),
+        "sinks, fused": run(fused.attention, plain, True),
+        "sinks, formula": run(reference.attention, plain, True),
+        "window, in blocks": run(fused.attention, window, False),
+        "window and sinks, in blocks": run(fused.attention, window, True),
+        "window, formula": run(reference.attention, window, False),
+        "dropout, fused": run(fused.attention, plain, False, 0.1),
+        "dropout, formula": run(reference.attention, plain, False, 0.1),
+        "dropout, torch's alone": run(by_torch, plain, False, 0.1),
+    }
     times = {name: milliseconds(call, inputs, args.repeats) for name, call in rows.items()}
     with patch.object(fused, "_band", lambda *_: None):
         times["window, as a mask"] = milliseconds(rows["window, in blocks"], inputs, args.repeats)

@@ -45,13 +45,28 @@ from tests.helpers.world import Worlds
 
 Changes = dict[str, Any]
 LENGTH, BATCH, HIDDEN, HEADS = 128, 2, 128, 8
-SHAPE: Changes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": LENGTH, "micro_batch_size": BATCH,
-                  "max_position_embeddings": LENGTH}
-TRAINING: Changes = {**SHAPE, "num_layers": 4, "global_batch_size": 8, "clip_grad": 0.0,
-                     "untie_embeddings_and_output_weights": True,
-                     "cross_entropy_fusion_impl": "native"}  # in blocks, what is sent depends on how many tokens' losses count
-EXPERTS: Changes = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "expert_model_parallel_size": 2,
-                    "expert_tensor_parallel_size": 1}
+SHAPE: Changes = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "seq_length": LENGTH,
+    "micro_batch_size": BATCH,
+    "max_position_embeddings": LENGTH,
+}
+TRAINING: Changes = {
+    **SHAPE,
+    "num_layers": 4,
+    "global_batch_size": 8,
+    "clip_grad": 0.0,
+    "untie_embeddings_and_output_weights": True,
+    "cross_entropy_fusion_impl": "native",
+}  # in blocks, what is sent depends on how many tokens' losses count
+EXPERTS: Changes = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
 SELECTIVE: Changes = {"recompute_granularity": "selective"}
 
 
@@ -68,10 +83,15 @@ class Case:
 def cases(t: int) -> list[Case]:
     """The rows of the paper's table for t tensor ranks; the argument of a formula is 5 * a * s / h."""
     cut = {"sequence_parallel": True}
-    found = [Case("selective recomputation", t, SELECTIVE, lambda core: 10 + 24 / t), Case("attention kept", t, {}, lambda core: 10 + (24 + core) / t)]
+    found = [
+        Case("selective recomputation", t, SELECTIVE, lambda core: 10 + 24 / t),
+        Case("attention kept", t, {}, lambda core: 10 + (24 + core) / t),
+    ]
     if t > 1:
-        found += [Case("sequence parallel, selective", t, cut | SELECTIVE, lambda core: 34 / t),
-                  Case("sequence parallel, attention kept", t, cut, lambda core: (34 + core) / t)]
+        found += [
+            Case("sequence parallel, selective", t, cut | SELECTIVE, lambda core: 34 / t),
+            Case("sequence parallel, attention kept", t, cut, lambda core: (34 + core) / t),
+        ]
     return found
 
 
@@ -79,7 +99,9 @@ def kept_here(changes: Changes) -> int:
     """On every rank: bytes that one layer keeps."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    run = tiny.run_of(tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes}))
+    run = tiny.run_of(
+        tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes})
+    )
     layer = Layer(layer_rows(run.config.model)[0], run.build)
     name_all(layer)
     materialize(layer, run.mesh, 1)
@@ -100,7 +122,11 @@ def sent_here(changes: Changes) -> dict[str, int]:
     """On every rank: elements that one step brings to the calls of each axis."""
     run = tiny.run_of(tiny.config(dist.get_world_size(), **{**TRAINING, **changes}))
     trainer = tiny.trainer_of(run)
-    names = {axis.group: name for name in ("pp_backward", "pp", "dp_cp", "tp") if (axis := run.mesh.axis(name)).group is not None}
+    names = {
+        axis.group: name
+        for name in ("pp_backward", "pp", "dp_cp", "tp")
+        if (axis := run.mesh.axis(name)).group is not None
+    }
     sent: Counter[str] = Counter()
 
     # Two ranks that share experts may be those that share gradients: then the calls tell them apart.
@@ -111,14 +137,20 @@ def sent_here(changes: Changes) -> dict[str, int]:
             if tensors[place].numel() > 8 and options.get("group") in names:
                 sent[name or names[options["group"]]] += tensors[place].numel()
             return call(*tensors, **options)
+
         return through
 
-    with (patch.object(dist, "all_reduce", counted(dist.all_reduce, 0)), patch.object(dist, "isend", counted(dist.isend, 0)),
-          patch.object(dist, "all_to_all_single", counted(dist.all_to_all_single, 1, cut)),
-          patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0, cut)),
-          patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1, cut))):
+    with (
+        patch.object(dist, "all_reduce", counted(dist.all_reduce, 0)),
+        patch.object(dist, "isend", counted(dist.isend, 0)),
+        patch.object(dist, "all_to_all_single", counted(dist.all_to_all_single, 1, cut)),
+        patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0, cut)),
+        patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1, cut)),
+    ):
         train_step(trainer, tiny.batches(run, 0))
-    return dict(sent) | {"parameters": sum(parameter.numel() for stage in trainer.stages for parameter in stage.parameters())}
+    return dict(sent) | {
+        "parameters": sum(parameter.numel() for stage in trainer.stages for parameter in stage.parameters())
+    }
 
 
 def expected(changes: Changes, own: int) -> dict[str, int]:
@@ -131,7 +163,11 @@ def expected(changes: Changes, own: int) -> dict[str, int]:
     """
     t, p = changes.get("tensor_model_parallel_size", 1), changes.get("pipeline_model_parallel_size", 1)
     d, cut = changes.pop("dp", 1), changes.get("sequence_parallel", False)
-    passes, layers, hidden = TRAINING["global_batch_size"] // BATCH // d, TRAINING["num_layers"] // p, LENGTH * BATCH * HIDDEN
+    passes, layers, hidden = (
+        TRAINING["global_batch_size"] // BATCH // d,
+        TRAINING["num_layers"] // p,
+        LENGTH * BATCH * HIDDEN,
+    )
     found: dict[str, int] = {}
     if t > 1:
         sums = (8 + 2) * layers + 5 if cut else 4 * layers + 2
@@ -172,7 +208,9 @@ def held_by_loss(kernel: str) -> int:
         if kernel == "native":
             losses = cross_entropy(F.linear(x, weight), targets, alone, words)
         else:
-            losses = linear_cross_entropy(linear_loss.linear_cross_entropy, x, weight, None, targets, region=Region(alone), true_vocab_size=words)
+            losses = linear_cross_entropy(
+                linear_loss.linear_cross_entropy, x, weight, None, targets, region=Region(alone), true_vocab_size=words
+            )
         losses.mean().backward()
     return recorder.heap.peak - before
 
@@ -187,12 +225,19 @@ def main() -> None:
             counted = max(worlds(t).run(kept_here, case.changes) if t > 1 else [kept_here(case.changes)])
             share, formula = counted / (LENGTH * BATCH * HIDDEN), case.formula(core)
             print(f"  tp={t} {case.name:36} counted {share:8.3f}   formula {formula:8.3f}   {share / formula:6.1%}")
-    print("MB that loss and gradients of 4,096 tokens x 64 x 16,384 words hold at most, in fp32; the logits alone are 268")
+    print(
+        "MB that loss and gradients of 4,096 tokens x 64 x 16,384 words hold at most, in fp32; the logits alone are 268"
+    )
     for kernel in ("native", "linear"):
         print(f"  {kernel:36} {held_by_loss(kernel) / 1e6:8.1f}")
     print("elements that the first rank brings to one step's calls")
-    for words in ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"dp": 2},
-                  {"dp": 2, "use_distributed_optimizer": True}, {"pipeline_model_parallel_size": 2}):
+    for words in (
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"dp": 2},
+        {"dp": 2, "use_distributed_optimizer": True},
+        {"pipeline_model_parallel_size": 2},
+    ):
         changes = dict(words)
         plain = {name: value for name, value in changes.items() if name != "dp"}
         counted, last = worlds(2).run(partial(sent_here, plain))
@@ -201,8 +246,10 @@ def main() -> None:
         theory = expected(changes, counted.pop("parameters"))
         for axis in sorted(counted.keys() | theory.keys()):
             found, computed = counted.get(axis, 0), theory.get(axis, 0)
-            print(f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {found:10}   theory {computed:10}   "
-                  f"{found / max(computed, 1):6.1%}")
+            print(
+                f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {found:10}   theory {computed:10}   "
+                f"{found / max(computed, 1):6.1%}"
+            )
     print("elements that two ranks bring to one step's calls for their experts, each token choosing 2 of 8")
     for dispatcher in ("alltoall", "allgather"):
         found = sum(row["ep"] for row in worlds(2).run(sent_here, {**EXPERTS, "moe_token_dispatcher_type": dispatcher}))

@@ -48,7 +48,7 @@ def raw_write(state: State, folder: Path) -> None:
             content = memoryview(tensor.numpy()).cast("B")
             done = 0
             while done < len(content):
-                done += file.write(content[done:done + (1 << 24)])
+                done += file.write(content[done : done + (1 << 24)])
         os.fsync(file.fileno())
 
 
@@ -68,7 +68,7 @@ def mapped_read(target: State, folder: Path) -> None:
         whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.float32)
     place = 0
     for tensor in target.values():
-        tensor.copy_(whole[place:place + tensor.numel()].view(tensor.shape))
+        tensor.copy_(whole[place : place + tensor.numel()].view(tensor.shape))
         place += tensor.numel()
 
 
@@ -125,11 +125,21 @@ def our_load_unverified(target: State, folder: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[State, Path], None]] = {
-    "raw write": raw_write, "ours": our_save, "torch.save": torch_save, "safetensors": safetensors_save, "DCP": dcp_save}
+    "raw write": raw_write,
+    "ours": our_save,
+    "torch.save": torch_save,
+    "safetensors": safetensors_save,
+    "DCP": dcp_save,
+}
 READERS: dict[str, tuple[Callable[[State, Path], None], str]] = {
-    "raw read": (raw_read, "raw write"), "raw mapped": (mapped_read, "raw write"), "ours, verified": (our_load, "ours"),
-    "ours, not verified": (our_load_unverified, "ours"), "torch.load": (torch_load, "torch.save"),
-    "safetensors": (safetensors_load, "safetensors"), "DCP": (dcp_load, "DCP")}
+    "raw read": (raw_read, "raw write"),
+    "raw mapped": (mapped_read, "raw write"),
+    "ours, verified": (our_load, "ours"),
+    "ours, not verified": (our_load_unverified, "ours"),
+    "torch.load": (torch_load, "torch.save"),
+    "safetensors": (safetensors_load, "safetensors"),
+    "DCP": (dcp_load, "DCP"),
+}
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -201,18 +211,26 @@ def main() -> None:
             times.setdefault(name, []).append(timed(lambda: writer(state, path)))
             shutil.rmtree(former, ignore_errors=True)
     raw, plain = statistics.median(times["raw write"]), statistics.median(times["torch.save"])
-    print(f"state of {size:.2f} GB in {NUM_TENSORS} tensors, {torch.get_num_threads()} threads of torch, {os.cpu_count()} processors")
+    print(
+        f"state of {size:.2f} GB in {NUM_TENSORS} tensors, {torch.get_num_threads()} threads of torch, {os.cpu_count()} processors"
+    )
     for name in WRITERS:
         seconds = statistics.median(times[name])
-        print(f"save  {name:<20} {seconds:7.2f} s  {size / seconds:6.2f} GB/s  {raw / seconds:6.1%} of raw   ({', '.join(f'{t:.2f}' for t in times[name])})")
+        print(
+            f"save  {name:<20} {seconds:7.2f} s  {size / seconds:6.2f} GB/s  {raw / seconds:6.1%} of raw   ({', '.join(f'{t:.2f}' for t in times[name])})"
+        )
     blocked, whole = asynchronous(state, args.folder / "aside", args.repeats)
     later = statistics.median(blocked[1:])
-    print(f"async takes its memory in {blocked[0]:.3f} s at the start of a run; a save blocks {later:.3f} s ({size / later:.1f} GB/s, 1/{plain / later:.0f} of torch.save); "
-          f"committed after {statistics.median(whole):.2f} s")
+    print(
+        f"async takes its memory in {blocked[0]:.3f} s at the start of a run; a save blocks {later:.3f} s ({size / later:.1f} GB/s, 1/{plain / later:.0f} of torch.save); "
+        f"committed after {statistics.median(whole):.2f} s"
+    )
     blocked, longer = beside_work(state, args.folder / "beside", args.repeats)
     waits, lost = statistics.median(blocked), statistics.median(longer)
-    print(f"async beside the passes of a step blocks {waits:.3f} s (1/{plain / waits:.0f} of torch.save); with copy, hash and write, which "
-          f"share the processors, the step takes {lost:.3f} s longer (1/{plain / max(lost, 1e-9):.0f})")
+    print(
+        f"async beside the passes of a step blocks {waits:.3f} s (1/{plain / waits:.0f} of torch.save); with copy, hash and write, which "
+        f"share the processors, the step takes {lost:.3f} s longer (1/{plain / max(lost, 1e-9):.0f})"
+    )
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     times = {}
     for _ in range(args.repeats):
@@ -223,7 +241,9 @@ def main() -> None:
     raw = statistics.median(times["raw read"])
     for name in READERS:
         seconds = statistics.median(times[name])
-        print(f"load  {name:<20} {seconds:7.2f} s  {size / seconds:6.2f} GB/s  {raw / seconds:6.1%} of raw   ({', '.join(f'{t:.2f}' for t in times[name])})")
+        print(
+            f"load  {name:<20} {seconds:7.2f} s  {size / seconds:6.2f} GB/s  {raw / seconds:6.1%} of raw   ({', '.join(f'{t:.2f}' for t in times[name])})"
+        )
     shutil.rmtree(args.folder)
 
 

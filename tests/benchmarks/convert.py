@@ -44,16 +44,27 @@ class Random:
     def __init__(self, gigabytes: float) -> None:
         hidden = round((gigabytes * 5e8 / (LAYERS * 12)) ** 0.5 / 128) * 128
         self.where, self.values = "random", {}
-        self.settings = {"num_layers": LAYERS, "hidden_size": hidden, "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
-                         "num_attention_heads": hidden // 64, "true_vocab_size": VOCABULARY, "max_position_embeddings": 4096,
-                         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
-        self.formats = {f"model.{name}": Format(shape, torch.bfloat16)
-                        for name, shape in parameter_shapes(model_of(self.settings)).items()}
+        self.settings = {
+            "num_layers": LAYERS,
+            "hidden_size": hidden,
+            "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
+            "num_attention_heads": hidden // 64,
+            "true_vocab_size": VOCABULARY,
+            "max_position_embeddings": 4096,
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "add_bias_linear": False,
+        }
+        self.formats = {
+            f"model.{name}": Format(shape, torch.bfloat16)
+            for name, shape in parameter_shapes(model_of(self.settings)).items()
+        }
         self._pool = torch.randn(1 << 22).bfloat16()
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""
-        return self._pool.repeat(box.size // len(self._pool) + 1)[:box.size].view(box.shape)
+        return self._pool.repeat(box.size // len(self._pool) + 1)[: box.size].view(box.shape)
 
 
 def own_memory() -> int:
@@ -124,8 +135,11 @@ def main() -> None:
         source = hf.open_folder(base / "published")
         sizes = [torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in source.formats.values()]
         print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} tensors, the largest {max(sizes) / 1e6:.0f} MB")
-        for name, action, start, end in (("plain copy", copy, "published", "copied"), ("Hugging Face to own", to_own, "published", "own"),
-                                         ("own to Hugging Face", to_published, "own", "back")):
+        for name, action, start, end in (
+            ("plain copy", copy, "published", "copied"),
+            ("Hugging Face to own", to_own, "published", "own"),
+            ("own to Hugging Face", to_published, "own", "back"),
+        ):
             seconds, memory = measured(action, base / start, base / end)
             print(f"  {name:20} {sum(sizes) / 1e9 / seconds:5.2f} GB/s   {memory / 1e6:6.0f} MB of memory")
             if name == "plain copy":

@@ -16,7 +16,15 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("linux-doc-6.1", "python3.11-doc", "libreoffice-help-en-us", "debian-handbook", "anarchism", "dict-gcide", "wordnet-base")
+PACKAGES = (
+    "linux-doc-6.1",
+    "python3.11-doc",
+    "libreoffice-help-en-us",
+    "debian-handbook",
+    "anarchism",
+    "dict-gcide",
+    "wordnet-base",
+)
 SHORTEST, DICTIONARY_DOCUMENT = 200, 4000  # characters
 NOT_TEXT = re.compile(r"<(script|style|head)\b.*?</\1>", re.DOTALL | re.IGNORECASE)
 BREAK = re.compile(r"</?(?:p|br|div|h[1-6]|li|tr|pre)\b[^>]*>", re.IGNORECASE)

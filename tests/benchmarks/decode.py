@@ -40,8 +40,16 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
     """Each way to continue prompts."""
     layers, hidden, heads, words = SIZES[size]
     torch.manual_seed(1)
-    config = transformers.GPT2Config(vocab_size=words, n_positions=1024, n_embd=hidden, n_layer=layers, n_head=heads, initializer_range=0.05,
-                                     bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=words,
+        n_positions=1024,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     theirs = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").eval()
     theirs.save_pretrained(folder)
     theirs.generation_config.eos_token_id = None
@@ -55,8 +63,10 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
     def published(prompts: Ids, count: int) -> Ids:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
-        return whole[:, ids.shape[1]:].tolist()
+            whole = theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+        return whole[:, ids.shape[1] :].tolist()
 
     def plain(prompts: Ids, count: int) -> Ids:
         ids, past, new = torch.tensor(prompts), None, []
@@ -97,15 +107,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ways, engine = peers(options.size, folder)
     layers, hidden, _, words = SIZES[options.size]
-    print(f"{options.size}, fp32, prompts of {options.prompt} tokens, {options.new} new ones, {options.threads} threads; "
-          f"{engine.metrics().bytes_per_token} bytes of keys and values a token, in theory 2 x {layers} x {hidden} x 4 = {8 * layers * hidden}")
+    print(
+        f"{options.size}, fp32, prompts of {options.prompt} tokens, {options.new} new ones, {options.threads} threads; "
+        f"{engine.metrics().bytes_per_token} bytes of keys and values a token, in theory 2 x {layers} x {hidden} x 4 = {8 * layers * hidden}"
+    )
     for batch in options.batches:
-        prompts = torch.randint(1, words - 1, (batch, options.prompt), generator=torch.Generator().manual_seed(2)).tolist()
+        prompts = torch.randint(
+            1, words - 1, (batch, options.prompt), generator=torch.Generator().manual_seed(2)
+        ).tolist()
         spent: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in ways}
         answers: dict[str, Ids] = {}
         for turn in range(options.rounds + 1):
             names = list(ways)
-            for name in names[turn % 3:] + names[:turn % 3]:
+            for name in names[turn % 3 :] + names[: turn % 3]:
                 times = []
                 for count in (1, options.new):
                     began = time.process_time()
@@ -120,7 +134,9 @@ def main() -> None:
             shown = []
             for part, seconds in parts.items():
                 ratio = statistics.median(a / b for a, b in zip(seconds, spent["ours"][part], strict=True))
-                shown.append(f"{part} {tokens[part] / statistics.median(seconds):8.1f} tokens/CPU-s, {ratio:5.2f} x ours")
+                shown.append(
+                    f"{part} {tokens[part] / statistics.median(seconds):8.1f} tokens/CPU-s, {ratio:5.2f} x ours"
+                )
             print(f"  batch {batch:3}  {name:13} {'   '.join(shown)}", flush=True)
     print(load(engine, words, options))
 

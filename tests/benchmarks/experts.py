@@ -40,19 +40,35 @@ REPEATS = 7
 # rows, experts, inputs, outputs
 SHAPES = ((1024, 8, 256, 512), (4096, 8, 512, 1024), (1024, 64, 256, 128), (256, 64, 128, 64), (64, 64, 128, 64))
 GPU_SHAPES = ((8192, 8, 4096, 14336), (32768, 128, 2048, 1536), (32768, 256, 7168, 2048))
-LLAMA: dict[str, Any] = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "seq_length": 512, "max_position_embeddings": 512,
-                         "moe_grouped_gemm": True}
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "seq_length": 512,
+    "max_position_embeddings": 512,
+    "moe_grouped_gemm": True,
+}
 # Layers like those of Mixtral (few experts, wide) and of DeepSeek-V3 (many, narrow, and a shared one), small and as published.
 LAYERS: dict[str, dict[str, Any]] = {
     "like Mixtral": {"hidden_size": 256, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 896},
-    "like DeepSeek": {"hidden_size": 256, "num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 128,
-                      "moe_shared_expert_intermediate_size": 128},
+    "like DeepSeek": {
+        "hidden_size": 256,
+        "num_experts": 32,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+    },
 }
 GPU_LAYERS: dict[str, dict[str, Any]] = {
     "Mixtral 8x7B": {"hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336},
     "Qwen3-30B-A3B": {"hidden_size": 2048, "num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768},
-    "DeepSeek-V2-Lite": {"hidden_size": 2048, "num_experts": 64, "moe_router_topk": 6, "moe_ffn_hidden_size": 1408,
-                         "moe_shared_expert_intermediate_size": 2816},
+    "DeepSeek-V2-Lite": {
+        "hidden_size": 2048,
+        "num_experts": 64,
+        "moe_router_topk": 6,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 2816,
+    },
 }
 
 
@@ -72,6 +88,7 @@ def seconds(runs: Sequence[Callable[[], object]], device: torch.device) -> list[
 
 def forward_and_backward(call: Callable[[], Tensor], inputs: list[Tensor]) -> Callable[[], None]:
     """Both passes, with the gradients of the inputs."""
+
     def run() -> None:
         for tensor in inputs:
             tensor.grad = None
@@ -90,14 +107,33 @@ def matmuls(device: torch.device, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1)
         x = torch.randn(rows, inputs, generator=random).to(device, dtype).requires_grad_()
         weight = torch.randn(experts, outputs, inputs, generator=random).to(device, dtype).requires_grad_()
-        chosen = torch.multinomial(torch.rand(experts, generator=random) + 0.2, rows, replacement=True, generator=random)
+        chosen = torch.multinomial(
+            torch.rand(experts, generator=random) + 0.2, rows, replacement=True, generator=random
+        )
         counts = torch.bincount(chosen, minlength=experts).to(device)
-        loop, *others = seconds([forward_and_backward(lambda call=call: call(x, weight, counts), [x, weight]) for call in calls.values()], device)
-        said = [f"{name} {took * 1e3:.2f} ms, {loop / took:.2f} times as fast" for name, took in zip(list(calls)[1:], others, strict=True)]
-        print(f"  {rows} rows over {experts} experts {inputs} -> {outputs}, {dtype}: loop {loop * 1e3:.2f} ms; " + "; ".join(said), flush=True)
+        loop, *others = seconds(
+            [forward_and_backward(lambda call=call: call(x, weight, counts), [x, weight]) for call in calls.values()],
+            device,
+        )
+        said = [
+            f"{name} {took * 1e3:.2f} ms, {loop / took:.2f} times as fast"
+            for name, took in zip(list(calls)[1:], others, strict=True)
+        ]
+        print(
+            f"  {rows} rows over {experts} experts {inputs} -> {outputs}, {dtype}: loop {loop * 1e3:.2f} ms; "
+            + "; ".join(said),
+            flush=True,
+        )
 
 
-def layer_of(changes: dict[str, Any], *, device: torch.device, dtype: torch.dtype, build: Build | None = None, dense: int | None = None) -> Any:
+def layer_of(
+    changes: dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    build: Build | None = None,
+    dense: int | None = None,
+) -> Any:
     """A layer with experts, or a dense one of this width."""
     settings = tiny.config(**{**LLAMA, "num_attention_heads": 1, **changes})
     if build is None:
@@ -115,25 +151,50 @@ def layers(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
         width = used_matrices(model) // (3 * model.hidden_size)
         x = torch.randn(tokens, 1, model.hidden_size, device=device, dtype=dtype).requires_grad_()
         experts, dense = (layer_of(changes, device=device, dtype=dtype, dense=wide) for wide in (None, width))
-        times = seconds([forward_and_backward(lambda layer=layer: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()])
-                         for layer in (experts, dense)], device)
+        times = seconds(
+            [
+                forward_and_backward(
+                    lambda layer=layer: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]
+                )
+                for layer in (experts, dense)
+            ],
+            device,
+        )
         speed = [6e-12 * tokens * used_matrices(model) / took for took in times]
-        print(f"  {name}, {tokens} tokens, {dtype}: {speed[0]:.3f} TFLOP/s; a dense layer of equal FLOPs {speed[1]:.3f}: "
-              f"{speed[0] / speed[1]:.2f} of it", flush=True)
+        print(
+            f"  {name}, {tokens} tokens, {dtype}: {speed[0]:.3f} TFLOP/s; a dense layer of equal FLOPs {speed[1]:.3f}: "
+            f"{speed[0] / speed[1]:.2f} of it",
+            flush=True,
+        )
 
 
 def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) -> tuple[float, float]:
     """On every rank: seconds of a layer, and of its experts alone on the rows that they had."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    settings = tiny.config(ranks, **{**LLAMA, "num_attention_heads": 1, **changes, "moe_token_dispatcher_type": dispatcher,
-                                     "expert_model_parallel_size": ranks})
+    settings = tiny.config(
+        ranks,
+        **{
+            **LLAMA,
+            "num_attention_heads": 1,
+            **changes,
+            "moe_token_dispatcher_type": dispatcher,
+            "expert_model_parallel_size": ranks,
+        },
+    )
     layer = layer_of(changes, device=device, dtype=torch.float32, build=tiny.run_of(settings).build)
     x = torch.randn(tokens, 1, settings.model.hidden_size).requires_grad_()
-    rows = layer.dispatcher.send(x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(MaskSpec())), None).arrive()
+    rows = layer.dispatcher.send(
+        x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(MaskSpec())), None
+    ).arrive()
     rows = dataclasses.replace(rows, tokens=rows.tokens.detach().requires_grad_(), weights=rows.weights.detach())
-    whole, alone = seconds([forward_and_backward(lambda: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]),
-                            forward_and_backward(lambda: layer.experts(rows), [rows.tokens, *layer.experts.parameters()])], device)
+    whole, alone = seconds(
+        [
+            forward_and_backward(lambda: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]),
+            forward_and_backward(lambda: layer.experts(rows), [rows.tokens, *layer.experts.parameters()]),
+        ],
+        device,
+    )
     return whole, alone
 
 
@@ -146,7 +207,9 @@ class Stay:
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
         each = routing.experts.numel() // self.here
-        rows = Rows(tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each))
+        rows = Rows(
+            tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each)
+        )
         return Parcel(lambda: rows, order=None, way=routing.experts.shape)
 
     def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
@@ -158,8 +221,17 @@ class Stay:
 def steps(changes: dict[str, Any], ranks: int, dispatcher: str, stays: bool) -> float:
     """On every rank: seconds of a training step of a small network, of which every layer has experts."""
     torch.set_num_threads(1)
-    network = {**LLAMA, "num_layers": 4, "num_attention_heads": 4, "micro_batch_size": 2, "global_batch_size": 4 * ranks, "vocab_size": 2048,
-               "moe_router_force_load_balancing": True, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": ranks}
+    network = {
+        **LLAMA,
+        "num_layers": 4,
+        "num_attention_heads": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 4 * ranks,
+        "vocab_size": 2048,
+        "moe_router_force_load_balancing": True,
+        "moe_token_dispatcher_type": dispatcher,
+        "expert_model_parallel_size": ranks,
+    }
     run = tiny.run_of(tiny.config(ranks, **{**network, **changes}))
     trainer = tiny.trainer_of(run)
     for layer in (part for stage in trainer.stages for part in stage.modules() if isinstance(part, MoELayer) and stays):
@@ -187,11 +259,20 @@ def main() -> None:
         for dispatcher in ("allgather", "alltoall"):
             found = worlds(options.ranks).run(travel, changes, options.ranks, dispatcher, 1024)
             whole, alone = (max(times) for times in zip(*found, strict=True))
-            print(f"  {name} over {options.ranks} ranks, {dispatcher}: layer {whole * 1e3:.1f} ms, experts alone {alone * 1e3:.1f} ms: routing and "
-                  f"sending take {1 - alone / whole:.0%}", flush=True)
-            whole, free = (max(worlds(options.ranks).run(steps, changes, options.ranks, dispatcher, stays)) for stays in (False, True))
-            print(f"    of a network of four such layers: a training step {whole * 1e3:.0f} ms, {free * 1e3:.0f} ms were the rows where they "
-                  f"belong: sorting and sending take {1 - free / whole:.0%}", flush=True)
+            print(
+                f"  {name} over {options.ranks} ranks, {dispatcher}: layer {whole * 1e3:.1f} ms, experts alone {alone * 1e3:.1f} ms: routing and "
+                f"sending take {1 - alone / whole:.0%}",
+                flush=True,
+            )
+            whole, free = (
+                max(worlds(options.ranks).run(steps, changes, options.ranks, dispatcher, stays))
+                for stays in (False, True)
+            )
+            print(
+                f"    of a network of four such layers: a training step {whole * 1e3:.0f} ms, {free * 1e3:.0f} ms were the rows where they "
+                f"belong: sorting and sending take {1 - free / whole:.0%}",
+                flush=True,
+            )
     worlds.stop()
 
 

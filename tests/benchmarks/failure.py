@@ -22,8 +22,14 @@ from tests.faults.ranks import Case, finished, started
 
 HANG = 6.0  # seconds without progress that are a hang, here
 PROMISE, LOOK = 10.0, 5.0
-CASES = (Case("raise", "backward", rank=2, layout="tensor"), Case("raise", "optimizer"), Case("kill", "optimizer"),
-         Case("kill", "forward", layout="pipeline"), Case("stop", "reduce", hang=HANG), Case("sleep", "data", rank=2, layout="pipeline", hang=HANG))
+CASES = (
+    Case("raise", "backward", rank=2, layout="tensor"),
+    Case("raise", "optimizer"),
+    Case("kill", "optimizer"),
+    Case("kill", "forward", layout="pipeline"),
+    Case("stop", "reduce", hang=HANG),
+    Case("sleep", "data", rank=2, layout="pipeline", hang=HANG),
+)
 
 
 def main() -> int:
@@ -39,8 +45,11 @@ def main() -> int:
             seconds.append(found.seconds)
         limit = PROMISE + case.notice + LOOK * (case.notice > 0)
         kept = kept and max(seconds) < limit
-        print(f"  {case.how + ' in ' + case.phase:20} {case.layout:9} {statistics.median(seconds):5.1f} s ({min(seconds):.1f} .. {max(seconds):.1f}), "
-              f"promised {limit:.0f}: {'kept' if max(seconds) < limit else 'BROKEN'}", flush=True)
+        print(
+            f"  {case.how + ' in ' + case.phase:20} {case.layout:9} {statistics.median(seconds):5.1f} s ({min(seconds):.1f} .. {max(seconds):.1f}), "
+            f"promised {limit:.0f}: {'kept' if max(seconds) < limit else 'BROKEN'}",
+            flush=True,
+        )
     return int(not kept)
 
 

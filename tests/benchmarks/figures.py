@@ -54,12 +54,32 @@ _CORPUS = f"{sys.executable} tests/benchmarks/corpus.py {WORK / 'corpus'} {CORPU
 
 QUESTIONS = (
     Question("startup", "tests/benchmarks/startup.py --rounds 5"),
-    Question("train tiny", f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
-    Question("train llama", f"tests/benchmarks/train_cpu.py llama --rounds 6 --beside {BESIDE}", before=(_BESIDE,), makes=BESIDE / "torchtitan"),
-    Question("train 124m", f"tests/benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}", before=(_BESIDE,), makes=BESIDE / "litgpt"),
+    Question(
+        "train tiny",
+        f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}",
+        before=(_BESIDE,),
+        makes=BESIDE / "litgpt",
+    ),
+    Question(
+        "train llama",
+        f"tests/benchmarks/train_cpu.py llama --rounds 6 --beside {BESIDE}",
+        before=(_BESIDE,),
+        makes=BESIDE / "torchtitan",
+    ),
+    Question(
+        "train 124m",
+        f"tests/benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}",
+        before=(_BESIDE,),
+        makes=BESIDE / "litgpt",
+    ),
     Question("loop", "tests/benchmarks/loop.py"),
     Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
-    Question("index", f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
+    Question(
+        "index",
+        f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}",
+        before=(_MEGATRON,),
+        makes=PEERS / "megatron",
+    ),
     Question("loader", f"tests/benchmarks/loader.py --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
     Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 7"),
     Question("convert", "tests/benchmarks/convert.py --gigabytes 2"),
@@ -87,9 +107,19 @@ def machine() -> str:
     if info.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
         cpu = found[1].strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout \
-        if has_gpu() else ""
-    parts = [f"{cores} cores of {cpu}", f"{memory:.0f} GiB", *gpu.strip().splitlines()[:1], f"Python {platform.python_version()}"]
+    gpu = (
+        subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ).stdout
+        if has_gpu()
+        else ""
+    )
+    parts = [
+        f"{cores} cores of {cpu}",
+        f"{memory:.0f} GiB",
+        *gpu.strip().splitlines()[:1],
+        f"Python {platform.python_version()}",
+    ]
     for package in ("torch", "transformers", "triton"):
         try:
             parts.append(f"{package} {metadata.version(package)}")
@@ -105,7 +135,9 @@ def has_gpu() -> bool:
 
 def written(page: str, name: str, text: str) -> str:
     """The page with another text in one of its places. Raises `ValueError` if it has no such place, or several."""
-    pattern = re.compile(re.escape(f"<!-- figures: {name} -->\n") + ".*?" + re.escape("<!-- end of figures -->"), re.DOTALL)
+    pattern = re.compile(
+        re.escape(f"<!-- figures: {name} -->\n") + ".*?" + re.escape("<!-- end of figures -->"), re.DOTALL
+    )
     if len(pattern.findall(page)) != 1:
         raise ValueError(f"docs/benchmarks.md has {len(pattern.findall(page))} places for {name}; it needs one")
     return pattern.sub(lambda _: _PLACE.format(name, text), page)
@@ -114,7 +146,7 @@ def written(page: str, name: str, text: str) -> str:
 def shown(question: Question, output: str, load: float) -> str:
     """What the page says of an answer."""
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    return (f"`python {question.command}`, {today}, {machine()}, load {load:.1f} before it began:\n\n```\n{output.rstrip()}\n```\n")
+    return f"`python {question.command}`, {today}, {machine()}, load {load:.1f} before it began:\n\n```\n{output.rstrip()}\n```\n"
 
 
 def answer(question: Question) -> bool:
@@ -126,7 +158,9 @@ def answer(question: Question) -> bool:
                 return False
     load = os.getloadavg()[0]
     print(f"  {question.name}: python {question.command}", flush=True)
-    done = subprocess.run([sys.executable, *shlex.split(question.command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *shlex.split(question.command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
     print(done.stdout, flush=True)
     if done.returncode:
         print(f"  {question.name}: failed with {done.returncode}; its figures are left as they were")

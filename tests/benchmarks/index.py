@@ -48,8 +48,15 @@ def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -
 
     def build() -> list:
         source = IndexedDataset(prefix)
-        data = GPTDataset(source, WindowOptions(length, 50257, 50256), sequences=range(len(source)), seed=SEED, split="train",
-                          num_samples=wanted_samples(tokens, length, epochs), cache=IndexCache(Path(cache)))
+        data = GPTDataset(
+            source,
+            WindowOptions(length, 50257, 50256),
+            sequences=range(len(source)),
+            seed=SEED,
+            split="train",
+            num_samples=wanted_samples(tokens, length, epochs),
+            cache=IndexCache(Path(cache)),
+        )
         return [data.document_index, data.sample_index, data.shuffle_index]
 
     return build
@@ -66,9 +73,18 @@ def build_megatron(prefix: str, cache: str, length: int, tokens: int, epochs: in
         vocab_size, eod, pad, unique_identifiers = 50257, 50256, 50256, {"class": "null"}
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = GPTDatasetConfig(random_seed=SEED, sequence_length=length, split="100,0,0", path_to_cache=cache, tokenizer=Tokenizer(),
-                              reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-                              create_attention_mask=False, blend=([prefix], None))
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=length,
+        split="100,0,0",
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        blend=([prefix], None),
+    )
 
     def build() -> list:
         sizes = [wanted_samples(tokens, length, epochs), 0, 0]
@@ -92,9 +108,19 @@ def measure(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     build()
     warm = time.perf_counter() - began
-    print(json.dumps({"cold": cold, "cpu": cpu, "warm": warm, "mb": grown, "samples": len(arrays[2]),
-                      "cache_mb": sum(path.stat().st_size for path in Path(args.cache).iterdir()) // 10**6,
-                      "hash": [xxh3_64(array).hexdigest() for array in arrays]}))
+    print(
+        json.dumps(
+            {
+                "cold": cold,
+                "cpu": cpu,
+                "warm": warm,
+                "mb": grown,
+                "samples": len(arrays[2]),
+                "cache_mb": sum(path.stat().st_size for path in Path(args.cache).iterdir()) // 10**6,
+                "hash": [xxh3_64(array).hexdigest() for array in arrays],
+            }
+        )
+    )
 
 
 def run(role: str, args: argparse.Namespace, prefix: Path, total: int, epochs: int) -> dict:
@@ -102,10 +128,30 @@ def run(role: str, args: argparse.Namespace, prefix: Path, total: int, epochs: i
     cache = prefix.with_name("cache")
     shutil.rmtree(cache, ignore_errors=True)
     place = ROOT if role == "ours" else Path(args.megatron).resolve()
-    command = [sys.executable, __file__, "--role", role, "--prefix", str(prefix), "--cache", str(cache), "--total", str(total),
-               "--length", str(args.length), "--epochs", str(epochs)]
-    done = subprocess.run(command, cwd=prefix.parent, env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        __file__,
+        "--role",
+        role,
+        "--prefix",
+        str(prefix),
+        "--cache",
+        str(cache),
+        "--total",
+        str(total),
+        "--length",
+        str(args.length),
+        "--epochs",
+        str(epochs),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=prefix.parent,
+        env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -139,9 +185,11 @@ def main() -> None:
             for role in roles:
                 found = [one[role] for one in rounds]
                 cold = [one["cold"] for one in found]
-                print(f"  {epochs} epochs  {role:9} cold {min(cold):.3f} s (to {max(cold):.3f}; CPU {min(one['cpu'] for one in found):.3f})  "
-                      f"warm {min(one['warm'] for one in found):.4f} s  +{found[0]['mb']} MB  cache {found[0]['cache_mb']} MB  "
-                      f"{found[0]['samples']:,} samples")
+                print(
+                    f"  {epochs} epochs  {role:9} cold {min(cold):.3f} s (to {max(cold):.3f}; CPU {min(one['cpu'] for one in found):.3f})  "
+                    f"warm {min(one['warm'] for one in found):.4f} s  +{found[0]['mb']} MB  cache {found[0]['cache_mb']} MB  "
+                    f"{found[0]['samples']:,} samples"
+                )
             hashes = {tuple(one[role]["hash"]) for one in rounds for role in roles}
             assert len(hashes) == 1, f"all builds give the same arrays: {hashes}"
             print(f"  {epochs} epochs  all {len(rounds) * len(roles)} builds give the same arrays")

@@ -36,8 +36,13 @@ from megatron.core.tensor_parallel.loss import cross_entropy  # noqa: E402
 
 SIZES = {"cuda": (2048, 8192, 16, 2048, 8, 50304, 64), "cpu": (512, 2048, 8, 512, 2, 16384, 8)}
 NAMES = ("hidden", "ffn", "heads", "length", "micro_batch", "vocabulary", "experts")
-PLAIN = {"layer_norm": reference.layer_norm, "rms_norm": reference.rms_norm, "gated_activation": reference.gated_activation,
-         "rotary": reference.rotary, "residual_norm": reference.residual_norm}
+PLAIN = {
+    "layer_norm": reference.layer_norm,
+    "rms_norm": reference.rms_norm,
+    "gated_activation": reference.gated_activation,
+    "rotary": reference.rotary,
+    "residual_norm": reference.residual_norm,
+}
 
 
 @dataclass(frozen=True)
@@ -69,30 +74,51 @@ def _several(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[Job]:
     """The operations of a layer, and of the loss."""
+
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     s, b, h, f, n = sizes.length, sizes.micro_batch, sizes.hidden, sizes.ffn, sizes.heads
     d, groups = h // n, sizes.groups or n
-    yield Job("attention", (draw(s, b, n, d), draw(s, b, groups, d), draw(s, b, groups, d)), lambda op, q, k, v: op(q, k, v, MaskSpec(), 0.0),
-              flops=7.0 * b * n * s * s * d)
+    yield Job(
+        "attention",
+        (draw(s, b, n, d), draw(s, b, groups, d), draw(s, b, groups, d)),
+        lambda op, q, k, v: op(q, k, v, MaskSpec(), 0.0),
+        flops=7.0 * b * n * s * s * d,
+    )
     x, weight, bias = draw(s, b, h), draw(h), draw(h)
     yield Job("layer_norm", (x, weight, bias), lambda op, *given: op(*given, 1e-5))
     yield Job("rms_norm", (x, weight), lambda op, *given: op(*given, 1e-5))
-    yield Job("residual_norm", (x, draw(s, b, h), weight, bias), lambda op, *given: op(*given, 1e-5),
-              apart=lambda x, update, weight, bias: (total := x + update, F.layer_norm(total, (h,), weight, bias, 1e-5)))
+    yield Job(
+        "residual_norm",
+        (x, draw(s, b, h), weight, bias),
+        lambda op, *given: op(*given, 1e-5),
+        apart=lambda x, update, weight, bias: (total := x + update, F.layer_norm(total, (h,), weight, bias, 1e-5)),
+    )
     yield Job("gated_activation", (draw(s, b, 2 * f),), lambda op, x: op(x, "silu"))
-    angles = (torch.arange(s, device=device)[:, None] / 10000 ** (torch.arange(d // 2, device=device) / (d // 2))).repeat(1, 2)[:, None, None]
+    angles = (
+        torch.arange(s, device=device)[:, None] / 10000 ** (torch.arange(d // 2, device=device) / (d // 2))
+    ).repeat(1, 2)[:, None, None]
     yield Job("rotary", (draw(s, b, n, d),), lambda op, x: op(x, angles.cos(), angles.sin(), False))
     targets = torch.randint(0, sizes.vocabulary - 50, (s * b,), device=device)
     words = Words(0, sizes.vocabulary, None, lambda stated: stated)
-    yield Job("cross_entropy", (draw(s * b, h), draw(sizes.vocabulary, h) * h**-0.5), lambda op, x, table: op(x, table, None, targets, words),
-              apart=lambda x, table: cross_entropy(F.linear(x, table)[:, None], targets[:, None], Axis("tp"), sizes.vocabulary)[:, 0],
-              flops=6.0 * s * b * h * sizes.vocabulary)
+    yield Job(
+        "cross_entropy",
+        (draw(s * b, h), draw(sizes.vocabulary, h) * h**-0.5),
+        lambda op, x, table: op(x, table, None, targets, words),
+        apart=lambda x, table: cross_entropy(
+            F.linear(x, table)[:, None], targets[:, None], Axis("tp"), sizes.vocabulary
+        )[:, 0],
+        flops=6.0 * s * b * h * sizes.vocabulary,
+    )
     choices = torch.rand(s * b, sizes.experts, device=device).topk(2).indices
     counts, order = torch.bincount(choices.flatten(), minlength=sizes.experts), choices.flatten().argsort(stable=True)
-    yield Job("grouped_linear", (draw(2 * s * b, h), draw(sizes.experts, f // 4, h) * h**-0.5), lambda op, x, table: op(x, table, counts),
-              flops=12.0 * s * b * h * (f // 4))
+    yield Job(
+        "grouped_linear",
+        (draw(2 * s * b, h), draw(sizes.experts, f // 4, h) * h**-0.5),
+        lambda op, x, table: op(x, table, counts),
+        flops=12.0 * s * b * h * (f // 4),
+    )
     places = torch.empty_like(order).scatter_(0, order, torch.arange(2 * s * b, device=device)).view(-1, 2)
     yield Job("permute", (draw(s * b, h),), lambda op, x: op(x, (order // 2)[:, None], places, False, False))
 
@@ -134,7 +160,10 @@ def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
     unasked = next(one.name for one in CANDIDATES if one.op == job.op and not one.unfit(need) and not one.unasked(need))
     for name, took in times.items():
         rate = f"{job.flops / took / 1e12:8.2f} TFLOP/s" if job.flops else f"{job.bytes() / took / 1e9:8.1f} GB/s"
-        print(f"  {job.op:16} {name:18} {1e3 * took:9.3f} ms  {rate:16}  {took / times[unasked]:5.2f} x {unasked}", flush=True)
+        print(
+            f"  {job.op:16} {name:18} {1e3 * took:9.3f} ms  {rate:16}  {took / times[unasked]:5.2f} x {unasked}",
+            flush=True,
+        )
     for name, reason in refused.items():
         print(f"  {job.op:16} {name:18} not here: {reason}", flush=True)
 
@@ -155,7 +184,10 @@ def main() -> None:
         setattr(options, name, getattr(options, name) or usual)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     need = Need(device=device, dtype=dtype, head_sizes=(options.hidden // options.heads,) * 2)
-    print(", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in NAMES) + f"; {dtype} on {device}; forward and backward")
+    print(
+        ", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in NAMES)
+        + f"; {dtype} on {device}; forward and backward"
+    )
     torch.manual_seed(0)
     for job in jobs(options, device, dtype):
         if not options.only or job.op in options.only:

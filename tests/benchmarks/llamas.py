@@ -17,8 +17,16 @@ def transformers_llama(size: Size) -> tuple[nn.Module, Loss]:
     """transformers' Llama, which shifts labels itself: the same work."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=size.gated, num_hidden_layers=size.layers,
-                         num_attention_heads=size.heads, max_position_embeddings=size.length, use_cache=False, tie_word_embeddings=False)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.gated,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.length,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config)
     return model, lambda x, y: model(input_ids=x, labels=y).loss
 
@@ -27,9 +35,20 @@ def litgpt_llama(size: Size) -> tuple[nn.Module, Loss]:
     """litgpt's GPT with Llama's blocks."""
     from litgpt import GPT, Config
 
-    config = Config(n_layer=size.layers, n_head=size.heads, n_embd=size.hidden, block_size=size.length, padded_vocab_size=size.vocabulary,
-                    vocab_size=size.vocabulary, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm",
-                    mlp_class_name="LLaMAMLP", intermediate_size=size.gated)
+    config = Config(
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_embd=size.hidden,
+        block_size=size.length,
+        padded_vocab_size=size.vocabulary,
+        vocab_size=size.vocabulary,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=size.gated,
+    )
     model = GPT(config)
     return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
@@ -40,7 +59,17 @@ def torchtitan(size: Size) -> tuple[nn.Module, Loss]:
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    model = Transformer(TransformerModelArgs(dim=size.hidden, n_layers=size.layers, n_heads=size.heads, vocab_size=size.vocabulary,
-                                             multiple_of=size.gated, ffn_dim_multiplier=1.0, max_seq_len=size.length, rope_theta=10000.0))
+    model = Transformer(
+        TransformerModelArgs(
+            dim=size.hidden,
+            n_layers=size.layers,
+            n_heads=size.heads,
+            vocab_size=size.vocabulary,
+            multiple_of=size.gated,
+            ffn_dim_multiplier=1.0,
+            max_seq_len=size.length,
+            rope_theta=10000.0,
+        )
+    )
     model.init_weights()
     return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())

@@ -35,8 +35,14 @@ def ours(prefix: str, length: int, mmap: bool = True) -> tuple[int, Callable]:
     from megatron.core.datasets.samplers import collate
 
     source = IndexedDataset(prefix, mmap)
-    data = GPTDataset(source, WindowOptions(length, VOCABULARY, VOCABULARY - 1), sequences=range(len(source)), num_samples=None,
-                      seed=SEED, split="train")
+    data = GPTDataset(
+        source,
+        WindowOptions(length, VOCABULARY, VOCABULARY - 1),
+        sequences=range(len(source)),
+        num_samples=None,
+        seed=SEED,
+        split="train",
+    )
     return len(data), lambda numbers: collate([data[number] for number in numbers])
 
 
@@ -53,7 +59,9 @@ def plain(prefix: str, length: int) -> tuple[int, Callable]:
     lengths = np.fromfile(f"{prefix}.idx", np.int32, count, offset=34)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     total = int(starts[-1])
-    arrays = build_indices(lengths, plan_epochs(total, None, sequence_length=length), first=0, sequence_length=length, seed=SEED)
+    arrays = build_indices(
+        lengths, plan_epochs(total, None, sequence_length=length), first=0, sequence_length=length, seed=SEED
+    )
     documents, samples, shuffle = arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
     ids = np.memmap(f"{prefix}.bin", np.uint16, mode="r")
 
@@ -62,8 +70,12 @@ def plain(prefix: str, length: int) -> tuple[int, Callable]:
         pieces = []
         for place in range(first, last + 1):
             start = starts[documents[place]]
-            pieces.append(ids[start + (begin if place == first else 0):
-                              start + (end + 1 if place == last else lengths[documents[place]])])
+            pieces.append(
+                ids[
+                    start + (begin if place == first else 0) : start
+                    + (end + 1 if place == last else lengths[documents[place]])
+                ]
+            )
         window = np.concatenate(pieces).astype(np.int64)
         return {"tokens": window[:-1], "labels": window[1:]}
 
@@ -86,9 +98,18 @@ def megatron(prefix: str, length: int) -> tuple[int, Callable]:
         vocab_size, eod, pad, unique_identifiers = VOCABULARY, VOCABULARY - 1, VOCABULARY - 1, {"class": "null"}
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = GPTDatasetConfig(random_seed=SEED, sequence_length=length, split="100,0,0", path_to_cache=f"{prefix}-cache",
-                              tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-                              create_attention_mask=False, blend=([prefix], None))
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=length,
+        split="100,0,0",
+        path_to_cache=f"{prefix}-cache",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        blend=([prefix], None),
+    )
     data = BlendedMegatronDatasetBuilder(GPTDataset, [None, 0, 0], lambda: True, config).build()[0]
     return len(data), lambda numbers: default_collate([data[number] for number in numbers])
 
@@ -110,7 +131,11 @@ def measure(role: str, prefix: str, length: int, samples: int) -> None:
     for at in range(0, min(samples, total) - BATCH, BATCH):
         read(range(at, at + BATCH))
     seconds = time.perf_counter() - began
-    print(json.dumps({"rate": (min(samples, total) - BATCH) // BATCH * BATCH * length / seconds, "hash": seen.hexdigest()}))
+    print(
+        json.dumps(
+            {"rate": (min(samples, total) - BATCH) // BATCH * BATCH * length / seconds, "hash": seen.hexdigest()}
+        )
+    )
 
 
 def main() -> None:
@@ -137,17 +162,35 @@ def main() -> None:
         prefix = Path(folder) / "random"
         write_pair(prefix, int(args.documents), int(args.tokens), vocabulary=VOCABULARY)
         for role in roles * args.rounds:
-            command = [sys.executable, __file__, "--role", role, "--prefix", str(prefix), "--length", str(args.length),
-                       "--samples", str(args.samples)]
+            command = [
+                sys.executable,
+                __file__,
+                "--role",
+                role,
+                "--prefix",
+                str(prefix),
+                "--length",
+                str(args.length),
+                "--samples",
+                str(args.samples),
+            ]
             place = str(Path(args.megatron).resolve() if role == "megatron" else ROOT)
-            done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": place, "OMP_NUM_THREADS": "1"},
-                                  capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": place, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
             found[role].append(json.loads(done.stdout.splitlines()[-1]))
     for role, runs in found.items():
         rates = [run["rate"] / 1e6 for run in runs]
         against = statistics.median(run["rate"] / peer["rate"] for run, peer in zip(runs, found["plain"], strict=True))
-        print(f"  {role:17} {statistics.median(rates):6.1f} M tokens/s ({min(rates):.1f} .. {max(rates):.1f})   {against:.2f} x plain")
+        print(
+            f"  {role:17} {statistics.median(rates):6.1f} M tokens/s ({min(rates):.1f} .. {max(rates):.1f})   {against:.2f} x plain"
+        )
     hashes = {run["hash"] for runs in found.values() for run in runs}
     assert len(hashes) == 1, f"all readers give the same tokens and labels: {hashes}"
 

@@ -26,13 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not count as work
 sys.path.insert(0, str(ROOT))
 
-SHAPE = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 8 --global-batch-size 8 "
-         "--hidden-dropout 0 --attention-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0 "
-         "--log-interval 1 --num-workers 0").split()
+SHAPE = (
+    "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 8 --global-batch-size 8 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0 "
+    "--log-interval 1 --num-workers 0"
+).split()
 
 
 def clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     """The function, whose CPU time is added to the last entry of `spent`."""
+
     def around(*arguments: Any, **keywords: Any) -> Any:
         began = time.process_time()
         try:
@@ -69,9 +72,11 @@ def overhead(steps: int) -> None:
         loop.pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
     rest = [all_ - work + read for all_, work, read in zip(whole, inside, data)][2:-1]
     shares = sorted(left / all_ for left, all_ in zip(rest, whole[2:-1]))
-    print(f"outside model and optimizer: {1e3 * statistics.median(rest):.2f} ms of CPU an iteration "
-          f"({1e3 * min(rest):.2f} .. {1e3 * max(rest):.2f}) of {statistics.median(whole[2:-1]):.2f} s = {statistics.median(shares):.2%} "
-          f"({shares[0]:.2%} .. {shares[-1]:.2%})")
+    print(
+        f"outside model and optimizer: {1e3 * statistics.median(rest):.2f} ms of CPU an iteration "
+        f"({1e3 * min(rest):.2f} .. {1e3 * max(rest):.2f}) of {statistics.median(whole[2:-1]):.2f} s = {statistics.median(shares):.2%} "
+        f"({shares[0]:.2%} .. {shares[-1]:.2%})"
+    )
 
 
 def first_step(rounds: int) -> None:
@@ -79,15 +84,21 @@ def first_step(rounds: int) -> None:
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-u", "pretrain_gpt.py", *SHAPE, "--train-iters", "1"], cwd=ROOT, stdout=subprocess.PIPE,
-                                   text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-u", "pretrain_gpt.py", *SHAPE, "--train-iters", "1"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for line in process.stdout:
             if " iteration " in line:
                 times.append(time.perf_counter() - began)
                 break
         process.communicate()
         assert process.returncode == 0, "the run failed"
-    print(f"start to first step: {statistics.median(times):.2f} s ({min(times):.2f} .. {max(times):.2f}), load {os.getloadavg()[0]:.1f}")
+    print(
+        f"start to first step: {statistics.median(times):.2f} s ({min(times):.2f} .. {max(times):.2f}), load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def main() -> None:

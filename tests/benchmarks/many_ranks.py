@@ -35,9 +35,19 @@ from megatron.core.parallel.grid import axis_ranks
 from megatron.trust.built import mesh_of
 
 CPU = torch.device("cpu")
-LARGE = ParallelConfig(tensor_model_parallel_size=8, context_parallel_size=2, pipeline_model_parallel_size=16, expert_model_parallel_size=8,
-                       expert_tensor_parallel_size=1)
-SMALL = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+LARGE = ParallelConfig(
+    tensor_model_parallel_size=8,
+    context_parallel_size=2,
+    pipeline_model_parallel_size=16,
+    expert_model_parallel_size=8,
+    expert_tensor_parallel_size=1,
+)
+SMALL = ParallelConfig(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+)
 
 
 def memory() -> float:
@@ -47,7 +57,9 @@ def memory() -> float:
 
 def in_name(ranks: int) -> None:
     """Fake ranks."""
-    print(f"{ranks:,} ranks in name: tensor 8 x context 2 x pipeline 16 x data {ranks // 256}, experts over 8; {memory():.0f} MiB before")
+    print(
+        f"{ranks:,} ranks in name: tensor 8 x context 2 x pipeline 16 x data {ranks // 256}, experts over 8; {memory():.0f} MiB before"
+    )
     for rank in (0, ranks // 2, ranks - 1):
         began = time.perf_counter()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -55,8 +67,10 @@ def in_name(ranks: int) -> None:
             built = mesh.Mesh.build(LARGE, CPU)
         seconds = time.perf_counter() - began
         dist.destroy_process_group()
-        print(f"  rank {rank:5}: {seconds:.2f} s, {memory():.0f} MiB; tensor {built.tp.rank}, context {built.cp.rank}, pipeline {built.pp.rank}, "
-              f"data {built.dp.rank}, expert {built.ep.rank}")
+        print(
+            f"  rank {rank:5}: {seconds:.2f} s, {memory():.0f} MiB; tensor {built.tp.rank}, context {built.cp.rank}, pipeline {built.pp.rank}, "
+            f"data {built.dp.rank}, expert {built.ep.rank}"
+        )
     began = time.perf_counter()
     lists = axis_ranks(LARGE, ranks)
     for rank in range(ranks):
@@ -88,7 +102,10 @@ def for_real(ranks: int) -> tuple[float, float, float]:
     context.set_forkserver_preload(["tests.helpers.preload", "megatron.core.parallel.mesh"])
     report, together = context.Queue(), context.Barrier(ranks)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=join, args=(rank, ranks, f"{folder}/store", report, together)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=join, args=(rank, ranks, f"{folder}/store", report, together))
+            for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         found = [report.get(timeout=600) for _ in processes]
@@ -113,7 +130,9 @@ def main() -> None:
     if len(rows) > 2:
         counts, seconds = np.array(rows).T
         each, pair = np.linalg.lstsq(np.stack([counts, counts**2], axis=1), seconds, rcond=None)[0]
-        print(f"fitted: {1000 * each:.1f} ms a rank + {1000 * pair:.3f} ms a pair of ranks, all on {multiprocessing.cpu_count()} cores")
+        print(
+            f"fitted: {1000 * each:.1f} ms a rank + {1000 * pair:.3f} ms a pair of ranks, all on {multiprocessing.cpu_count()} cores"
+        )
 
 
 if __name__ == "__main__":

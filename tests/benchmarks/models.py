@@ -102,8 +102,17 @@ def transformers_gpt2(size: Size) -> tuple[nn.Module, Loss]:
     """transformers' GPT-2, which shifts labels itself: the same work."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=size.vocabulary, n_positions=size.length, n_embd=size.hidden, n_layer=size.layers,
-                        n_head=size.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    config = GPT2Config(
+        vocab_size=size.vocabulary,
+        n_positions=size.length,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config)
     return model, lambda x, y: model(input_ids=x, labels=y).loss
 
@@ -112,9 +121,20 @@ def litgpt(size: Size) -> tuple[nn.Module, Loss]:
     """litgpt's GPT with GPT-NeoX's blocks and a tied head: rotations instead of learned positions."""
     from litgpt import GPT, Config
 
-    config = Config(n_layer=size.layers, n_head=size.heads, n_embd=size.hidden, block_size=size.length, padded_vocab_size=size.vocabulary,
-                    vocab_size=size.vocabulary, rotary_percentage=1.0, parallel_residual=False, bias=True, norm_class_name="LayerNorm",
-                    mlp_class_name="GptNeoxMLP", intermediate_size=4 * size.hidden)
+    config = Config(
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_embd=size.hidden,
+        block_size=size.length,
+        padded_vocab_size=size.vocabulary,
+        vocab_size=size.vocabulary,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=True,
+        norm_class_name="LayerNorm",
+        mlp_class_name="GptNeoxMLP",
+        intermediate_size=4 * size.hidden,
+    )
     model = GPT(config)
     model.lm_head.weight = model.transformer.wte.weight
     return model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -136,11 +156,24 @@ def megatron_core(size: Size) -> tuple[nn.Module, Loss]:
     random.initialize_rng_tracker()
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     config = TransformerConfig(
-        num_layers=size.layers, hidden_size=size.hidden, num_attention_heads=size.heads, use_cpu_initialization=True, hidden_dropout=0.0,
-        attention_dropout=0.0, bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False)
-    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=size.vocabulary,
-                     max_sequence_length=size.length, share_embeddings_and_output_weights=True)
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=size.vocabulary,
+        max_sequence_length=size.length,
+        share_embeddings_and_output_weights=True,
+    )
     places = torch.arange(size.length).expand(size.batch, size.length)
     mask = torch.triu(torch.ones(1, 1, size.length, size.length, dtype=torch.bool), 1)
     return model, lambda x, y: model(x, places, mask, labels=y).mean()
@@ -171,13 +204,30 @@ def ours(size: Size, *, compiled: bool) -> Step:
     from megatron.training.step import train_step
     from tests.helpers import tiny
 
-    llama = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
-             "untie_embeddings_and_output_weights": True, "ffn_hidden_size": size.gated}
+    llama = {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "ffn_hidden_size": size.gated,
+    }
     settings = tiny.config(
-        **(llama if size.gated else {"openai_gelu": True}), num_layers=size.layers, hidden_size=size.hidden, num_attention_heads=size.heads, seq_length=size.length,
-        max_position_embeddings=size.length, micro_batch_size=size.batch, global_batch_size=size.batch,
-        init_method_std=0.02, lr=1e-4, min_lr=1e-4, lr_decay_style="constant", padded_vocab_size=size.vocabulary,
-        train_iters=1000)
+        **(llama if size.gated else {"openai_gelu": True}),
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        seq_length=size.length,
+        max_position_embeddings=size.length,
+        micro_batch_size=size.batch,
+        global_batch_size=size.batch,
+        init_method_std=0.02,
+        lr=1e-4,
+        min_lr=1e-4,
+        lr_decay_style="constant",
+        padded_vocab_size=size.vocabulary,
+        train_iters=1000,
+    )
     trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, size.vocabulary)))
     if compiled:
         Compiler(trainer)
@@ -185,16 +235,27 @@ def ours(size: Size, *, compiled: bool) -> Step:
     mask = torch.ones(size.batch, size.length)
 
     def step(x: Tensor, y: Tensor) -> float:
-        total, count = train_step(trainer, iter((Batch(tokens=x, labels=y, loss_mask=mask),))).losses["lm loss"].tolist()
+        total, count = (
+            train_step(trainer, iter((Batch(tokens=x, labels=y, loss_mask=mask),))).losses["lm loss"].tolist()
+        )
         return total / count
 
     return step
 
 
-_GPT2 = {"plain": partial(loop_over, plain), "transformers": partial(loop_over, transformers_gpt2), "litgpt": partial(loop_over, litgpt),
-         "megatron-core": partial(loop_over, megatron_core), "ours": ours}
-_LLAMA = {"transformers": partial(loop_over, llamas.transformers_llama), "litgpt": partial(loop_over, llamas.litgpt_llama),
-          "torchtitan": partial(loop_over, llamas.torchtitan), "ours": ours}
+_GPT2 = {
+    "plain": partial(loop_over, plain),
+    "transformers": partial(loop_over, transformers_gpt2),
+    "litgpt": partial(loop_over, litgpt),
+    "megatron-core": partial(loop_over, megatron_core),
+    "ours": ours,
+}
+_LLAMA = {
+    "transformers": partial(loop_over, llamas.transformers_llama),
+    "litgpt": partial(loop_over, llamas.litgpt_llama),
+    "torchtitan": partial(loop_over, llamas.torchtitan),
+    "ours": ours,
+}
 
 
 def peers_of(size: Size) -> dict[str, Callable[..., Step]]:

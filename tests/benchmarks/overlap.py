@@ -123,7 +123,9 @@ class Slow(torch.autograd.Function):
     """Takes its time forward and twice that backward, or where gradients of weights wait, once in each part."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, weight: Tensor, seconds: float, wgrad_store: WeightGradStore | None) -> Tensor:
+    def forward(
+        context: Any, tensor: Tensor, weight: Tensor, seconds: float, wgrad_store: WeightGradStore | None
+    ) -> Tensor:
         context.seconds, context.wgrad_store = seconds, wgrad_store
         context.save_for_backward(weight)
         time.sleep(seconds)
@@ -162,6 +164,7 @@ def timed(*runs: Callable[[], None]) -> list[float]:
 
 # Tensor ranks: pieces of the sequence beside products.
 
+
 def tensor_here(delay: float) -> tuple[list[float], float]:
     """A product whose input is gathered, and one that is summed. A product of a piece takes STEP."""
     size = dist.get_world_size()
@@ -173,8 +176,12 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
             works = collectives.start_shift(arriving, tensor, axis)
             return works if link is None else [link.late(works)]
 
-        with (patch.object(overlapped_matmul, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
-              patch.object(overlapped_matmul, "_multiply", lambda *_: time.sleep(STEP))):
+        with (
+            patch.object(
+                overlapped_matmul, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})
+            ),
+            patch.object(overlapped_matmul, "_multiply", lambda *_: time.sleep(STEP)),
+        ):
             whole = overlapped_matmul.all_gather_matmul(x, matrix, None, axis)[0]
             overlapped_matmul.matmul_reduce_scatter(whole, matrix, axis)
 
@@ -183,6 +190,7 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
 
 
 # Data ranks: gradients beside the backward pass, parameters beside the forward pass.
+
 
 class Layers(nn.Module):
     """Layers of one number each, of which each takes its time."""
@@ -218,8 +226,16 @@ def data_here(delay: float, count: int, what: str) -> tuple[list[float], float]:
         network = Layers(mesh, count)
         name_all(network)
         materialize(network, mesh, 1)
-        return DataParallel(network, mesh, grad_dtype=torch.float32, sharded=True, bucket_size=64, average=False,
-                            overlap_reduce=overlaps and what == "reduce", overlap_gather=overlaps and what == "gather")
+        return DataParallel(
+            network,
+            mesh,
+            grad_dtype=torch.float32,
+            sharded=True,
+            bucket_size=64,
+            average=False,
+            overlap_reduce=overlaps and what == "reduce",
+            overlap_gather=overlaps and what == "gather",
+        )
 
     def run(parallel: DataParallel, link: Link | None) -> None:
         starts = {"reduce": "start_reduce_scatter", "gather": "start_all_gather"}[what]
@@ -245,14 +261,26 @@ def data_here(delay: float, count: int, what: str) -> tuple[list[float], float]:
 
 # Expert ranks: the shared expert while tokens travel.
 
+
 def expert_here(delay: float) -> tuple[list[float], float]:
     """A forward pass of a layer with experts, whose shared one takes STEP."""
     layers = []
     for overlaps in (False, True):
-        run = tiny.run_of(tiny.config(dist.get_world_size(), num_experts=4, expert_model_parallel_size=dist.get_world_size(),
-                                      moe_token_dispatcher_type="alltoall", moe_shared_expert_intermediate_size=16,
-                                      moe_shared_expert_overlap=overlaps))
-        layers.append(next(part for stage in tiny.trainer_of(run).stages for part in stage.modules() if isinstance(part, MoELayer)))
+        run = tiny.run_of(
+            tiny.config(
+                dist.get_world_size(),
+                num_experts=4,
+                expert_model_parallel_size=dist.get_world_size(),
+                moe_token_dispatcher_type="alltoall",
+                moe_shared_expert_intermediate_size=16,
+                moe_shared_expert_overlap=overlaps,
+            )
+        )
+        layers.append(
+            next(
+                part for stage in tiny.trainer_of(run).stages for part in stage.modules() if isinstance(part, MoELayer)
+            )
+        )
 
     def go(layer: MoELayer, link: Link | None) -> None:
         begin, shared = collectives.start_exchange, MoELayer._shared
@@ -269,7 +297,11 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             return shared(self, *arguments)
 
         returning: list[bool] = []  # only the way to the experts is delayed: on the way back nothing is left to do
-        with patch.object(collectives, "start_exchange", start_exchange), patch.object(MoELayer, "_shared", slept), torch.no_grad():
+        with (
+            patch.object(collectives, "start_exchange", start_exchange),
+            patch.object(MoELayer, "_shared", slept),
+            torch.no_grad(),
+        ):
             layer(torch.ones(8, 1, 32), None, ForwardContext(MaskSpec()))
 
     plain, overlapped = layers
@@ -281,9 +313,21 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
     """Steps of a network whose attention and experts each take STEP forward and twice that backward; with passes in turns, or with
     gradients of weights that wait, and without."""
     layers, size = 2, dist.get_world_size()
-    trainers = [tiny.trainer_of(tiny.run_of(tiny.config(
-        size, num_layers=layers, num_experts=4, expert_model_parallel_size=size, moe_token_dispatcher_type="alltoall",
-        **{flag: on}))) for on in (False, True)]
+    trainers = [
+        tiny.trainer_of(
+            tiny.run_of(
+                tiny.config(
+                    size,
+                    num_layers=layers,
+                    num_experts=4,
+                    expert_model_parallel_size=size,
+                    moe_token_dispatcher_type="alltoall",
+                    **{flag: on},
+                )
+            )
+        )
+        for on in (False, True)
+    ]
     experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_exchange
 
     def slow(x: Tensor, wgrad_store: WeightGradStore | None) -> Tensor:
@@ -300,8 +344,11 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
             coming, work = begin(tensor, *sizes)
             return coming, work if link is None or tensor.shape[-1] == 1 else link.late([work])
 
-        with (patch.object(collectives, "start_exchange", start_exchange), patch.object(Experts, "forward", slow_experts),
-              patch.object(MoELayer, "forward", after_attention)):
+        with (
+            patch.object(collectives, "start_exchange", start_exchange),
+            patch.object(Experts, "forward", slow_experts),
+            patch.object(MoELayer, "forward", after_attention),
+        ):
             train_step(trainer, tiny.batches(trainer.run, 0))
 
     plain, other = trainers
@@ -315,6 +362,7 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
 
 
 # Pipelines: messages beside passes, and the bubble.
+
 
 @dataclass(slots=True)
 class Sleeper:
@@ -355,8 +403,14 @@ def messages_by(courier: Courier | None) -> Iterator[None]:
 
 def schedules(pp: int, m: int) -> dict[str, Plan]:
     """Every schedule that there is, on so many ranks."""
-    return {"gpipe": gpipe(pp, m), "1f1b": one_f_one_b(pp, m), IN_TURNS: two_by_two(pp, m), "zb-h1": zero_bubble(pp, m),
-            "interleaved 2": interleaved(pp, 2, m, pp), "zb-v": zero_bubble_v(pp, m)}
+    return {
+        "gpipe": gpipe(pp, m),
+        "1f1b": one_f_one_b(pp, m),
+        IN_TURNS: two_by_two(pp, m),
+        "zb-h1": zero_bubble(pp, m),
+        "interleaved 2": interleaved(pp, 2, m, pp),
+        "zb-v": zero_bubble_v(pp, m),
+    }
 
 
 def seconds_of(plan: Plan, step: float) -> float:
@@ -376,8 +430,13 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
-                executor.run(script(whole, rank, overlap=overlaps, together=name == IN_TURNS), work=work, axis=axis,
-                             backward_axis=backward_axis, wgrad_store=wgrad_store)
+                executor.run(
+                    script(whole, rank, overlap=overlaps, together=name == IN_TURNS),
+                    work=work,
+                    axis=axis,
+                    backward_axis=backward_axis,
+                    wgrad_store=wgrad_store,
+                )
 
         found[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))
     return found
@@ -387,8 +446,10 @@ def show(name: str, found: list[float], ideal: float) -> None:
     """One line: how much is hidden of what could be."""
     alone, at_once, overlapped = found
     hidden, possible = ((at_once - seconds) / (at_once - alone) for seconds in (overlapped, ideal))
-    print(f"  {name:43} alone {1000 * alone:5.0f} ms, waited for {1000 * at_once:5.0f} ms, overlapped {1000 * overlapped:5.0f} ms "
-          f"(at best {1000 * ideal:.0f}): {hidden:4.0%} is hidden, at best {possible:.0%}")
+    print(
+        f"  {name:43} alone {1000 * alone:5.0f} ms, waited for {1000 * at_once:5.0f} ms, overlapped {1000 * overlapped:5.0f} ms "
+        f"(at best {1000 * ideal:.0f}): {hidden:4.0%} is hidden, at best {possible:.0%}"
+    )
 
 
 def main() -> None:
@@ -400,7 +461,9 @@ def main() -> None:
     options = parser.parse_args()
     worlds, n = Worlds(), options.ranks
     try:
-        print(f"{n} ranks, a piece of work takes {1000 * STEP:g} ms, the least of {ROUNDS} rounds; transport is 0.5, 1 and 2 times as long")
+        print(
+            f"{n} ranks, a piece of work takes {1000 * STEP:g} ms, the least of {ROUNDS} rounds; transport is 0.5, 1 and 2 times as long"
+        )
         for share in (0.5, 1.0, 2.0):
             delay = share * STEP
             if options.only in (None, "tensor"):
@@ -410,20 +473,32 @@ def main() -> None:
                 show(f"--overlap-param-gather, {1000 * delay:g} ms", *worlds(n).run(data_here, delay, 6, "gather")[0])
             if options.only in (None, "expert"):
                 show(f"--moe-shared-expert-overlap, {1000 * delay:g} ms", *worlds(2).run(expert_here, delay)[0])
-                show(f"--overlap-moe-expert-parallel-comm, {1000 * delay:g} ms", *worlds(2).run(passes_here, delay, "overlap_moe_expert_parallel_comm")[0])
-                show(f"--delay-wgrad-compute, {1000 * delay:g} ms", *worlds(2).run(passes_here, delay, "delay_wgrad_compute")[0])
+                show(
+                    f"--overlap-moe-expert-parallel-comm, {1000 * delay:g} ms",
+                    *worlds(2).run(passes_here, delay, "overlap_moe_expert_parallel_comm")[0],
+                )
+                show(
+                    f"--delay-wgrad-compute, {1000 * delay:g} ms",
+                    *worlds(2).run(passes_here, delay, "delay_wgrad_compute")[0],
+                )
         if options.only in (None, "pipeline"):
             m, delay = options.microbatches, STEP / 4
-            print(f"pipelines of {n} ranks, {m} microbatches, forward, backward and weights {1000 * STEP:g} ms each on a rank's layers")
+            print(
+                f"pipelines of {n} ranks, {m} microbatches, forward, backward and weights {1000 * STEP:g} ms each on a rank's layers"
+            )
             measured = worlds(n).run(pipeline_here, m, delay, timeout=600.0)[0]
             for name, plan in schedules(n, m).items():
                 step = seconds_of(plan, STEP)
-                theory, late = (play(plan, forward=step, backward=2 * step, weight=step, message=message, together=name == IN_TURNS)
-                                for message in (0.0, delay))
+                theory, late = (
+                    play(plan, forward=step, backward=2 * step, weight=step, message=message, together=name == IN_TURNS)
+                    for message in (0.0, delay)
+                )
                 alone, at_once, overlapped = measured[name]
                 busy, span = 3 * m * STEP, max(row[-1] for row in late.end)
-                print(f"  {name:14} bubble {1 - busy / alone:6.1%} (theory {theory.bubble:6.1%}); with messages of {1000 * delay:g} ms: in turn "
-                      f"{1000 * at_once:5.0f} ms, overlapped {1000 * overlapped:5.0f} ms (theory {1000 * span:.0f})")
+                print(
+                    f"  {name:14} bubble {1 - busy / alone:6.1%} (theory {theory.bubble:6.1%}); with messages of {1000 * delay:g} ms: in turn "
+                    f"{1000 * at_once:5.0f} ms, overlapped {1000 * overlapped:5.0f} ms (theory {1000 * span:.0f})"
+                )
     finally:
         worlds.stop()
 

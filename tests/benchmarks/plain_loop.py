@@ -33,10 +33,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [b, s, h]; cos, sin: [s, d], read by Llama's kind."""
         b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, -1, self.size).transpose(1, 2).split([self.heads, self.groups, self.groups], dim=1)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, s, -1, self.size)
+            .transpose(1, 2)
+            .split([self.heads, self.groups, self.groups], dim=1)
+        )
         if self.gated:
-            q, k = (t * cos + torch.cat((-t[..., self.size // 2:], t[..., :self.size // 2]), dim=-1) * sin for t in (q, k))
-        mixed = F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True, enable_gqa=self.groups != self.heads)
+            q, k = (
+                t * cos + torch.cat((-t[..., self.size // 2 :], t[..., : self.size // 2]), dim=-1) * sin for t in (q, k)
+            )
+        mixed = F.scaled_dot_product_attention(
+            q, k, v.to(q.dtype), is_causal=True, enable_gqa=self.groups != self.heads
+        )
         x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
         wide = self.up(self.norm2(x))
         if self.gated:
@@ -51,9 +60,20 @@ class Plain(nn.Module):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         size = options.hidden // options.heads
-        self.tokens, self.places = nn.Embedding(options.vocabulary, options.hidden), nn.Embedding(options.length, options.hidden)
-        self.blocks = nn.ModuleList(Block(options.hidden, options.heads, options.groups or options.heads, options.ffn or 4 * options.hidden,
-                                          gated=options.gated) for _ in range(options.layers))
+        self.tokens, self.places = (
+            nn.Embedding(options.vocabulary, options.hidden),
+            nn.Embedding(options.length, options.hidden),
+        )
+        self.blocks = nn.ModuleList(
+            Block(
+                options.hidden,
+                options.heads,
+                options.groups or options.heads,
+                options.ffn or 4 * options.hidden,
+                gated=options.gated,
+            )
+            for _ in range(options.layers)
+        )
         self.norm = nn.RMSNorm(options.hidden) if options.gated else nn.LayerNorm(options.hidden)
         self.head = nn.Linear(options.hidden, options.vocabulary, bias=False)
         self.gated = options.gated
@@ -77,10 +97,21 @@ class Plain(nn.Module):
 def main() -> None:
     """Train on random ids for so many seconds, and say how long each step took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 24), ("hidden", 2048), ("heads", 16), ("groups", 0), ("ffn", 0), ("length", 2048), ("micro-batch", 8),
-                          ("batch", 128), ("vocabulary", 50304)):
+    for name, default in (
+        ("layers", 24),
+        ("hidden", 2048),
+        ("heads", 16),
+        ("groups", 0),
+        ("ffn", 0),
+        ("length", 2048),
+        ("micro-batch", 8),
+        ("batch", 128),
+        ("vocabulary", 50304),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--gated", action="store_true", help="Llama's layers: RMSNorm, SwiGLU, rotations, an output layer of its own")
+    parser.add_argument(
+        "--gated", action="store_true", help="Llama's layers: RMSNorm, SwiGLU, rotations, an output layer of its own"
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
@@ -96,7 +127,10 @@ def main() -> None:
     while len(times) < 3 or time.perf_counter() - began < options.seconds:
         start = time.perf_counter()
         for _ in range(passes):
-            x, y = (torch.randint(0, options.vocabulary, (options.micro_batch, options.length), device=device) for _ in range(2))
+            x, y = (
+                torch.randint(0, options.vocabulary, (options.micro_batch, options.length), device=device)
+                for _ in range(2)
+            )
             with cast:
                 loss = run(x, y) / passes
             loss.backward()

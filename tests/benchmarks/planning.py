@@ -30,17 +30,48 @@ from megatron.trust.dry_run import dry_run
 
 RANKS = 1024
 _COMMON: dict[str, Any] = {
-    "mock_data": True, "lr": 1e-4, "train_iters": 10, "hidden_dropout": 0.0, "attention_dropout": 0.0, "micro_batch_size": 1, "bf16": True,
-    "sequence_parallel": True, "recompute_activations": True, "use_distributed_optimizer": True, "pipeline_model_parallel_size": 16}
+    "mock_data": True,
+    "lr": 1e-4,
+    "train_iters": 10,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "micro_batch_size": 1,
+    "bf16": True,
+    "sequence_parallel": True,
+    "recompute_activations": True,
+    "use_distributed_optimizer": True,
+    "pipeline_model_parallel_size": 16,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt3 175B": {
-        "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "max_position_embeddings": 2048,
-        "global_batch_size": 1536, "tensor_model_parallel_size": 8},
+        "num_layers": 96,
+        "hidden_size": 12288,
+        "num_attention_heads": 96,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "global_batch_size": 1536,
+        "tensor_model_parallel_size": 8,
+    },
     "mixture of experts 1T": {
-        "num_layers": 64, "hidden_size": 8192, "ffn_hidden_size": 20480, "num_attention_heads": 64, "group_query_attention": True,
-        "num_query_groups": 8, "seq_length": 4096, "max_position_embeddings": 4096, "global_batch_size": 1024, "num_experts": 32,
-        "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "swiglu": True, "add_bias_linear": False,
-        "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
+        "num_layers": 64,
+        "hidden_size": 8192,
+        "ffn_hidden_size": 20480,
+        "num_attention_heads": 64,
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "seq_length": 4096,
+        "max_position_embeddings": 4096,
+        "global_batch_size": 1024,
+        "num_experts": 32,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "tensor_model_parallel_size": 4,
+        "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 
 
@@ -57,7 +88,9 @@ class Planned:
 
 def planned(name: str) -> Planned:
     """Plan one of the models in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--model", name], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--model", name], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return Planned(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -68,9 +101,13 @@ def plan(name: str) -> dict[str, Any]:
     config = replace(config, model=config.model.with_vocabulary(50257, config.parallel.tp))
     wall, cpu = time.perf_counter(), time.process_time()
     dry = dry_run(config, RANKS)
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu,
-            "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "peak": dry.worst.peak / 2**30,
-            "stages": len({trace.place["pp"] for trace in dry.traces})}
+    return {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak": dry.worst.peak / 2**30,
+        "stages": len({trace.place["pp"] for trace in dry.traces}),
+    }
 
 
 def main() -> None:
@@ -85,9 +122,12 @@ def main() -> None:
     for name in MODELS:
         found = [planned(name) for _ in range(options.rounds)]
         walls = [one.wall for one in found]
-        print(f"{name} on {RANKS:,} ranks, all {found[0].stages} stages: {statistics.median(walls):.1f} s ({min(walls):.1f} .. {max(walls):.1f}), "
-              f"{statistics.median(one.cpu for one in found):.1f} CPU s, {max(one.megabytes for one in found):.0f} MB; "
-              f"the fullest rank needs {found[0].peak:.1f} GiB", flush=True)
+        print(
+            f"{name} on {RANKS:,} ranks, all {found[0].stages} stages: {statistics.median(walls):.1f} s ({min(walls):.1f} .. {max(walls):.1f}), "
+            f"{statistics.median(one.cpu for one in found):.1f} CPU s, {max(one.megabytes for one in found):.0f} MB; "
+            f"the fullest rank needs {found[0].peak:.1f} GiB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ file = open(output + ".bin", "wb")
 def write(ids):
     np.asarray([*ids, 50256], np.uint16).tofile(file)
 """
-TOKENIZERS = READ + """
+TOKENIZERS = (
+    READ
+    + """
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 tokenizer = Tokenizer(models.BPE.from_file(folder + "/vocab.json", folder + "/merges.txt"))
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +45,10 @@ for low in range(0, len(texts), 1000):
     for found in tokenizer.encode_batch_fast(texts[low : low + 1000]):
         write(found.ids)
 """
-TIKTOKEN = READ + """
+)
+TIKTOKEN = (
+    READ
+    + """
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 ranks = data_gym_to_mergeable_bpe_ranks(folder + "/merges.txt", folder + "/vocab.json")
@@ -52,7 +57,10 @@ encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, spe
 for ids in encoding.encode_ordinary_batch(texts, num_threads=2):
     write(ids)
 """
-GIGATOKEN = READ + """
+)
+GIGATOKEN = (
+    READ
+    + """
 import base64, gigatoken, tempfile
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 ranks = data_gym_to_mergeable_bpe_ranks(folder + "/merges.txt", folder + "/vocab.json")
@@ -65,21 +73,47 @@ offsets, ids = np.asarray(found.offsets.data), np.asarray(found.content.data)
 for low, high in zip(offsets, offsets[1:]):
     write(ids[low:high])
 """
+)
 WITHOUT_GIGATOKEN = "import runpy, sys; sys.modules['gigatoken'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def commands(corpus: Path, vocabulary: Path, output: Path, megatron: Path | None) -> Mapping[str, list[str]]:
     """Name and command of every contestant; each writes OUTPUT.bin, or OUTPUT_text_document.bin."""
-    flags = ["--input", str(corpus), "--output-prefix", str(output), "--append-eod", "--tokenizer-type", "GPT2BPETokenizer",
-             "--vocab-file", str(vocabulary / "vocab.json"), "--merge-file", str(vocabulary / "merges.txt")]
+    flags = [
+        "--input",
+        str(corpus),
+        "--output-prefix",
+        str(output),
+        "--append-eod",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        str(vocabulary / "vocab.json"),
+        "--merge-file",
+        str(vocabulary / "merges.txt"),
+    ]
     scripts = {"tokenizers": TOKENIZERS, "tiktoken": TIKTOKEN, "gigatoken": GIGATOKEN}
     return {
         "ours": [sys.executable, str(TOOL), *flags, "--log-interval", "1000000"],
         "ours, 2 workers": [sys.executable, str(TOOL), *flags, "--log-interval", "1000000", "--workers", "2"],
-        "ours without gigatoken": [sys.executable, "-c", WITHOUT_GIGATOKEN, str(TOOL), *flags, "--log-interval", "1000000"],
-        **{name: [sys.executable, "-c", script, str(corpus), str(vocabulary), str(output)] for name, script in scripts.items()},
-        **({"Megatron-LM": [sys.executable, str(megatron / "tools" / "preprocess_data.py"), *flags, "--workers", "2"]}
-           if megatron else {}),
+        "ours without gigatoken": [
+            sys.executable,
+            "-c",
+            WITHOUT_GIGATOKEN,
+            str(TOOL),
+            *flags,
+            "--log-interval",
+            "1000000",
+        ],
+        **{
+            name: [sys.executable, "-c", script, str(corpus), str(vocabulary), str(output)]
+            for name, script in scripts.items()
+        },
+        **(
+            {"Megatron-LM": [sys.executable, str(megatron / "tools" / "preprocess_data.py"), *flags, "--workers", "2"]}
+            if megatron
+            else {}
+        ),
     }
 
 
@@ -154,7 +188,10 @@ def main() -> None:
                 results[name].append(run(command))
                 written.add(digest(Path(folder) / "out"))
                 seconds, _, peak = results[name][-1]
-                print(f"round {number}: {name} {seconds:.1f} s, {peak:.0f} MB, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+                print(
+                    f"round {number}: {name} {seconds:.1f} s, {peak:.0f} MB, load {os.getloadavg()[0]:.1f}",
+                    file=sys.stderr,
+                )
     assert len(written) == 1, "the contestants wrote different ids"
     print(f"{size:.0f} MB, {args.rounds} rounds, the same bytes from all")
     print(f"{'':24}{'wall s':>18}{'MB/s':>8}{'CPU s':>8}{'MB/CPU-s':>10}{'peak MB':>9}  slower than ours, by rounds")
@@ -162,9 +199,11 @@ def main() -> None:
         walls = [wall for wall, _, _ in rounds]
         wall, processor = statistics.median(walls), statistics.median(used for _, used, _ in rounds)
         ratios = [other[0] / ours[0] for other, ours in zip(rounds, results.get("ours", rounds))]
-        print(f"{name:24}{f'{wall:.1f} ({min(walls):.1f}-{max(walls):.1f})':>18}{size / wall:8.1f}{processor:8.1f}"
-              f"{size / processor:10.1f}{max(peak for _, _, peak in rounds):9.0f}  "
-              f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+        print(
+            f"{name:24}{f'{wall:.1f} ({min(walls):.1f}-{max(walls):.1f})':>18}{size / wall:8.1f}{processor:8.1f}"
+            f"{size / processor:10.1f}{max(peak for _, _, peak in rounds):9.0f}  "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        )
 
 
 if __name__ == "__main__":

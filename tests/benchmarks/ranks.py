@@ -28,9 +28,23 @@ from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import World
 
-BATCH = {"num_attention_heads": 8, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2, "global_batch_size": 8}
-NETWORKS = {"small": {"num_layers": 4, "hidden_size": 64, **BATCH}, "larger": {"num_layers": 8, "hidden_size": 256, **BATCH}}
-EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
+BATCH = {
+    "num_attention_heads": 8,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+}
+NETWORKS = {
+    "small": {"num_layers": 4, "hidden_size": 64, **BATCH},
+    "larger": {"num_layers": 8, "hidden_size": 256, **BATCH},
+}
+EXPERTS = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 256,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+}
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2": (2, {TENSOR: 2}),
@@ -76,8 +90,11 @@ def main() -> None:
                 pool.stop()
             ratios = sorted(usual / ours for usual, ours in zip(taken[False], taken[True], strict=True))
             usual, ours = (tokens / statistics.median(taken[told]) for told in (False, True))
-            print(f"  {name:30} as Linux has it {usual:6.0f} tokens/s, as the ranks ask {ours:6.0f}: "
-                  f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} .. {ratios[-1]:.2f})", flush=True)
+            print(
+                f"  {name:30} as Linux has it {usual:6.0f} tokens/s, as the ranks ask {ours:6.0f}: "
+                f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} .. {ratios[-1]:.2f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

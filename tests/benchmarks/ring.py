@@ -60,14 +60,19 @@ class Late:
 
 def tensors(length: int, ranks: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v of one rank."""
-    return [torch.randn(length // ranks, 1, heads, SIZE, dtype=dtype, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
+    return [
+        torch.randn(length // ranks, 1, heads, SIZE, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
 
 
 def mesh_here(inner: int = 1) -> Mesh:
     """All ranks of the pool share a sequence."""
     size = dist.get_world_size()
-    return Mesh.build(ParallelConfig(context_parallel_size=size, hierarchical_context_parallel_sizes=(inner, size // inner)),
-                      torch.device("cpu"))
+    return Mesh.build(
+        ParallelConfig(context_parallel_size=size, hierarchical_context_parallel_sizes=(inner, size // inner)),
+        torch.device("cpu"),
+    )
 
 
 def timed_here(length: int, step: float, delay: float) -> tuple[float, float, float]:
@@ -78,13 +83,17 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
 
     def compute(q: Tensor, k: Tensor, causal: bool, factor: float) -> None:
         pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
-        time.sleep(factor * step * pairs / (piece * piece / 2))  # under causality, every step scores half of a piece's pairs
+        time.sleep(
+            factor * step * pairs / (piece * piece / 2)
+        )  # under causality, every step scores half of a piece's pairs
 
     def forward(q: Tensor, k: Tensor, v: Tensor, block: Any) -> tuple[Tensor, Tensor]:
         compute(q, k, block.causal, 1.0)
         return q.new_zeros((*q.shape[:3], v.shape[-1])), q.new_zeros(q.shape[:3])
 
-    def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Any) -> tuple[Tensor, ...]:
+    def backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Any
+    ) -> tuple[Tensor, ...]:
         compute(q, k, block.causal, 2.0)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
@@ -98,8 +107,14 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
 
         collectives.barrier(mesh.cp)
         began = time.perf_counter()
-        with (patch.object(ring, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
-              patch.object(ring, "blockwise_attention", SimpleNamespace(forward=forward, backward=backward, merge=ring.blockwise_attention.merge))):
+        with (
+            patch.object(ring, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
+            patch.object(
+                ring,
+                "blockwise_attention",
+                SimpleNamespace(forward=forward, backward=backward, merge=ring.blockwise_attention.merge),
+            ),
+        ):
             kernel(q, k, v, MaskSpec(length=length)).sum().backward()
         collectives.barrier(mesh.cp)
         return time.perf_counter() - began
@@ -124,16 +139,25 @@ def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             sent[0] += amount(*arguments, **keywords)
             return function(*arguments, **keywords)
+
         return call
 
     def traded(output: Tensor, tensor: Tensor, taken: list[int], given: list[int], group: Any = None, **_: Any) -> int:
         return size(tensor, 1 - given[dist.get_group_rank(group, own)] / len(tensor))
 
     ranks = mesh.cp.size
-    with (patch.object(dist, "batch_isend_irecv", counted(shift, lambda ops: sum(size(op.tensor) for op in ops if op.op is dist.isend))),
-          patch.object(dist, "all_to_all_single", counted(trade, traded)),
-          patch.object(collectives, "_gather_single", counted(gather, lambda output, piece, **_: size(piece, ranks - 1))),
-          patch.object(collectives, "_scatter_single", counted(scatter, lambda output, whole, **_: size(whole, 1 - 1 / ranks)))):
+    with (
+        patch.object(
+            dist,
+            "batch_isend_irecv",
+            counted(shift, lambda ops: sum(size(op.tensor) for op in ops if op.op is dist.isend)),
+        ),
+        patch.object(dist, "all_to_all_single", counted(trade, traded)),
+        patch.object(collectives, "_gather_single", counted(gather, lambda output, piece, **_: size(piece, ranks - 1))),
+        patch.object(
+            collectives, "_scatter_single", counted(scatter, lambda output, whole, **_: size(whole, 1 - 1 / ranks))
+        ),
+    ):
         output = kernel(q, k, v, MaskSpec(length=length))
         forward = sent[0]
         output.sum().backward()
@@ -160,23 +184,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="delays of a message, in steps of the ring")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="delays of a message, in steps of the ring"
+    )
     options = parser.parse_args()
     worlds = Worlds()
     try:
-        print(f"ring of {options.ranks} ranks, a step of {1000 * STEP:g} ms forward and {2000 * STEP:g} ms backward, medians of {ROUNDS}")
+        print(
+            f"ring of {options.ranks} ranks, a step of {1000 * STEP:g} ms forward and {2000 * STEP:g} ms backward, medians of {ROUNDS}"
+        )
         for share in options.shares:
             delay, more = share * STEP, options.ranks - 1
             alone, at_once, overlapped = worlds(options.ranks).run(timed_here, options.length, STEP, delay)[0]
             best = alone + more * (max(0.0, delay - STEP) + max(0.0, delay - 2 * STEP)) + delay
             hidden, possible = ((at_once - time) / (at_once - alone) for time in (overlapped, best))
-            print(f"  a message takes {1000 * delay:5.0f} ms: alone {1000 * alone:5.0f} ms, waited for at once {1000 * at_once:5.0f} ms, "
-                  f"overlapped {1000 * overlapped:5.0f} ms: {100 * hidden:3.0f}% of the transport is hidden, at best {100 * possible:.0f}%")
+            print(
+                f"  a message takes {1000 * delay:5.0f} ms: alone {1000 * alone:5.0f} ms, waited for at once {1000 * at_once:5.0f} ms, "
+                f"overlapped {1000 * overlapped:5.0f} ms: {100 * hidden:3.0f}% of the transport is hidden, at best {100 * possible:.0f}%"
+            )
         print(f"bytes that a rank sends, bf16, {options.ranks} ranks: measured (theory)")
         kinds = [("p2p", 1), ("a2a", 1), ("allgather", 1)] + [("a2a+p2p", 2)] * (options.ranks % 4 == 0)
         for kind, inner in kinds:
-            found, expected = worlds(options.ranks).run(bytes_here, options.length, kind, inner)[0], theory(kind, options.ranks, inner, options.length)
-            print(f"  {kind:10} forward {found[0]:>10,} ({expected[0]:>10,})   backward {found[1]:>10,} ({expected[1]:>10,})")
+            found, expected = (
+                worlds(options.ranks).run(bytes_here, options.length, kind, inner)[0],
+                theory(kind, options.ranks, inner, options.length),
+            )
+            print(
+                f"  {kind:10} forward {found[0]:>10,} ({expected[0]:>10,})   backward {found[1]:>10,} ({expected[1]:>10,})"
+            )
     finally:
         worlds.stop()
 

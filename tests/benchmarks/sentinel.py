@@ -20,8 +20,15 @@ from megatron.training.sentinel import Sentinel
 from megatron.training.step import train_step
 from tests.helpers import tiny
 
-SHAPE = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "max_position_embeddings": 256,
-         "global_batch_size": 8, "micro_batch_size": 2}
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "max_position_embeddings": 256,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+}
 REPEATS = 5
 
 
@@ -48,10 +55,16 @@ def main() -> None:
         synchronize(device)
         steps.append(between - began)
         looks.append(time.perf_counter() - between)
-    size = sum(item.value.nbytes for item in sentinel.items() if item.axis.name == "dp_cp" and isinstance(item.value, torch.Tensor))
+    size = sum(
+        item.value.nbytes
+        for item in sentinel.items()
+        if item.axis.name == "dp_cp" and isinstance(item.value, torch.Tensor)
+    )
     step, look = min(steps), min(looks)
-    sys.stdout.write(f"{device}: step {step * 1e3:.1f} ms, comparison {look * 1e3:.1f} ms of {size / 1e6:.1f} MB ({size / look / 1e9:.2f} GB/s), "
-                     f"{look / interval / step:.4%} of a step at an interval of {interval}\n")
+    sys.stdout.write(
+        f"{device}: step {step * 1e3:.1f} ms, comparison {look * 1e3:.1f} ms of {size / 1e6:.1f} MB ({size / look / 1e9:.2f} GB/s), "
+        f"{look / interval / step:.4%} of a step at an interval of {interval}\n"
+    )
 
 
 if __name__ == "__main__":

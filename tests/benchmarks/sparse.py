@@ -23,7 +23,11 @@ def write_pair(prefix: Path, documents: int, tokens: int, *, vocabulary: int | N
     ends = np.cumsum(lengths, dtype=np.int64) * 2
     with open(f"{prefix}.idx", "wb") as index:
         index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        for part in (lengths, np.concatenate([np.zeros(1, np.int64), ends[:-1]]), np.arange(documents + 1, dtype=np.int64)):
+        for part in (
+            lengths,
+            np.concatenate([np.zeros(1, np.int64), ends[:-1]]),
+            np.arange(documents + 1, dtype=np.int64),
+        ):
             part.tofile(index)
     random = np.random.default_rng(1)
     with open(f"{prefix}.bin", "wb") as file:

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 1 --global-batch-size 1 "
-        "--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0").split()
+TINY = (
+    "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 1 --global-batch-size 1 "
+    "--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0"
+).split()
 COMMANDS = {
     "import torch": ["-c", "import torch, torch.distributed"],
     "--help": ["pretrain_gpt.py", "--help"],
@@ -30,8 +32,14 @@ COMMANDS = {
 def seconds(arguments: list[str]) -> float:
     """Wall time of one command."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"},
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode in (0, 2), done.stderr
     return time.perf_counter() - began
 
@@ -47,7 +55,9 @@ def main() -> None:
             found[name].append(seconds(arguments))
     for name, times in found.items():
         ratio = statistics.median(a / b for a, b in zip(times, found["import torch"], strict=True))
-        print(f"  {name:18} {statistics.median(times):6.2f} s ({min(times):.2f} .. {max(times):.2f})   {ratio:.2f} x import torch")
+        print(
+            f"  {name:18} {statistics.median(times):6.2f} s ({min(times):.2f} .. {max(times):.2f})   {ratio:.2f} x import torch"
+        )
 
 
 if __name__ == "__main__":

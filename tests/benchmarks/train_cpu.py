@@ -24,12 +24,31 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"megatron-core": ("megatron-core==0.16.1",),
-            "litgpt": ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0",
-                       "psutil==7.2.2"),
-            "torchtitan": ("torchtitan==0.2.0", "tyro==1.0.17", "docstring_parser==0.18.0", "torchdata==0.11.0")}
-NAMES = ("plain", "plain+compile", "transformers", "transformers+compile", "litgpt", "litgpt+compile", "megatron-core", "torchtitan",
-         "torchtitan+compile", "ours", "ours+compile")
+PACKAGES = {
+    "megatron-core": ("megatron-core==0.16.1",),
+    "litgpt": (
+        "litgpt==0.5.13",
+        "lightning==2.6.6",
+        "lightning-utilities==0.15.3",
+        "torchmetrics==1.9.0",
+        "jsonargparse==4.53.0",
+        "psutil==7.2.2",
+    ),
+    "torchtitan": ("torchtitan==0.2.0", "tyro==1.0.17", "docstring_parser==0.18.0", "torchdata==0.11.0"),
+}
+NAMES = (
+    "plain",
+    "plain+compile",
+    "transformers",
+    "transformers+compile",
+    "litgpt",
+    "litgpt+compile",
+    "megatron-core",
+    "torchtitan",
+    "torchtitan+compile",
+    "ours",
+    "ours+compile",
+)
 
 
 class Peer:
@@ -38,10 +57,20 @@ class Peer:
     def __init__(self, name: str, size: str, threads: int, beside: Path | None) -> None:
         package = name.partition("+")[0]
         path = beside / package if package in PACKAGES else ROOT  # one of the two packages called megatron, never both
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1",
-                       "OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads must not count as work
-        self.process = subprocess.Popen([sys.executable, __file__, size, "--serve", name, "--threads", str(threads)], env=environment,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": str(path),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }  # waiting threads must not count as work
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, size, "--serve", name, "--threads", str(threads)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.cpu: list[float] = []
         self.wall: list[float] = []
         self.problem = ""
@@ -79,14 +108,20 @@ def serve(name: str, size_name: str, threads: int) -> None:
         torch.manual_seed(0)
         size = SIZES[size_name]
         generator = torch.Generator().manual_seed(1)
-        x, y = (torch.randint(0, size.vocabulary - 64, (size.batch, size.length), generator=generator) for _ in range(2))
+        x, y = (
+            torch.randint(0, size.vocabulary - 64, (size.batch, size.length), generator=generator) for _ in range(2)
+        )
         kind, _, how = name.partition("+")
         step = peers_of(size)[kind](size, compiled=how == "compile")
         for _ in sys.stdin:
             began, spent = time.perf_counter(), time.process_time()
             loss = step(x, y)
             assert loss == loss, "it lost its way"
-            print(json.dumps({"cpu": time.process_time() - spent, "wall": time.perf_counter() - began, "loss": loss}), file=speaker, flush=True)
+            print(
+                json.dumps({"cpu": time.process_time() - spent, "wall": time.perf_counter() - began, "loss": loss}),
+                file=speaker,
+                flush=True,
+            )
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says it
         print(json.dumps({"problem": f"{type(error).__name__}: {error}"[:200]}), file=speaker, flush=True)
 
@@ -94,7 +129,10 @@ def serve(name: str, size_name: str, threads: int) -> None:
 def install(folder: Path) -> None:
     """Put the peers that share names or versions with nobody else into folders of their own."""
     for package, words in PACKAGES.items():
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / package), *words], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / package), *words],
+            check=True,
+        )
 
 
 def show(peers: dict[str, Peer], size_name: str, options: argparse.Namespace) -> None:
@@ -105,8 +143,10 @@ def show(peers: dict[str, Peer], size_name: str, options: argparse.Namespace) ->
     if not done:
         return print("  nothing was measured")
     size, rounds = SIZES[size_name], max(len(peer.cpu) for peer in done.values())
-    print(f"{size_name}: {size.tokens} tokens and {size.flops / 1e9:.0f} GFLOP a step, {rounds} rounds, {options.threads} threads of "
-          f"{os.cpu_count()} ({platform.processor() or platform.machine()}), load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{size_name}: {size.tokens} tokens and {size.flops / 1e9:.0f} GFLOP a step, {rounds} rounds, {options.threads} threads of "
+        f"{os.cpu_count()} ({platform.processor() or platform.machine()}), load {os.getloadavg()[0]:.1f}"
+    )
     base = next(iter(done))
     print(f"  {'':22} tokens/CPU-s (slowest .. fastest)   tokens/s   x {base} (smallest .. largest)   first step")
     for name, peer in peers.items():
@@ -114,21 +154,29 @@ def show(peers: dict[str, Peer], size_name: str, options: argparse.Namespace) ->
             print(f"  {name:22} {peer.problem or 'no round'}")
             continue
         speeds, ratios = sorted(size.tokens / spent for spent in peer.cpu), compared(peer, done[base])
-        print(f"  {name:22} {statistics.median(speeds):8.1f} ({speeds[0]:.1f} .. {speeds[-1]:.1f})   "
-              f"{size.tokens / statistics.median(peer.wall):8.1f}   {statistics.median(ratios):.3f} ({ratios[0]:.3f} .. {ratios[-1]:.3f})   "
-              f"{peer.first:5.1f} s")
+        print(
+            f"  {name:22} {statistics.median(speeds):8.1f} ({speeds[0]:.1f} .. {speeds[-1]:.1f})   "
+            f"{size.tokens / statistics.median(peer.wall):8.1f}   {statistics.median(ratios):.3f} ({ratios[0]:.3f} .. {ratios[-1]:.3f})   "
+            f"{peer.first:5.1f} s"
+        )
     ours = {name: peer for name, peer in done.items() if name.startswith("ours")}
     others = {name: peer for name, peer in done.items() if name not in ours}
     if ours and others:
-        (best, us), (rival, them) = (min(group.items(), key=lambda pair: statistics.median(pair[1].cpu)) for group in (ours, others))
+        (best, us), (rival, them) = (
+            min(group.items(), key=lambda pair: statistics.median(pair[1].cpu)) for group in (ours, others)
+        )
         ratios = compared(us, them)
-        print(f"ratio: {best} trains {statistics.median(ratios):.3f} x ({ratios[0]:.3f} .. {ratios[-1]:.3f}) the tokens per CPU-second of "
-              f"{rival}, the best of the others")
+        print(
+            f"ratio: {best} trains {statistics.median(ratios):.3f} x ({ratios[0]:.3f} .. {ratios[-1]:.3f}) the tokens per CPU-second of "
+            f"{rival}, the best of the others"
+        )
 
 
 def compared(peer: Peer, other: Peer) -> list[float]:
     """Speed over that of another, round by round, sorted."""
-    return sorted(b / a for a, b in zip(peer.cpu, other.cpu, strict=False))  # one may be a step ahead where it was stopped
+    return sorted(
+        b / a for a, b in zip(peer.cpu, other.cpu, strict=False)
+    )  # one may be a step ahead where it was stopped
 
 
 def main() -> None:
@@ -137,7 +185,12 @@ def main() -> None:
     parser.add_argument("size", choices=("10m", "tiny", "llama", "124m"))
     parser.add_argument("--peers", nargs="+", choices=NAMES)
     parser.add_argument("--beside", type=Path, help="folder of --install")
-    parser.add_argument("--install", type=Path, metavar="FOLDER", help="fetch litgpt, megatron-core and torchtitan into this folder, and end")
+    parser.add_argument(
+        "--install",
+        type=Path,
+        metavar="FOLDER",
+        help="fetch litgpt, megatron-core and torchtitan into this folder, and end",
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -152,7 +205,11 @@ def main() -> None:
     names = options.peers or [name for name in there if options.beside or name.partition("+")[0] not in PACKAGES]
     if unfit := [name for name in names if name not in there]:
         parser.error(f"{' and '.join(unfit)} cannot be had for {options.size}; choose of {', '.join(there)}")
-    if lacking := [name for name in names if name.partition("+")[0] in PACKAGES and not (options.beside and options.beside.is_dir())]:
+    if lacking := [
+        name
+        for name in names
+        if name.partition("+")[0] in PACKAGES and not (options.beside and options.beside.is_dir())
+    ]:
         parser.error(f"{' and '.join(lacking)}: give --beside, the folder of an earlier --install")
     peers: dict[str, Peer] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -164,7 +221,7 @@ def main() -> None:
             peers[name].cpu.clear()
             peers[name].wall.clear()
         for turn in range(options.rounds):
-            for name in names[turn % len(names):] + names[:turn % len(names)]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 peers[name].step()
     except KeyboardInterrupt:
         print("stopped early: what was measured so far", file=sys.stderr)

@@ -43,20 +43,40 @@ class Job:
     share: float
 
 
-_GPT = ("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-        "--micro-batch-size 8 --global-batch-size 128")
-_LLAMA = ("--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-          "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
-          "--global-batch-size 64")
+_GPT = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 8 --global-batch-size 128"
+)
+_LLAMA = (
+    "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--global-batch-size 64"
+)
 _LLAMA_PLAIN = "--layers 8 --hidden 4096 --ffn 14336 --heads 32 --groups 8 --gated --batch 64"
 JOBS = (
-    Job("1.3b", f"{_GPT} --bf16", "--layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 128", 0.4),
-    Job("llama", f"{_LLAMA} --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --bf16",
-        f"{_LLAMA_PLAIN} --length 4096 --micro-batch 4", 0.3),
-    Job("llama fp8", f"{_LLAMA} --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 2 --bf16 --fp8-format hybrid "
-        "--fp8-recipe tensorwise", "", 0.2),
-    Job("tiny", "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
-        "--micro-batch-size 2 --global-batch-size 4", "--layers 2 --hidden 64 --heads 2 --length 64 --micro-batch 2 --batch 4 --eager", 0.5),
+    Job(
+        "1.3b", f"{_GPT} --bf16", "--layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 128", 0.4
+    ),
+    Job(
+        "llama",
+        f"{_LLAMA} --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --bf16",
+        f"{_LLAMA_PLAIN} --length 4096 --micro-batch 4",
+        0.3,
+    ),
+    Job(
+        "llama fp8",
+        f"{_LLAMA} --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 2 --bf16 --fp8-format hybrid "
+        "--fp8-recipe tensorwise",
+        "",
+        0.2,
+    ),
+    Job(
+        "tiny",
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
+        "--micro-batch-size 2 --global-batch-size 4",
+        "--layers 2 --hidden 64 --heads 2 --length 64 --micro-batch 2 --batch 4 --eager",
+        0.5,
+    ),
 )
 
 
@@ -66,7 +86,9 @@ def rates(device: torch.device) -> tuple[float, float]:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(size * size * 8, device=device)
     target = torch.empty_like(source)
-    return 2 * size**3 / _fastest(lambda: a @ b, device) / 1e12, 2 * source.nbytes / _fastest(lambda: target.copy_(source), device) / 1e12
+    return 2 * size**3 / _fastest(lambda: a @ b, device) / 1e12, 2 * source.nbytes / _fastest(
+        lambda: target.copy_(source), device
+    ) / 1e12
 
 
 def _fastest(work, device: torch.device) -> float:
@@ -89,27 +111,74 @@ def data() -> Path:
     prefix = WORK / "text"
     if not Path(f"{prefix}_text_document.idx").exists():
         WORK.mkdir(parents=True, exist_ok=True)
-        _run([sys.executable, "tools/preprocess_data.py", "--input", "examples/data/demo_train_small.jsonl", "--output-prefix", str(prefix),
-              *_tokenizer(), "--append-eod"])
+        _run(
+            [
+                sys.executable,
+                "tools/preprocess_data.py",
+                "--input",
+                "examples/data/demo_train_small.jsonl",
+                "--output-prefix",
+                str(prefix),
+                *_tokenizer(),
+                "--append-eod",
+            ]
+        )
     return Path(f"{prefix}_text_document")
 
 
 def _tokenizer() -> list[str]:
-    return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(GPT2 / "vocab.json"), "--merge-file", str(GPT2 / "merges.txt")]
+    return [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        str(GPT2 / "vocab.json"),
+        "--merge-file",
+        str(GPT2 / "merges.txt"),
+    ]
 
 
 def flags_of(job: Job, iterations: int, extra: list[str]) -> list[str]:
     """The whole command line of a run."""
-    return [*job.flags.split(), "--hidden-dropout", "0", "--attention-dropout", "0", "--lr", "1e-4", "--weight-decay", "0.1", "--clip-grad", "1",
-            "--train-iters", str(iterations), "--data-path", str(data()), "--split", "100,0,0", *_tokenizer(), "--eval-iters", "0",
-            "--log-interval", "1", "--log-throughput", *extra]
+    return [
+        *job.flags.split(),
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--lr",
+        "1e-4",
+        "--weight-decay",
+        "0.1",
+        "--clip-grad",
+        "1",
+        "--train-iters",
+        str(iterations),
+        "--data-path",
+        str(data()),
+        "--split",
+        "100,0,0",
+        *_tokenizer(),
+        "--eval-iters",
+        "0",
+        "--log-interval",
+        "1",
+        "--log-throughput",
+        *extra,
+    ]
 
 
 def ours(job: Job, seconds: float, extra: list[str]) -> tuple[list[dict], float]:
     """(reports of the steps after the first three, GB allocated at most) of a run that is asked to end after so many seconds."""
     journal, log = (WORK / f"{job.name.replace(' ', '_')}.{ending}" for ending in ("jsonl", "log"))
     journal.unlink(missing_ok=True)
-    command = [sys.executable, "pretrain_gpt.py", *flags_of(job, 10**4, extra), "--log-jsonl", str(journal), "--exit-signal-handler"]
+    command = [
+        sys.executable,
+        "pretrain_gpt.py",
+        *flags_of(job, 10**4, extra),
+        "--log-jsonl",
+        str(journal),
+        "--exit-signal-handler",
+    ]
     with log.open("w") as said:
         run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
         began = None
@@ -139,7 +208,16 @@ def plain(job: Job, seconds: float) -> list[float]:
 
 def predicted(job: Job, extra: list[str]) -> float:
     """GB that the dry run expects at the peak."""
-    command = [sys.executable, "tools/plan.py", *flags_of(job, 10, extra), "--world-size", "1", "--gpu", "h200", "--json"]
+    command = [
+        sys.executable,
+        "tools/plan.py",
+        *flags_of(job, 10, extra),
+        "--world-size",
+        "1",
+        "--gpu",
+        "h200",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     try:
         return max(rank["peak"] for rank in json.loads(done.stdout)["ranks"]) / 1e9
@@ -153,7 +231,10 @@ def measure(job: Job, seconds: float, variants: list[list[str]]) -> None:
     fastest = min(shown(job, own, extra) for extra in variants)
     if job.plain:
         peer = statistics.median(plain(job, seconds * 0.4))
-        print(f"  {job.name:10} plain compiled loop: {peer:.3f} s a step; ours is {peer / fastest:.2f} x as fast", flush=True)
+        print(
+            f"  {job.name:10} plain compiled loop: {peer:.3f} s a step; ours is {peer / fastest:.2f} x as fast",
+            flush=True,
+        )
 
 
 def shown(job: Job, seconds: float, extra: list[str]) -> float:
@@ -165,9 +246,12 @@ def shown(job: Job, seconds: float, extra: list[str]) -> float:
     step = statistics.median(times)
     middle = reports[times.index(min(times, key=lambda t: abs(t - step)))]["throughput"]
     causal, square = middle["causal_tflops"], middle["square_tflops"]
-    print(f"  {job.name:10} ours: {middle['tokens_per_second']:9.0f} tokens/s, {causal:6.1f} TFLOP/s causal = {100 * causal / PEAK:.1f} % of {PEAK:.0f} "
-          f"({square:.1f} = {100 * square / PEAK:.1f} % square), median of {len(times)} steps of {step:.3f} s "
-          f"({min(times):.3f} .. {max(times):.3f})", flush=True)
+    print(
+        f"  {job.name:10} ours: {middle['tokens_per_second']:9.0f} tokens/s, {causal:6.1f} TFLOP/s causal = {100 * causal / PEAK:.1f} % of {PEAK:.0f} "
+        f"({square:.1f} = {100 * square / PEAK:.1f} % square), median of {len(times)} steps of {step:.3f} s "
+        f"({min(times):.3f} .. {max(times):.3f})",
+        flush=True,
+    )
     print(f"  {job.name:10} memory: {peak:.2f} GB at the peak, predicted {predicted(job, extra):.2f}", flush=True)
     return step
 
@@ -175,22 +259,33 @@ def shown(job: Job, seconds: float, extra: list[str]) -> float:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(command[:3])} ... failed with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        sys.exit(
+            f"{' '.join(command[:3])} ... failed with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return done.stdout + done.stderr
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*(job.name for job in JOBS), "experts"],
-                        default=[*(job.name for job in JOBS if job.name != "tiny"), "experts"])
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*(job.name for job in JOBS), "experts"],
+        default=[*(job.name for job in JOBS if job.name != "tiny"), "experts"],
+    )
     parser.add_argument("--seconds", type=float, default=450.0, help="for all runs together")
-    parser.add_argument("--flags", action="append", default=[], help="one more run of ours, with these flags, as in --flags=--compile")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="one more run of ours, with these flags, as in --flags=--compile"
+    )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     product, copy = rates(device)
-    print(f"  {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: product {product:.1f} TFLOP/s, copy {copy:.2f} TB/s, "
-          f"torch {torch.__version__}", flush=True)
+    print(
+        f"  {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: product {product:.1f} TFLOP/s, copy {copy:.2f} TB/s, "
+        f"torch {torch.__version__}",
+        flush=True,
+    )
     chosen = [job for job in JOBS if job.name in options.only]
     total = sum(job.share for job in chosen)
     if "experts" in options.only:

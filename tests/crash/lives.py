@@ -1,8 +1,8 @@
 """A run that is killed and started again: its ranks are real processes, and what kills them is SIGKILL.
 
-    lives = Lives(folder, layout, ...)
-    lives.live_and_die(random)    start from the newest checkpoint, be killed at a random moment
-    lives.live()                  start from the newest checkpoint, run to the end
+lives = Lives(folder, layout, ...)
+lives.live_and_die(random)    start from the newest checkpoint, be killed at a random moment
+lives.live()                  start from the newest checkpoint, run to the end
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from megatron.training.loop import pretrain
 from tests.helpers.programme import TINY
 
 INTERVAL = 2
-FLAGS = (f"--mock-data --save-interval {INTERVAL} --save-keep-last 2 --hidden-dropout 0.1 --bf16 --async-save "
-         "--lr-decay-style cosine --log-interval 1 --distributed-timeout-minutes 2").split()
+FLAGS = (
+    f"--mock-data --save-interval {INTERVAL} --save-keep-last 2 --hidden-dropout 0.1 --bf16 --async-save "
+    "--lr-decay-style cosine --log-interval 1 --distributed-timeout-minutes 2"
+).split()
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,12 @@ class Layout:
 
 
 LAYOUTS = {
-    "two ranks, distributed optimizer": Layout(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 40),
-    "four ranks, tensor and pipeline": Layout(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", 16),
+    "two ranks, distributed optimizer": Layout(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 40
+    ),
+    "four ranks, tensor and pipeline": Layout(
+        4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", 16
+    ),
 }
 PATIENCE = 120.0  # seconds without which no life takes
 
@@ -55,8 +61,17 @@ def rank_lives(rank: int, ranks: int, port: int, flags: list[str], output: str) 
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     run = initialize_megatron(read_args([*TINY, *flags], world_size=ranks))
     pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
     shut_down()
@@ -93,7 +108,9 @@ class Lives:
                 finished = all(process.exitcode == 0 for process in processes)
                 bad = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
                 assert not bad, f"a rank died by itself: {bad}\n{self._output.read_text(errors='replace')[-3000:]}"
-                assert time.monotonic() - started < PATIENCE, f"no progress:\n{self._output.read_text(errors='replace')[-3000:]}"
+                assert time.monotonic() - started < PATIENCE, (
+                    f"no progress:\n{self._output.read_text(errors='replace')[-3000:]}"
+                )
             self.startup = time.monotonic() - started
             time.sleep(choose.uniform(0.0, 0.15))
         else:
@@ -123,12 +140,27 @@ class Lives:
         ranks = self.layout.ranks
         self._output.write_text("")
         # Kept by this process, as a launcher keeps it, so that the death of a rank does not take it away.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.helpers.preload", "tests.crash.lives"])
-        words = [*FLAGS, *self.layout.flags.split(), "--train-iters", str(self.layout.iterations), "--save", str(self.folder), "--load", str(self.folder)]
-        processes = [context.Process(target=rank_lives, args=(rank, ranks, self._store.port, words, str(self._output)), daemon=True)
-                     for rank in range(ranks)]
+        words = [
+            *FLAGS,
+            *self.layout.flags.split(),
+            "--train-iters",
+            str(self.layout.iterations),
+            "--save",
+            str(self.folder),
+            "--load",
+            str(self.folder),
+        ]
+        processes = [
+            context.Process(
+                target=rank_lives, args=(rank, ranks, self._store.port, words, str(self._output)), daemon=True
+            )
+            for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         return processes

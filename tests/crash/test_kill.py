@@ -40,17 +40,26 @@ def killed_again_and_again(folder: Path, name: str, kills: int, seed: int) -> st
         assert all(one.is_equal for one in compared(found, expected, world_size=layout.ranks))
         done, runs, total = done + len(lives.newest), runs + 1, total + (lives.newest or [0])[-1]
         lost += sum(a == b for a, b in zip([0, *lives.newest], lives.newest))
-    return (f"{name}: {done} kills in {runs} runs of {layout.iterations} iterations, {lost} of them before anything new was saved; the last "
-            f"deaths found {total} iterations done; every end is bit-equal to that of a run that was left alone")
+    return (
+        f"{name}: {done} kills in {runs} runs of {layout.iterations} iterations, {lost} of them before anything new was saved; the last "
+        f"deaths found {total} iterations done; every end is bit-equal to that of a run that was left alone"
+    )
 
 
-@pytest.mark.parametrize("name, kills", [pytest.param(name, kills, marks=[pytest.mark.nightly] if place else [])
-                                         for place, (name, kills) in enumerate(zip(LAYOUTS, (8, 4), strict=True))])
+@pytest.mark.parametrize(
+    "name, kills",
+    [
+        pytest.param(name, kills, marks=[pytest.mark.nightly] if place else [])
+        for place, (name, kills) in enumerate(zip(LAYOUTS, (8, 4), strict=True))
+    ],
+)
 def test_a_trainer_killed_at_random_moments_arrives_at_the_same_bits(name: str, kills: int, tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, name, kills, seed=kills)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_trainer_killed_a_hundred_times_arrives_at_the_same_bits(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_trainer_killed_a_hundred_times_arrives_at_the_same_bits(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     request.config.stash[NOTES].append(killed_again_and_again(tmp_path, name, 100, seed=1))

@@ -41,13 +41,44 @@ def runs(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("program, sign", [
-    pytest.param([sys.executable, "pretrain_gpt.py"], "is gone, and nobody would end this rank", id="its parent is gone"),
-    pytest.param(["bash", "-c", 'python "$@"; true', "shell", "pretrain_gpt.py"], "has not answered for", id="its store is gone",
-                 marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "program, sign",
+    [
+        pytest.param(
+            [sys.executable, "pretrain_gpt.py"], "is gone, and nobody would end this rank", id="its parent is gone"
+        ),
+        pytest.param(
+            ["bash", "-c", 'python "$@"; true', "shell", "pretrain_gpt.py"],
+            "has not answered for",
+            id="its store is gone",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_ranks_end_with_a_launcher_that_was_killed(program: list[str], sign: str, tmp_path: Path) -> None:
-    flags = ["--mock-data", "--train-iters", "100000", "--save", str(tmp_path), "--save-interval", "5", "--save-keep-last", "2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python", *program, *TINY, *flags]
+    flags = [
+        "--mock-data",
+        "--train-iters",
+        "100000",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "5",
+        "--save-keep-last",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--no-python",
+        *program,
+        *TINY,
+        *flags,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with open(tmp_path.with_suffix(".log"), "w+", encoding="utf-8") as log:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

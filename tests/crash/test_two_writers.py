@@ -21,7 +21,18 @@ from tests.unit.dist_checkpointing.two_ranks import save_as_two
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0  # seconds without which nothing here takes
-RUN = [sys.executable, "pretrain_gpt.py", *TINY, "--mock-data", "--log-interval", "1", "--save-interval", "1", "--save-keep-last", "3"]
+RUN = [
+    sys.executable,
+    "pretrain_gpt.py",
+    *TINY,
+    "--mock-data",
+    "--log-interval",
+    "1",
+    "--save-interval",
+    "1",
+    "--save-keep-last",
+    "3",
+]
 
 
 def saves_on(folder: str, first: int, count: int, results: multiprocessing.Queue) -> None:
@@ -53,7 +64,9 @@ def two_writers(folder: Path, count: int) -> str:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.preload"])
     results = context.Queue()
-    processes = [context.Process(target=saves_on, args=(str(folder), first, count, results), daemon=True) for first in (1, 2)]
+    processes = [
+        context.Process(target=saves_on, args=(str(folder), first, count, results), daemon=True) for first in (1, 2)
+    ]
     for process in processes:
         process.start()
     good = sum(results.get(timeout=PATIENCE) for _ in processes)
@@ -62,8 +75,10 @@ def two_writers(folder: Path, count: int) -> str:
     there = store.complete_iterations(folder)
     assert not unsound(folder)
     assert good and good <= len(there), "a save that said it went well is there"
-    return (f"two writers without a lock: of {2 * count} saves {good} went well, and the others said "
-            f"what went wrong; none of {len(there)} folders lacks a file")
+    return (
+        f"two writers without a lock: of {2 * count} saves {good} went well, and the others said "
+        f"what went wrong; none of {len(there)} folders lacks a file"
+    )
 
 
 def test_two_writers_that_know_nothing_of_each_other_leave_only_whole_checkpoints(tmp_path: Path) -> None:
@@ -71,7 +86,9 @@ def test_two_writers_that_know_nothing_of_each_other_leave_only_whole_checkpoint
 
 
 @pytest.mark.nightly
-def test_two_writers_leave_only_whole_checkpoints_of_two_thousand_saves(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_two_writers_leave_only_whole_checkpoints_of_two_thousand_saves(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     request.config.stash[NOTES].append(two_writers(tmp_path, 1000))
 
 
@@ -89,9 +106,14 @@ def test_a_second_job_is_refused_while_the_first_saves_on_and_reads_as_it_likes(
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True)
         try:
             until(lambda: store.newest(tmp_path) is not None, first)
-            second = subprocess.run([*command, "--load", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+            second = subprocess.run(
+                [*command, "--load", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+            )
             assert second.returncode == 1 and "iteration" not in second.stdout
-            assert f"--save {tmp_path} is being written by another job: process {first.pid} on " in second.stderr and "Traceback" not in second.stderr
+            assert (
+                f"--save {tmp_path} is being written by another job: process {first.pid} on " in second.stderr
+                and "Traceback" not in second.stderr
+            )
             before = store.newest(tmp_path)
             until(lambda: store.newest(tmp_path) > before + 3, first)
         finally:
@@ -117,5 +139,7 @@ def test_a_job_that_was_taken_over_ends_at_its_next_save(tmp_path: Path) -> None
     finally:
         first.kill()
         first.wait()
-    assert first.returncode == 1 and f"another job has taken --save {tmp_path} over" in said and "Traceback" not in said, said
+    assert (
+        first.returncode == 1 and f"another job has taken --save {tmp_path} over" in said and "Traceback" not in said
+    ), said
     assert not unsound(tmp_path)

@@ -1,7 +1,7 @@
 """Runs of real processes in one of which something goes wrong, in a phase that the test chooses.
 
-    case = Case("stop", "reduce", rank=1)
-    (outcome,) = finished(started(case, folder))
+case = Case("stop", "reduce", rank=1)
+(outcome,) = finished(started(case, folder))
 """
 
 from __future__ import annotations
@@ -37,14 +37,31 @@ from tests.helpers.programme import TINY, write_tokens
 ITERATION = 2  # in which it happens
 PHASES = ("start-up", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluation")
 HOWS = ("raise", "kill", "nan", "flip", "stop", "sleep")
-FLAGS = ("--train-iters 3 --eval-iters 1 --eval-interval 2 --save-interval 2 --num-layers 2 --global-batch-size 6 "
-         "--hidden-dropout 0 --attention-dropout 0").split()
+FLAGS = (
+    "--train-iters 3 --eval-iters 1 --eval-interval 2 --save-interval 2 --num-layers 2 --global-batch-size 6 "
+    "--hidden-dropout 0 --attention-dropout 0"
+).split()
 WATCHES = {"nan": ["--on-bad-step", "stop"], "flip": ["--check-weight-hash-across-dp-replicas-interval", "1"]}
-LAYOUTS = {"data": [], "tensor": ["--tensor-model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "24", "--ffn-hidden-size",
-                                  "48"],
-           "pipeline": ["--pipeline-model-parallel-size", "3", "--num-layers", "3"]}
+LAYOUTS = {
+    "data": [],
+    "tensor": [
+        "--tensor-model-parallel-size",
+        "3",
+        "--num-attention-heads",
+        "3",
+        "--hidden-size",
+        "24",
+        "--ffn-hidden-size",
+        "48",
+    ],
+    "pipeline": ["--pipeline-model-parallel-size", "3", "--num-layers", "3"],
+}
 # A weight that other ranks hold too.
-SHARED = {"data": "layers.0.mlp.linear_fc1.weight", "tensor": "final_layernorm.weight", "pipeline": "word_embeddings.weight"}
+SHARED = {
+    "data": "layers.0.mlp.linear_fc1.weight",
+    "tensor": "final_layernorm.weight",
+    "pipeline": "word_embeddings.weight",
+}
 PATIENCE = 600.0  # seconds without which nothing here takes
 
 
@@ -67,7 +84,9 @@ class Case:
     @property
     def notice(self) -> float:
         """Seconds until a hang is noticed; at the start, only what the transports allow counts."""
-        return 0.0 if self.how not in ("stop", "sleep") else 0.9 * self.longest if self.phase == "start-up" else self.hang
+        return (
+            0.0 if self.how not in ("stop", "sleep") else 0.9 * self.longest if self.phase == "start-up" else self.hang
+        )
 
     @property
     def name(self) -> str:
@@ -95,16 +114,42 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks), OMP_NUM_THREADS="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    flags = [*TINY, *FLAGS, *LAYOUTS[case.layout], *WATCHES.get(case.how, []), "--data-path", f"{folder}/text", "--split", "60,20,20",
-             "--save", f"{folder}/saved", "--hang-timeout-minutes", str(case.hang / 60.0),
-             "--distributed-timeout-minutes", str(case.longest / 60.0)]
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(case.ranks),
+        LOCAL_WORLD_SIZE=str(case.ranks),
+        OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    flags = [
+        *TINY,
+        *FLAGS,
+        *LAYOUTS[case.layout],
+        *WATCHES.get(case.how, []),
+        "--data-path",
+        f"{folder}/text",
+        "--split",
+        "60,20,20",
+        "--save",
+        f"{folder}/saved",
+        "--hang-timeout-minutes",
+        str(case.hang / 60.0),
+        "--distributed-timeout-minutes",
+        str(case.longest / 60.0),
+    ]
 
     @entry
     def main() -> None:
         run = initialize_megatron(read_args(flags, world_size=case.ranks))
-        providers = _planted(case, run, folder) if rank == case.rank else (pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
+        providers = (
+            _planted(case, run, folder)
+            if rank == case.rank
+            else (pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
+        )
         loop.pretrain(run, *providers)
 
     try:
@@ -123,7 +168,11 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
     happened: list[bool] = []
 
     def fault(*, always: bool = False) -> None:
-        now = always or run.progress.iteration == ITERATION - 1 or (case.phase in ("save", "evaluation") and run.progress.iteration == ITERATION)
+        now = (
+            always
+            or run.progress.iteration == ITERATION - 1
+            or (case.phase in ("save", "evaluation") and run.progress.iteration == ITERATION)
+        )
         if now and not happened:
             happened.append(True)
             Path(folder, "when").write_text(str(time.time()))
@@ -162,7 +211,12 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
             output.register_hook(lambda gradient: fault())
         return output, loss
 
-    owners = {"data": (step, "take"), "reduce": (ddp, "_start"), "optimizer": (optimizer, "finalize"), "save": (Checkpoint, "weights")}
+    owners = {
+        "data": (step, "take"),
+        "reduce": (ddp, "_start"),
+        "optimizer": (optimizer, "finalize"),
+        "save": (Checkpoint, "weights"),
+    }
     if case.phase in owners:
         before(*owners[case.phase])
     return datasets, model, forward_step
@@ -171,7 +225,9 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
 def _spoil(stages: list[nn.Module], case: Case) -> None:
     """Change one element of a weight."""
     part = SHARED[case.layout] if case.how == "flip" else "mlp.linear_fc1.weight"
-    weight = next(param for stage in stages for param in stage.parameters() if part in spec_of(param).name).data.view(-1)
+    weight = next(param for stage in stages for param in stage.parameters() if part in spec_of(param).name).data.view(
+        -1
+    )
     if case.how == "nan":
         weight[5] = math.nan
     else:
@@ -189,7 +245,11 @@ class Going:
 
     def late(self) -> list[int]:
         """The ranks that can end and have not."""
-        return [rank for rank, process in enumerate(self.processes) if process.is_alive() and (rank != self.case.rank or self.case.how != "stop")]
+        return [
+            rank
+            for rank, process in enumerate(self.processes)
+            if process.is_alive() and (rank != self.case.rank or self.case.how != "stop")
+        ]
 
 
 def started(case: Case, folder: Path) -> Going:
@@ -200,7 +260,10 @@ def started(case: Case, folder: Path) -> Going:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.preload"])
-    processes = [context.Process(target=rank_runs, args=(case, rank, store.port, str(folder)), daemon=True) for rank in range(case.ranks)]
+    processes = [
+        context.Process(target=rank_runs, args=(case, rank, store.port, str(folder)), daemon=True)
+        for rank in range(case.ranks)
+    ]
     for process in processes:
         process.start()
     return Going(case, folder, store, processes)

@@ -13,14 +13,28 @@ from tests.faults.ranks import HOWS, PHASES, SHARED, Case, Outcome, finished, st
 
 HANG = 6.0
 # A phase in the words of the run; of a rank that was killed or stopped, the others know the last pulse and the collective.
-WORDS = {"start-up": "start-up", "data": "training, iteration 2, data of microbatch", "forward": "training, iteration 2, forward of stage",
-         "backward": "training, iteration 2, backward of stage", "reduce": "training, iteration 2, reduce of stage",
-         "optimizer": "training, iteration 2, optimizer", "save": "save, iteration 2", "evaluation": "evaluation, iteration 2"}
-DIFFERS = {"data": "rank 1 over dp_cp differs from ranks 0, 2", "tensor": "rank 1 over tp differs from ranks 0, 2",
-           "pipeline": "ranks 0, 2 over embed disagree, and there is no majority"}
+WORDS = {
+    "start-up": "start-up",
+    "data": "training, iteration 2, data of microbatch",
+    "forward": "training, iteration 2, forward of stage",
+    "backward": "training, iteration 2, backward of stage",
+    "reduce": "training, iteration 2, reduce of stage",
+    "optimizer": "training, iteration 2, optimizer",
+    "save": "save, iteration 2",
+    "evaluation": "evaluation, iteration 2",
+}
+DIFFERS = {
+    "data": "rank 1 over dp_cp differs from ranks 0, 2",
+    "tensor": "rank 1 over tp differs from ranks 0, 2",
+    "pipeline": "ranks 0, 2 over embed disagree, and there is no majority",
+}
 # Those of one row run at the same time, since they mostly wait.
-SUITE = (Case("raise", "backward", rank=2, layout="tensor"), Case("kill", "optimizer"), Case("stop", "reduce", hang=HANG),
-         Case("sleep", "data", rank=2, layout="pipeline", hang=HANG))
+SUITE = (
+    Case("raise", "backward", rank=2, layout="tensor"),
+    Case("kill", "optimizer"),
+    Case("stop", "reduce", hang=HANG),
+    Case("sleep", "data", rank=2, layout="pipeline", hang=HANG),
+)
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -33,16 +47,25 @@ def check(case: Case, found: Outcome) -> None:
         assert "the planted failure" in found.files and "last collectives" in found.files
     elif case.how == "kill":
         assert f"rank {case.rank} is gone, and the others cannot go on" in survivors, found.all
-        assert f"rank {case.rank} was last seen on node" in survivors and f" noticed it in {WORDS[case.phase].partition(',')[0]}" in survivors, found.all
+        assert (
+            f"rank {case.rank} was last seen on node" in survivors
+            and f" noticed it in {WORDS[case.phase].partition(',')[0]}" in survivors
+        ), found.all
     elif case.how == "nan":
-        step = {"start-up": 1, "reduce": 3, "optimizer": 3, "save": 3, "evaluation": 3}.get(case.phase, 2)  # in which it is computed with
+        step = {"start-up": 1, "reduce": 3, "optimizer": 3, "save": 3, "evaluation": 3}.get(
+            case.phase, 2
+        )  # in which it is computed with
         assert f"BadStep: iteration {step} is bad" in found.all and "is nan" in found.all, found.all
         culprits = found.all.partition("first not finite in the ")[2].partition("; ")[0]
         assert f"rank {case.rank} on node" in culprits, found.all
-        assert case.layout != "data" or culprits.count(" on node ") == 1, f"the others see it only in the sum: {culprits}"
+        assert case.layout != "data" or culprits.count(" on node ") == 1, (
+            f"the others see it only in the sum: {culprits}"
+        )
     elif case.how == "flip":
         step = {"start-up": 1, "save": 3, "evaluation": 3}.get(case.phase, 2)  # after which it is looked for
-        assert f"ReplicasDiffer: ranks differ in what they must hold alike after iteration {step};" in found.all, found.all
+        assert f"ReplicasDiffer: ranks differ in what they must hold alike after iteration {step};" in found.all, (
+            found.all
+        )
         assert f"{SHARED[case.layout]}: {DIFFERS[case.layout]}" in found.all, found.all
     else:
         assert f"the others wait for rank {case.rank}" in survivors, found.all
@@ -62,7 +85,14 @@ def of_the_night(how: str, phase: str, layout: str) -> Case:
     """A case on the last rank or on the one before."""
     last = layout == "pipeline" if how == "flip" else phase == "backward"  # the last stage holds the embedding too
     short = how in ("stop", "sleep")
-    return Case(how, phase, rank=2 if last else 1, layout=layout, hang=HANG if short else 60.0, longest=30.0 if short and phase == "start-up" else 120.0)
+    return Case(
+        how,
+        phase,
+        rank=2 if last else 1,
+        layout=layout,
+        hang=HANG if short else 60.0,
+        longest=30.0 if short and phase == "start-up" else 120.0,
+    )
 
 
 @pytest.mark.nightly

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "gpt-oss-dense", "moe"])
-@pytest.mark.parametrize("more", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}], ids=["", "recomputed"])
+@pytest.mark.parametrize(
+    "more", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}], ids=["", "recomputed"]
+)
 def test_compiled_training_on_a_gpu_equals_the_cpu(model: str, more: dict[str, Any]) -> None:
     changes = {**MODELS[model], **more, "use_cpu_initialization": True}
     expected, _ = train_on(tiny.trainer_of(tiny.run_of(tiny.config(**changes))), 4)

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
-    settings = tiny.config(use_cpu_initialization=True, cuda_graph_impl="local" if graphs else "none", cuda_graph_warmup_steps=2, **changes)
+    settings = tiny.config(
+        use_cpu_initialization=True, cuda_graph_impl="local" if graphs else "none", cuda_graph_warmup_steps=2, **changes
+    )
     trainer, losses = tiny.trainer_of(tiny.run_of(settings, torch.device("cuda"))), []
     recordings = Recordings(trainer) if graphs else None
     for iteration in range(1, 7):
@@ -29,7 +31,9 @@ def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "gpt-oss-dense", "packed-rope", "mla-q", "moe", "mtp2", "bert", "t5-v1.1"])
+@pytest.mark.parametrize(
+    "model", ["gpt", "llama", "gpt-oss-dense", "packed-rope", "mla-q", "moe", "mtp2", "bert", "t5-v1.1"]
+)
 @pytest.mark.parametrize("more", [{}, {"bf16": True}, {"hidden_dropout": 0.1}, {"pipeline_schedule": "gpipe"}], ids=str)
 def test_recorded_layers_train_as_launched_ones_do(model: str, more: dict[str, Any]) -> None:
     changes = {**MODELS[model], **more}

@@ -20,11 +20,23 @@ from tests.helpers import tiny
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-HEADS: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "max_position_embeddings": 256}
+HEADS: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "max_position_embeddings": 256,
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "gpt": HEADS,
-    "llama": {**HEADS, "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "group_query_attention": True,
-              "num_query_groups": 2, "num_experts": 4},
+    "llama": {
+        **HEADS,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "num_experts": 4,
+    },
     "packed": {**HEADS, "reset_attention_mask": True, "position_embedding_type": "rope", "rotary_interleaved": True},
     "windows": {**HEADS, "window_size": "37,0", "normalization": "RMSNorm", "geglu": True},
     "packed windows": {**HEADS, "window_size": "37,0", "reset_attention_mask": True},
@@ -40,12 +52,18 @@ PACKAGES = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "transformer_engin
 def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None:
     config = tiny.config(**NETWORKS[name], **({} if numbers == "fp32" else {numbers: True}))
     need = kernel_need(config, CUDA)
-    wrong = {key: error for key, error in errors_of_all(config, need, CUDA).items() if isinstance(error, str) or error > TOLERANCE[need.dtype]}
+    wrong = {
+        key: error
+        for key, error in errors_of_all(config, need, CUDA).items()
+        if isinstance(error, str) or error > TOLERANCE[need.dtype]
+    }
     assert not wrong
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
-@pytest.mark.parametrize("changes", [{}, {"reset_attention_mask": True, "reset_position_ids": True}, {"window_size": "5,0"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"reset_attention_mask": True, "reset_position_ids": True}, {"window_size": "5,0"}], ids=str
+)
 def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -> None:
     config = tiny.config(bf16=True, **HEADS, **changes)
     candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
@@ -62,7 +80,12 @@ def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
     if backend in ("flash", "cudnn") or candidate.unfit(need):
         pytest.skip("it is not asked for that")
     q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
-    torch.testing.assert_close(candidate.call(q, k, v, MaskSpec()).float(), reference.attention(q, k, v, MaskSpec()).float(), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(
+        candidate.call(q, k, v, MaskSpec()).float(),
+        reference.attention(q, k, v, MaskSpec()).float(),
+        rtol=3e-2,
+        atol=3e-2,
+    )
 
 
 @pytest.mark.parametrize("impl", ["linear", "triton"])
@@ -78,8 +101,14 @@ def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -
     weight = torch.randn(words, width, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    losses = linear_loss.linear_cross_entropy(x, weight, None, torch.zeros(tokens, dtype=torch.long, device=CUDA),
-                                              Words(0, words, None, lambda stated: stated), fused=fused)
+    losses = linear_loss.linear_cross_entropy(
+        x,
+        weight,
+        None,
+        torch.zeros(tokens, dtype=torch.long, device=CUDA),
+        Words(0, words, None, lambda stated: stated),
+        fused=fused,
+    )
     losses.mean().backward()
     # A block is an eighth: once in bf16, and with torch's softmax once more in fp32; the words' gradients are in fp32 and bf16.
     block, gradients = tokens * words // 8, 6 * words * width
@@ -87,8 +116,15 @@ def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -
 
 
 def test_triton_kernels_train_as_torch_does() -> None:
-    changes: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 64}
+    changes: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "ffn_hidden_size": 64,
+    }
     words = ("rms_norm=triton", "gated_activation=triton", "rotary=triton", "residual_norm=triton")
     assert losses_on("cuda", kernel=words, **changes) == pytest.approx(losses_on("cuda", **changes), rel=1e-4)
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32}
-    assert losses_on("cuda", kernel=("permute=triton",), **experts) == pytest.approx(losses_on("cuda", **experts), rel=1e-4)
+    assert losses_on("cuda", kernel=("permute=triton",), **experts) == pytest.approx(
+        losses_on("cuda", **experts), rel=1e-4
+    )

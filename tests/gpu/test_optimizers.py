@@ -16,12 +16,22 @@ from tests.parity.table import MODELS
 pytestmark = pytest.mark.gpu
 
 AWAY: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-WIDE: dict[str, Any] = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "max_position_embeddings": 256,
-                        "micro_batch_size": 8, "bf16": True}
+WIDE: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "max_position_embeddings": 256,
+    "micro_batch_size": 8,
+    "bf16": True,
+}
 
 
-@pytest.mark.parametrize("changes", [MODELS["muon"], MODELS["muon-joined"], MODELS["lion"], MODELS["adafactor"]],
-                         ids=["muon", "muon joined", "lion", "adafactor"])
+@pytest.mark.parametrize(
+    "changes",
+    [MODELS["muon"], MODELS["muon-joined"], MODELS["lion"], MODELS["adafactor"]],
+    ids=["muon", "muon joined", "lion", "adafactor"],
+)
 def test_updates_on_a_gpu_are_the_cpus(changes: dict[str, Any]) -> None:
     assert losses_on("cuda", **changes) == pytest.approx(losses_on("cpu", **changes), rel=1e-3)
 
@@ -31,8 +41,14 @@ def test_newton_schulz_in_bf16_stays_near() -> None:
     assert losses_on("cuda", **changes) == pytest.approx(losses_on("cpu", **MODELS["muon"]), rel=1e-2)
 
 
-@pytest.mark.parametrize("formats", [{}, {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
-                                     {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16", "main_grads_dtype": "bf16"}])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {},
+        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16", "main_grads_dtype": "bf16"},
+    ],
+)
 def test_narrow_state_on_a_gpu_stays_near_fp32(formats: dict[str, Any]) -> None:
     narrow = {"bf16": True, "use_precision_aware_optimizer": True, **formats}
     assert losses_on("cuda", **narrow) == pytest.approx(losses_on("cpu"), rel=3e-2)
@@ -60,16 +76,26 @@ def test_masters_and_moments_leave_the_gpu() -> None:
     assert held[0] - held[1] > 0.95 * 12 * parameters
 
 
-@pytest.mark.parametrize("changes", [
-    {"cpu_offloading_num_layers": 8}, {"cpu_offloading_num_layers": 8, "recompute_granularity": "full", "recompute_method": "uniform"},
-    {"fine_grained_activation_offloading": True, "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cpu_offloading_num_layers": 8},
+        {"cpu_offloading_num_layers": 8, "recompute_granularity": "full", "recompute_method": "uniform"},
+        {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+        },
+    ],
+)
 def test_activations_in_the_cpus_memory_change_no_bit_and_make_room(changes: dict[str, Any]) -> None:
     found, peaks = [], []
     plain = {name: value for name, value in changes.items() if name.startswith("recompute")}
     for settings in (plain, {**changes, "min_offloaded_tensor_size": 1024}):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        trainer = tiny.trainer_of(tiny.run_of(tiny.config(**{**WIDE, "hidden_dropout": 0.1}, **settings), torch.device("cuda")))
+        trainer = tiny.trainer_of(
+            tiny.run_of(tiny.config(**{**WIDE, "hidden_dropout": 0.1}, **settings), torch.device("cuda"))
+        )
         found.append(train_on(trainer, 3))
         peaks.append(memory_report(torch.device("cuda"))["max allocated"])
         del trainer

@@ -14,14 +14,35 @@ pytestmark = pytest.mark.gpu
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 64,
-              "add_bias_linear": False, "group_query_attention": True, "num_query_groups": 2,
-              "untie_embeddings_and_output_weights": True},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "ffn_hidden_size": 64,
+        "add_bias_linear": False,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
     "packed": {"reset_position_ids": True, "reset_attention_mask": True},
-    "windows and sinks": {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
-                          "group_query_attention": True, "num_query_groups": 2, "window_size": "5,0", "window_attn_skip_freq": "2",
-                          "softmax_type": "learnable", "reset_position_ids": True, "reset_attention_mask": True},
-    "caps and clips": {"attention_logit_softcap": 0.5, "final_logit_softcap": 2.0, "qk_clip": True, "qk_clip_threshold": 0.3},
+    "windows and sinks": {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 8,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "window_size": "5,0",
+        "window_attn_skip_freq": "2",
+        "softmax_type": "learnable",
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+    },
+    "caps and clips": {
+        "attention_logit_softcap": 0.5,
+        "final_logit_softcap": 2.0,
+        "qk_clip": True,
+        "qk_clip_threshold": 0.3,
+    },
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform"},
 }
 

@@ -1,10 +1,10 @@
 """A headless Chromium, driven by its DevTools protocol over two pipes: no driver, no web socket, no package.
 
-    with browser() as page:
-        page.open("http://127.0.0.1:5000/")
-        page.type("Once"); page.press("Enter", control=True)
-        page.until("document.title === 'done'")
-        page.asked                                     # every address that was asked for
+with browser() as page:
+    page.open("http://127.0.0.1:5000/")
+    page.type("Once"); page.press("Enter", control=True)
+    page.until("document.title === 'done'")
+    page.asked                                     # every address that was asked for
 """
 
 from __future__ import annotations
@@ -25,8 +25,18 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-extensions", "--disable-sync", "--remote-debugging-pipe")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
 
 
 def program() -> str | None:
@@ -57,9 +67,11 @@ class Page:
         session = {"sessionId": self._session} if self._session else {}
         message = json.dumps({"id": self._numbers, "method": method, "params": parameters, **session}).encode() + b"\0"
         while message:
-            message = message[os.write(self._writing, message):]
+            message = message[os.write(self._writing, message) :]
         with self._news:
-            assert self._news.wait_for(lambda: self._numbers in self._answers or self._ended, 60), f"{method} is not answered"
+            assert self._news.wait_for(lambda: self._numbers in self._answers or self._ended, 60), (
+                f"{method} is not answered"
+            )
             answer = self._answers.pop(self._numbers, {"error": "the browser has ended"})
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
@@ -79,7 +91,9 @@ class Page:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not self.ask(f"Boolean({expression})"):
-            assert time.monotonic() < end, f"it did not come to pass: {expression}; the page: {self.ask('document.body.innerText')}"
+            assert time.monotonic() < end, (
+                f"it did not come to pass: {expression}; the page: {self.ask('document.body.innerText')}"
+            )
             time.sleep(0.02)
 
     def type(self, text: str) -> None:
@@ -89,17 +103,28 @@ class Page:
     def press(self, key: str, *, control: bool = False) -> None:
         """A key, down and up."""
         for kind in ("rawKeyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], modifiers=2 if control else 0)
+            self.send(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=KEYS[key],
+                modifiers=2 if control else 0,
+            )
 
     def point_at(self, element: str) -> None:
         """Move the mouse over the middle of an element, given as an expression."""
-        x, y = self.ask(f"(() => {{ const at = ({element}).getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; }})()")
+        x, y = self.ask(
+            f"(() => {{ const at = ({element}).getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; }})()"
+        )
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, element: str) -> None:
         """With the mouse."""
         self.point_at(element)
-        x, y = self.ask(f"(() => {{ const at = ({element}).getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; }})()")
+        x, y = self.ask(
+            f"(() => {{ const at = ({element}).getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; }})()"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
@@ -143,9 +168,20 @@ def browser() -> Iterator[Page]:
     for end in pipes:
         os.close(end)
     with tempfile.TemporaryDirectory(prefix="chromium", ignore_cleanup_errors=True) as profile:
-        process = subprocess.Popen(["bash", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{theirs} {commands}<&- {theirs}>&-', str(program()), *FLAGS,
-                                    f"--user-data-dir={profile}"], pass_fds=(commands, theirs), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            [
+                "bash",
+                "-c",
+                f'exec "$0" "$@" 3<&{commands} 4>&{theirs} {commands}<&- {theirs}>&-',
+                str(program()),
+                *FLAGS,
+                f"--user-data-dir={profile}",
+            ],
+            pass_fds=(commands, theirs),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(commands)
         os.close(theirs)
         try:

@@ -37,10 +37,18 @@ class Buffer:
         goes = torch.stack([((topk_idx >= 0) & (topk_idx // here == rank)).any(1) for rank in range(ranks)], 1)
         return goes.sum(0).int(), None, torch.bincount(chosen, minlength=num_experts).int(), goes, None
 
-    def dispatch(self, x: Tensor, *, handle: Any = None, num_tokens_per_rank: Tensor | None = None,
-                 num_tokens_per_rdma_rank: Tensor | None = None, is_token_in_rank: Tensor | None = None,
-                 num_tokens_per_expert: Tensor | None = None, topk_idx: Tensor | None = None,
-                 topk_weights: Tensor | None = None) -> tuple[Any, ...]:
+    def dispatch(
+        self,
+        x: Tensor,
+        *,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+    ) -> tuple[Any, ...]:
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             return self._travel(x, *handle), None, None, None, None, None
@@ -53,15 +61,23 @@ class Buffer:
         first = self.group.rank() * here
         arrived, indices, weights = (self._travel(tensor, *handle) for tensor in (x, topk_idx, topk_weights))
         own = (indices >= first) & (indices < first + here)
-        return (arrived, (indices - first).masked_fill(~own, -1), weights.masked_fill(~own, 0.0),
-                num_tokens_per_expert[first:first + here].tolist(), handle, None)
+        return (
+            arrived,
+            (indices - first).masked_fill(~own, -1),
+            weights.masked_fill(~own, 0.0),
+            num_tokens_per_expert[first : first + here].tolist(),
+            handle,
+            None,
+        )
 
     def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Any, ...]:
         sources, arriving, size = handle
 
         def back(tensor: Tensor) -> Tensor:
             rows = tensor.new_empty((sum(map(len, sources)), *tensor.shape[1:]))
-            dist.all_to_all_single(rows, tensor.contiguous(), [len(places) for places in sources], arriving, group=self.group)
+            dist.all_to_all_single(
+                rows, tensor.contiguous(), [len(places) for places in sources], arriving, group=self.group
+            )
             return tensor.new_zeros((size, *tensor.shape[1:])).index_add_(0, torch.cat(sources), rows)
 
         return back(x), None if topk_weights is None else back(topk_weights), None
@@ -69,5 +85,7 @@ class Buffer:
     def _travel(self, tensor: Tensor, sources: list[Tensor], arriving: list[int], size: int) -> Tensor:
         assert len(tensor) == size
         coming = tensor.new_empty((sum(arriving), *tensor.shape[1:]))
-        dist.all_to_all_single(coming, tensor[torch.cat(sources)], arriving, [len(places) for places in sources], group=self.group)
+        dist.all_to_all_single(
+            coming, tensor[torch.cat(sources)], arriving, [len(places) for places in sources], group=self.group
+        )
         return coming

@@ -19,23 +19,68 @@ EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "i
 # Networks that between them use every setting.
 NETWORKS: dict[str, Changes] = {
     "dense": {},
-    "gated": {**ROTARY, "swiglu": True, "window_size": "3,0", "window_attn_skip_freq": "2", "no_rope_freq": "2", "use_rope_scaling": True},
-    "yarn": {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 4,
-             "untie_embeddings_and_output_weights": True},
+    "gated": {
+        **ROTARY,
+        "swiglu": True,
+        "window_size": "3,0",
+        "window_attn_skip_freq": "2",
+        "no_rope_freq": "2",
+        "use_rope_scaling": True,
+    },
+    "yarn": {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 4,
+        "untie_embeddings_and_output_weights": True,
+    },
     "mrope": {"position_embedding_type": "mrope", "mrope_section": (1, 1, 0)},
-    "latent": {**ROTARY, "multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8,
-               "q_lora_rank": 8, "qk_layernorm": True},
-    "experts": {**EXPERTS, "moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "2"},
-    "groups": {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"},
+    "latent": {
+        **ROTARY,
+        "multi_latent_attention": True,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_layernorm": True,
+    },
+    "experts": {
+        **EXPERTS,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_layer_freq": "2",
+    },
+    "groups": {
+        **EXPERTS,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_score_function": "sigmoid",
+    },
     "ahead": {"mtp_num_layers": 2},
     "bert": {"architecture": "bert"},
-    "t5": {"architecture": "t5", "encoder_num_layers": 4, "decoder_seq_length": 8, "position_embedding_type": "relative",
-           "scale_tied_logits": True},
+    "t5": {
+        "architecture": "t5",
+        "encoder_num_layers": 4,
+        "decoder_seq_length": 8,
+        "position_embedding_type": "relative",
+        "scale_tied_logits": True,
+    },
 }
-DATA = {"dataloader_type": "cyclic", "mock_data": False, "data_path": ["0.5", "a/one", "0.5", "a/two"], "split": "90,5,5"}
+DATA = {
+    "dataloader_type": "cyclic",
+    "mock_data": False,
+    "data_path": ["0.5", "a/one", "0.5", "a/two"],
+    "split": "90,5,5",
+}
 OTHERS: Changes = {  # where no other value follows from the type
-    "window_size": "5,0", "window_attn_skip_freq": "3", "no_rope_freq": "3", "moe_layer_freq": "3", "mrope_section": [0, 1, 1],
-    "data_path": ["0.4", "b/one", "0.6", "b/two"], "split": "80,10,10"}
+    "window_size": "5,0",
+    "window_attn_skip_freq": "3",
+    "no_rope_freq": "3",
+    "moe_layer_freq": "3",
+    "mrope_section": [0, 1, 1],
+    "data_path": ["0.4", "b/one", "0.6", "b/two"],
+    "split": "80,10,10",
+}
 
 
 def resolved(changes: Changes) -> RunConfig:
@@ -65,8 +110,11 @@ def fields() -> Iterator[tuple[str, Any]]:
     """(name, type) of every field of a run, flag or not."""
     yield from ((field.name, kind) for field, kind in flag_fields(RunConfig))
     hints = typing.get_type_hints(ModelConfig)
-    yield from ((field.name, hints[field.name]) for field in dataclasses.fields(ModelConfig)
-                if "help" not in field.metadata and not dataclasses.is_dataclass(hints[field.name]))
+    yield from (
+        (field.name, hints[field.name])
+        for field in dataclasses.fields(ModelConfig)
+        if "help" not in field.metadata and not dataclasses.is_dataclass(hints[field.name])
+    )
 
 
 def changed(config: RunConfig, name: str, kind: Any) -> tuple[Changes, RunConfig]:

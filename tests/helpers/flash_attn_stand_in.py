@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float) -> Tensor:
+def _one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     """One sequence. q: [queries, n, d]; k, v: [keys, g, d]."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1).double(), v.repeat_interleave(repeats, 1).double()
-    scores = torch.einsum("qnd,knd->nqk", q.double(), k) * (q.shape[-1]**-0.5 if softmax_scale is None else softmax_scale)
+    scores = torch.einsum("qnd,knd->nqk", q.double(), k) * (
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    )
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
     left, right = window_size
@@ -33,13 +43,23 @@ def _one(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: b
     return torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).to(q.dtype)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float) -> Tensor:
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     assert q.dim() == 4 and q.shape[0] == k.shape[0], "batch, places, heads, size"
     return torch.stack([_one(*row, softmax_scale, causal, window_size, softcap) for row in zip(q, k, v, strict=True)])
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, how: tuple) -> Tensor:
-    assert q.dim() == 3 and starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == len(q), "starts are int32, from 0 to the end"
+    assert q.dim() == 3 and starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == len(q), (
+        "starts are int32, from 0 to the end"
+    )
     sizes = (starts[1:] - starts[:-1]).tolist()
     assert max(sizes) <= longest, "a sequence is longer than was said"
     return torch.cat([_one(*some, *how) for some in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)])

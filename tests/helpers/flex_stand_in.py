@@ -14,20 +14,29 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 
-def create_block_mask(mask_mod: Callable[..., Tensor], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = "cuda") -> Tensor:
+def create_block_mask(
+    mask_mod: Callable[..., Tensor], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = "cuda"
+) -> Tensor:
     """The whole mask, [B or 1, H or 1, queries, keys]."""
     places = _places(B or 1, H or 1, Q_LEN, KV_LEN)
     return mask_mod(*places).expand(B or 1, H or 1, Q_LEN, KV_LEN)
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
-                   block_mask: Tensor | None = None, scale: float | None = None, enable_gqa: bool = False,
-                   return_aux: AuxRequest | None = None) -> Any:
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_aux: AuxRequest | None = None,
+) -> Any:
     """query: [b, n, queries, d]; key, value: [b, g, keys, d]."""
     repeats = query.shape[1] // key.shape[1]
     assert repeats == 1 or enable_gqa, "as many key heads as query heads, unless it is said"
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1]**-0.5 if scale is None else scale)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if score_mod is not None:
         scores = score_mod(scores, *_places(*scores.shape))
     if block_mask is not None:

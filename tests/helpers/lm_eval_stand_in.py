@@ -8,7 +8,7 @@ from pathlib import Path
 
 FILES = {
     "__init__.py": "",
-    "__main__.py": '''
+    "__main__.py": """
 import argparse, json
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -25,11 +25,11 @@ def cli_evaluate():
 
 if __name__ == "__main__":
     cli_evaluate()
-''',
+""",
     "utils.py": "def get_rolling_token_windows(**given): raise NotImplementedError\ndef make_disjoint_window(pair): raise NotImplementedError\n",
     "api/__init__.py": "",
     "api/instance.py": "class Instance:\n    def __init__(self, args): self.args = args\n",
-    "api/registry.py": '''
+    "api/registry.py": """
 import importlib
 
 class Registry(dict):
@@ -50,15 +50,15 @@ def get_model(name):
     found = model_registry[name]
     module, _, kind = found.partition(":") if isinstance(found, str) else ("", "", "")
     return getattr(importlib.import_module(module), kind) if module else found
-''',
-    "models/__init__.py": '''
+""",
+    "models/__init__.py": """
 from lm_eval.api.registry import model_registry
 
 MODEL_MAPPING = {"hf": "lm_eval.models.huggingface:HFLM"}
 for name, target in MODEL_MAPPING.items():
     model_registry.register(name, target=target)
-''',
-    "api/model.py": '''
+""",
+    "api/model.py": """
 class TemplateLM:
     def __init__(self): self._rank, self._world_size, self._device = 0, 1, None
 
@@ -72,7 +72,7 @@ class TemplateLM:
             context, whole = self.tok_encode(one.args[0]), self.tok_encode(one.args[0] + one.args[1])
             pairs.append((one.args, context or [self.prefix_token_id], whole[len(context):]))
         return self._loglikelihood_tokens(pairs)
-''',
+""",
 }
 
 

@@ -11,9 +11,13 @@ from megatron.core.kernels.recipes import Operand, Recipe
 
 def operands(recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, tuple[Quantised, Quantised]]:
     """Those of the three products of a linear layer. x: [tokens, in]; weight: [out, in]; gradient: [tokens, out]."""
+
     def rounded(operand: Operand, matrix: Tensor) -> Quantised:
         return recipe.quantise(operand, matrix, fp8.largest_of(matrix))
 
     turned = rounded("weight", weight).t() if recipe.turns("weight") else rounded("weight", weight.t())
-    return {"output": (rounded("input", x), rounded("weight", weight)), "input's gradient": (rounded("gradient", gradient), turned),
-            "weight's gradient": (rounded("gradient", gradient.t()), rounded("input", x.t()))}
+    return {
+        "output": (rounded("input", x), rounded("weight", weight)),
+        "input's gradient": (rounded("gradient", gradient), turned),
+        "weight's gradient": (rounded("gradient", gradient.t()), rounded("input", x.t())),
+    }

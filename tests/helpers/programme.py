@@ -21,9 +21,11 @@ from megatron.training.stages import ForwardStep
 VOCABULARY = 30  # and the end of document
 SEQUENCE = 16
 # The smallest run that there is; what a test adds behind wins.
-TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
-        f"--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY + 1} --num-workers 0 --eval-iters 0 "
-        "--log-interval 1000 --make-vocab-size-divisible-by 8").split()
+TINY = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
+    f"--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY + 1} --num-workers 0 --eval-iters 0 "
+    "--log-interval 1000 --make-vocab-size-divisible-by 8"
+).split()
 
 
 def started(argv: Sequence[str]) -> Run:
@@ -33,8 +35,12 @@ def started(argv: Sequence[str]) -> Run:
     return initialize_megatron(read_args([*TINY, *argv]))
 
 
-def trained(argv: Sequence[str], *, datasets: DatasetProvider = pretrain_gpt.datasets,
-            forward_step: ForwardStep = pretrain_gpt.forward_step) -> Run:
+def trained(
+    argv: Sequence[str],
+    *,
+    datasets: DatasetProvider = pretrain_gpt.datasets,
+    forward_step: ForwardStep = pretrain_gpt.forward_step,
+) -> Run:
     """pretrain_gpt, with these flags behind TINY."""
     run = started(argv)
     try:

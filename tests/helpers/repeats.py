@@ -24,10 +24,16 @@ class Recorded(TorchDispatchMode):
         self._before: list[tuple[Tensor, Tensor]] = []
         self._random = torch.get_rng_state()
 
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
         assert "_local_scalar_dense" not in str(operation), "the host waits for a number of the device"
         named = named or {}
-        self._before += [(tensor, tensor.clone()) for tensor in _written(operation, arguments, named) if _storage(tensor) not in self._made]
+        self._before += [
+            (tensor, tensor.clone())
+            for tensor in _written(operation, arguments, named)
+            if _storage(tensor) not in self._made
+        ]
         output = _done(operation, arguments, named)
         given = {_storage(one) for one in tree_leaves((arguments, named)) if isinstance(one, Tensor)}
         self._made |= {_storage(one) for one in tree_leaves(output) if isinstance(one, Tensor)} - given
@@ -72,6 +78,7 @@ def record_only(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 def _done(operation: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What an operation gives, collectives when they are through: a GPU's stream would wait for them. Gloo copies as one waits."""
+
     def through(work: Any) -> Any:
         if not isinstance(work, torch.ScriptObject):
             return work
@@ -89,5 +96,11 @@ def _written(operation: Any, arguments: tuple[Any, ...], named: dict[str, Any]) 
     """The tensors that an operation writes into."""
     for place, one in enumerate(operation._schema.arguments):
         if one.alias_info is not None and one.alias_info.is_write:
-            given = named.get(one.name) if one.kwarg_only else arguments[place] if place < len(arguments) else named.get(one.name)
+            given = (
+                named.get(one.name)
+                if one.kwarg_only
+                else arguments[place]
+                if place < len(arguments)
+                else named.get(one.name)
+            )
             yield from (tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor))

@@ -48,5 +48,7 @@ def write(prefix: object, documents: Sequence[Sequence[Sequence[int]]]) -> Index
 def some_documents(count: int, *, seed: int = 0, longest: int = 12, high: int = 100) -> list[list[list[int]]]:
     """Documents of 0 to 8 random sentences of plain ids."""
     random = np.random.default_rng(seed)
-    return [[random.integers(FIRST, high, random.integers(1, longest + 1)).tolist() for _ in range(random.integers(0, 9))]
-            for _ in range(count)]
+    return [
+        [random.integers(FIRST, high, random.integers(1, longest + 1)).tolist() for _ in range(random.integers(0, 9))]
+        for _ in range(count)
+    ]

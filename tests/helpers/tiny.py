@@ -31,10 +31,26 @@ from megatron.trust.rehearsal import batches, rows, samples  # noqa: F401 - from
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
 BASE: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16, "micro_batch_size": 1, "global_batch_size": 8,
-    "max_position_embeddings": 16, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "init_method_std": 0.1, "lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "train_iters": 8, "clip_grad": 0.5,
-    "weight_decay": 0.1, "mock_data": True, "seed": 7, "num_workers": 0,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "max_position_embeddings": 16,
+    "make_vocab_size_divisible_by": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "init_method_std": 0.1,
+    "lr": 1e-2,
+    "min_lr": 1e-3,
+    "lr_decay_style": "cosine",
+    "train_iters": 8,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+    "mock_data": True,
+    "seed": 7,
+    "num_workers": 0,
 }
 
 
@@ -55,8 +71,16 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
     kernels = select(Need(device=device.type, dtype=dtype, low=settings.precision.low), settings.model.kernel_wishes)
-    return Run(args=argparse.Namespace(), config=settings, mesh=mesh, kernels=kernels, tokenizer=NullTokenizer(VOCABULARY),
-               streams=RandomStreams.build(mesh, settings.train.seed), timers=Timers(level=0), log=logging.getLogger("tiny"))
+    return Run(
+        args=argparse.Namespace(),
+        config=settings,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=NullTokenizer(VOCABULARY),
+        streams=RandomStreams.build(mesh, settings.train.seed),
+        timers=Timers(level=0),
+        log=logging.getLogger("tiny"),
+    )
 
 
 def gpt(run: Run, stage: StageSpec) -> GPTModel:
@@ -67,13 +91,23 @@ def gpt(run: Run, stage: StageSpec) -> GPTModel:
 def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """The forward step of pretrain_gpt."""
     batch = next(microbatches)
-    output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.targets, positions=batch.positions,
-                   documents=batch.documents, microbatch_context=batch.microbatch_context, ahead=batch.ahead)
+    output = stage(
+        ids=batch.tokens,
+        hidden=batch.hidden,
+        labels=batch.targets,
+        positions=batch.positions,
+        documents=batch.documents,
+        microbatch_context=batch.microbatch_context,
+        ahead=batch.ahead,
+    )
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 
 
-PROVIDERS = {"gpt": (gpt, forward_step), "bert": (pretrain_bert.model, pretrain_bert.forward_step),
-             "t5": (pretrain_t5.model, pretrain_t5.forward_step)}
+PROVIDERS = {
+    "gpt": (gpt, forward_step),
+    "bert": (pretrain_bert.model, pretrain_bert.forward_step),
+    "t5": (pretrain_t5.model, pretrain_t5.forward_step),
+}
 
 
 def trainer_of(run: Run) -> Trainer:

@@ -45,8 +45,11 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
         step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
-        pairs = [collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist() for name, pair in step.losses.items()
-                 if name == "lm loss" or name.startswith("mtp_")]
+        pairs = [
+            collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist()
+            for name, pair in step.losses.items()
+            if name == "lm loss" or name.startswith("mtp_")
+        ]
         losses.append(sum(total / count for total, count in pairs))
         norms.append(float(step.grad_norm))
     for parallel in trainer.parallels:
@@ -56,7 +59,11 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
 
 def held_weights(trainer: Trainer) -> Held:
     """The rectangles of every parameter that this rank holds."""
-    return [(name, placed.shape, box, value.detach().to("cpu", copy=True)) for name, placed in weights_of(trainer).items() for box, value in placed.pieces]
+    return [
+        (name, placed.shape, box, value.detach().to("cpu", copy=True))
+        for name, placed in weights_of(trainer).items()
+        for box, value in placed.pieces
+    ]
 
 
 def weights_of(trainer: Trainer) -> dict[str, Placed]:

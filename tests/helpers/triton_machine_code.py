@@ -1,6 +1,6 @@
 """Compile every Triton kernel of ours to machine code for a GPU that need not be here.
 
-    python -m tests.helpers.triton_machine_code 90     for compute capability 9.0
+python -m tests.helpers.triton_machine_code 90     for compute capability 9.0
 """
 
 from __future__ import annotations
@@ -19,23 +19,71 @@ STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
 GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}
 # Kernel, types of what it is given at work, and what is known when it is compiled.
 KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
-    (triton_norm._forward, {"x": STATES, "y": STATES, "weight": STATES, "bias": STATES, "stats": NUMBERS, "epsilon": "fp32"},
-     {"update": None, "SIZE": 4096}),
-    (triton_norm._forward, {"x": STATES, "y": STATES, "stats": NUMBERS, "epsilon": "fp32"}, {"update": None, "weight": None, "bias": None, "SIZE": 200}),
-    (triton_norm._forward, {"x": STATES, "update": STATES, "y": STATES, "weight": STATES, "stats": NUMBERS, "epsilon": "fp32"},
-     {"bias": None, "SIZE": 4096}),
-    (triton_norm._backward, {"dy": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES}, {"more": None, "CENTRED": True, "SIZE": 4096}),
-    (triton_norm._backward, {"dy": STATES, "more": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES},
-     {"CENTRED": False, "SIZE": 4096}),
-    (triton_permute._gather, {"values": STATES, "places": PLACES, "y": STATES, "rows": SIZE, "size": SIZE}, {"COUNT": 8, "BLOCK": 1024}),
-    (triton_norm._sums, {"dy": STATES, "x": STATES, "stats": NUMBERS, "sums": NUMBERS, "rows": SIZE, "size": SIZE}, {"ROWS": 64, "COLUMNS": 128}),
+    (
+        triton_norm._forward,
+        {"x": STATES, "y": STATES, "weight": STATES, "bias": STATES, "stats": NUMBERS, "epsilon": "fp32"},
+        {"update": None, "SIZE": 4096},
+    ),
+    (
+        triton_norm._forward,
+        {"x": STATES, "y": STATES, "stats": NUMBERS, "epsilon": "fp32"},
+        {"update": None, "weight": None, "bias": None, "SIZE": 200},
+    ),
+    (
+        triton_norm._forward,
+        {"x": STATES, "update": STATES, "y": STATES, "weight": STATES, "stats": NUMBERS, "epsilon": "fp32"},
+        {"bias": None, "SIZE": 4096},
+    ),
+    (
+        triton_norm._backward,
+        {"dy": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES},
+        {"more": None, "CENTRED": True, "SIZE": 4096},
+    ),
+    (
+        triton_norm._backward,
+        {"dy": STATES, "more": STATES, "x": STATES, "weight": STATES, "stats": NUMBERS, "dx": STATES},
+        {"CENTRED": False, "SIZE": 4096},
+    ),
+    (
+        triton_permute._gather,
+        {"values": STATES, "places": PLACES, "y": STATES, "rows": SIZE, "size": SIZE},
+        {"COUNT": 8, "BLOCK": 1024},
+    ),
+    (
+        triton_norm._sums,
+        {"dy": STATES, "x": STATES, "stats": NUMBERS, "sums": NUMBERS, "rows": SIZE, "size": SIZE},
+        {"ROWS": 64, "COLUMNS": 128},
+    ),
     (triton_pointwise._gate, {"x": STATES, "y": STATES, "size": SIZE}, GATE),
     (triton_pointwise._gate_backward, {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE}, GATE),
-    (triton_pointwise._gate_backward, {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE}, {**GATE, "NAME": "gelu", "CLAMP": float("inf")}),
-    (triton_pointwise._turn, {"x": STATES, "y": STATES, "cos": NUMBERS, "sin": NUMBERS, "times": SIZE}, {"SIZE": 96, "INTERLEAVED": True, "BLOCK": 128}),
-    (triton_loss._statistics, {"logits": STATES, "rows": PLACES, "found": NUMBERS, "valid": SIZE, "size": SIZE}, {"BLOCK": 4096}),
-    (triton_loss._gradient, {"logits": STATES, "rows": PLACES, "largest": NUMBERS, "factor": NUMBERS, "hit": NUMBERS, "valid": SIZE, "size": SIZE},
-     {"BLOCK": 4096}),
+    (
+        triton_pointwise._gate_backward,
+        {"dy": STATES, "x": STATES, "dx": STATES, "size": SIZE},
+        {**GATE, "NAME": "gelu", "CLAMP": float("inf")},
+    ),
+    (
+        triton_pointwise._turn,
+        {"x": STATES, "y": STATES, "cos": NUMBERS, "sin": NUMBERS, "times": SIZE},
+        {"SIZE": 96, "INTERLEAVED": True, "BLOCK": 128},
+    ),
+    (
+        triton_loss._statistics,
+        {"logits": STATES, "rows": PLACES, "found": NUMBERS, "valid": SIZE, "size": SIZE},
+        {"BLOCK": 4096},
+    ),
+    (
+        triton_loss._gradient,
+        {
+            "logits": STATES,
+            "rows": PLACES,
+            "largest": NUMBERS,
+            "factor": NUMBERS,
+            "hit": NUMBERS,
+            "valid": SIZE,
+            "size": SIZE,
+        },
+        {"BLOCK": 4096},
+    ),
 )
 
 

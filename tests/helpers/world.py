@@ -75,7 +75,9 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """What a rank does: join the others, then call what it is sent."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
     dist.Backend.register_backend("gloo_of_one_loop", GlooOfOneLoop(), devices=["cpu"])
     groups = KeptGroups()
     dist.new_group = groups.new_group

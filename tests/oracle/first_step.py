@@ -20,8 +20,14 @@ from megatron.core.config.model import ModelConfig, RopeConfig
 from megatron.core.config.plan import LayerPlan, layer_rows
 
 Weights = Mapping[str, Tensor]
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu,
-               "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "squared_relu": lambda x: F.relu(x) ** 2}
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "squared_relu": lambda x: F.relu(x) ** 2,
+}
 
 
 @dataclass(slots=True)
@@ -70,7 +76,9 @@ class Decoder:
         for depth in range(1, (model.mtp.mtp_num_layers or 0) + 1):
             # DeepSeek-V3 (2024), section 2.2: [norm(vector of token i + k); norm(state of i at depth k - 1)], projected, one layer.
             here = f"mtp.layers.{0 if model.mtp.mtp_use_repeated_layer else depth - 1}."
-            ahead = self.embed(shifted(batch.tokens, depth), (places + depth).clamp(max=model.max_position_embeddings - 1))
+            ahead = self.embed(
+                shifted(batch.tokens, depth), (places + depth).clamp(max=model.max_position_embeddings - 1)
+            )
             both = torch.cat((self.norm(f"{here}enorm", ahead), self.norm(f"{here}hnorm", x)), dim=-1)
             x = both @ self.weights[f"{here}eh_proj.weight"].T
             x = self.layer(f"{here}mtp_model_layer.", plans[-1], x, side, model.num_layers + depth - 1)
@@ -88,7 +96,7 @@ class Decoder:
     def head(self, x: Tensor, labels: Tensor) -> Tensor:
         """[b, s, h] to the cross entropy of each label, [b, s], over the words that exist."""
         name = "embedding.word_embeddings.weight" if self.model.ties_embeddings else "output_layer.weight"
-        logits = x @ self.weights[name][:self.model.true_vocab_size].T
+        logits = x @ self.weights[name][: self.model.true_vocab_size].T
         cap = self.model.final_logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
@@ -99,7 +107,10 @@ class Decoder:
         if self.model.normalization == "RMSNorm":
             return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.model.norm_epsilon) * scale
         centred = x - x.mean(-1, keepdim=True)
-        return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + self.model.norm_epsilon) * scale + self.weights[f"{name}.bias"]
+        return (
+            centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + self.model.norm_epsilon) * scale
+            + self.weights[f"{name}.bias"]
+        )
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x W^T, and the bias if there is one."""
@@ -128,7 +139,9 @@ class Decoder:
         """Grouped heads (Ainslie et al., 2023), [b, s, h] to the same."""
         model, (b, s, _) = self.model, x.shape
         n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        q, k, v = (part.view(b, s, -1, d) for part in self.linear(f"{here}linear_qkv", x).split([n * d, g * d, g * d], dim=-1))
+        q, k, v = (
+            part.view(b, s, -1, d) for part in self.linear(f"{here}linear_qkv", x).split([n * d, g * d, g * d], dim=-1)
+        )
         if model.qk_layernorm_across_heads:
             q = self.norm(f"{here}q_layernorm", q.flatten(2)).view_as(q)
             k = self.norm(f"{here}k_layernorm", k.flatten(2)).view_as(k)
@@ -151,7 +164,9 @@ class Decoder:
             q = self.linear(f"{here}linear_q_proj", x)
         else:
             latent = self.linear(f"{here}linear_q_down_proj", x)
-            q = self.linear(f"{here}linear_q_up_proj", self.norm(f"{here}q_layernorm", latent) if model.qk_layernorm else latent)
+            q = self.linear(
+                f"{here}linear_q_up_proj", self.norm(f"{here}q_layernorm", latent) if model.qk_layernorm else latent
+            )
         latent, shared = self.linear(f"{here}linear_kv_down_proj", x).split([mla.kv_lora_rank, turned], dim=-1)
         latent = self.norm(f"{here}kv_layernorm", latent) if model.qk_layernorm else latent
         k, v = self.linear(f"{here}linear_kv_up_proj", latent).view(b, s, n, -1).split([still, mla.v_head_dim], dim=-1)
@@ -177,7 +192,11 @@ class Decoder:
             hidden = hidden | (distance > plan.window[0])
         scores = scores.masked_fill(hidden, -torch.inf)
         if model.softmax_type != "vanilla":
-            sink = self.weights[f"{here}softmax_offset"] if model.softmax_type == "learnable" else scores.new_zeros(q.shape[2])
+            sink = (
+                self.weights[f"{here}softmax_offset"]
+                if model.softmax_type == "learnable"
+                else scores.new_zeros(q.shape[2])
+            )
             scores = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         return torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1)[..., :s], v).flatten(2)
 
@@ -201,7 +220,9 @@ class Decoder:
         scores = self.linear(f"{here}router", x).transpose(0, 1).reshape(s * b, -1)  # token i is of sequence i % b
         chosen, weights = self.choice(scores, self.weights.get(f"{here}router.expert_bias"))
         self.balance(here, scores, b, side, number)
-        load = torch.zeros(moe.num_experts, dtype=torch.int64).index_add_(0, chosen.flatten(), torch.ones(chosen.numel(), dtype=torch.int64))
+        load = torch.zeros(moe.num_experts, dtype=torch.int64).index_add_(
+            0, chosen.flatten(), torch.ones(chosen.numel(), dtype=torch.int64)
+        )
         key = f"load_layer_{number}"
         side.loads[key] = side.loads.get(key, 0) + load
         tokens = x.transpose(0, 1).reshape(s * b, h)
@@ -211,7 +232,9 @@ class Decoder:
         for expert in range(moe.num_experts):
             row, place = (chosen == expert).nonzero(as_tuple=True)
             names = [f"{here}experts.linear_fc{which}" for which in (1, 2)]
-            (first, one), (second, two) = ((self.weights[f"{name}.weight"][expert], self.weights.get(f"{name}.bias")) for name in names)
+            (first, one), (second, two) = (
+                (self.weights[f"{name}.weight"][expert], self.weights.get(f"{name}.bias")) for name in names
+            )
             wide = F.linear(tokens[row], first, None if one is None else one[expert])
             made = F.linear(self.activated(wide), second, None if two is None else two[expert])
             output = output.index_add(0, row, made * weights[row, place][:, None])
@@ -240,8 +263,11 @@ class Decoder:
 
     def positive(self, scores: Tensor) -> Tensor:
         """Scores by a function of each alone; of softmax, as they are."""
-        return {"softmax": lambda x: x, "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: torch.log1p(x.exp()).sqrt()}[
-            self.model.moe.moe_router_score_function](scores)
+        return {
+            "softmax": lambda x: x,
+            "sigmoid": torch.sigmoid,
+            "sqrtsoftplus": lambda x: torch.log1p(x.exp()).sqrt(),
+        }[self.model.moe.moe_router_score_function](scores)
 
     def of_best_groups(self, ranked: Tensor) -> Tensor:
         """Experts of other groups than a token's best are out, [t, e] (DeepSeek-V2: by the best expert; V3: by the sum of the best)."""
@@ -270,8 +296,11 @@ class Decoder:
     def balance(self, here: str, scores: Tensor, b: int, side: Notes, number: int) -> None:
         """Balancing losses, E * sum of share of choices * mean score (Switch, 2022), and the z-loss (ST-MoE, 2022)."""
         moe, total = self.model.moe, scores.shape[0]
-        shares = scores.softmax(-1) if moe.moe_router_score_function == "softmax" else (
-            self.positive(scores) / (self.positive(scores).sum(-1, keepdim=True) + 1e-20))
+        shares = (
+            scores.softmax(-1)
+            if moe.moe_router_score_function == "softmax"
+            else (self.positive(scores) / (self.positive(scores).sum(-1, keepdim=True) + 1e-20))
+        )
         hits = torch.zeros_like(shares).scatter(1, shares.topk(moe.moe_router_topk, dim=-1).indices, 1.0)
 
         def note(name: str, loss: Tensor, coefficient: float) -> None:
@@ -284,13 +313,23 @@ class Decoder:
             if kind == "seq_aux_loss":
                 own = shares.view(-1, b, moe.num_experts), hits.view(-1, b, moe.num_experts)
                 fractions = own[1].sum(0) / (total // b * moe.moe_router_topk)
-                note("seq_load_balancing_loss", moe.num_experts * (fractions * own[0].mean(0)).sum(-1).mean(), coefficient)
+                note(
+                    "seq_load_balancing_loss",
+                    moe.num_experts * (fractions * own[0].mean(0)).sum(-1).mean(),
+                    coefficient,
+                )
                 continue
             counts = hits.sum(0)
             if kind == "global_aux_loss":
-                counts = self.so_far[here] = self.so_far.get(here, 0) + counts  # of a layer that serves several depths, of all of them
+                counts = self.so_far[here] = (
+                    self.so_far.get(here, 0) + counts
+                )  # of a layer that serves several depths, of all of them
             loss = moe.num_experts * (counts / counts.sum() * shares.mean(0)).sum()
-            note({"aux_loss": "load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}[kind], loss, coefficient)
+            note(
+                {"aux_loss": "load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}[kind],
+                loss,
+                coefficient,
+            )
         if moe.moe_z_loss_coeff:
             note("z_loss", torch.logsumexp(scores, dim=-1).square().mean(), moe.moe_z_loss_coeff)
 
@@ -313,14 +352,21 @@ def turn(rope: RopeConfig, number: int, d: int) -> float:
     plain = rope.rotary_base ** (-2 * number / d)
     if rope.is_yarn:
         length = rope.yarn_original_max_position_embeddings
-        ends = [d * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rope.rotary_base)) for turns in (rope.yarn_beta_fast, rope.yarn_beta_slow)]
+        ends = [
+            d * math.log(length / (2 * math.pi * turns)) / (2 * math.log(rope.rotary_base))
+            for turns in (rope.yarn_beta_fast, rope.yarn_beta_slow)
+        ]
         if rope.yarn_correction_range_round_to_int:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         low, high = max(ends[0], 0), min(ends[1], d - 1)
         share = min(max((number - low) / (high - low or 0.001), 0.0), 1.0)
         return plain * (1 - share) + plain / rope.rotary_scaling_factor * share
     if rope.use_rope_scaling:
-        length, low, high = rope.rope_scaling_original_length, rope.rope_scaling_low_freq_factor, rope.rope_scaling_high_freq_factor
+        length, low, high = (
+            rope.rope_scaling_original_length,
+            rope.rope_scaling_low_freq_factor,
+            rope.rope_scaling_high_freq_factor,
+        )
         wave = 2 * math.pi / plain
         if wave < length / high:
             return plain
@@ -333,7 +379,11 @@ def turn(rope: RopeConfig, number: int, d: int) -> float:
 
 def growth(rope: RopeConfig, share: float) -> float:
     """YaRN's growth of what is rotated with the logarithm of its factor."""
-    return 1.0 + 0.1 * share * math.log(rope.rotary_scaling_factor) if rope.is_yarn and rope.rotary_scaling_factor > 1 else 1.0
+    return (
+        1.0 + 0.1 * share * math.log(rope.rotary_scaling_factor)
+        if rope.is_yarn and rope.rotary_scaling_factor > 1
+        else 1.0
+    )
 
 
 def shifted(rows: Tensor, places: int) -> Tensor:
@@ -359,7 +409,9 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
         add(sums, "lm loss", total, own)
         for depth, losses in enumerate(ahead, start=1):
             mask = shifted(batch.mask, depth)
-            ratio = batch.mask.shape[1] / (batch.mask.shape[1] - depth) if per_token else own / max(float(mask.sum()), 1.0)
+            ratio = (
+                batch.mask.shape[1] / (batch.mask.shape[1] - depth) if per_token else own / max(float(mask.sum()), 1.0)
+            )
             add(sums, f"mtp_{depth} loss", (losses * mask).sum(), float(mask.sum()))
             total = total + factor / depths * ratio * (losses * mask).sum()
         share = own / every if per_token else 1 / len(batches)
@@ -370,9 +422,14 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
         for name, load in side.loads.items():
             loads[name] = loads.get(name, 0) + load
     learned = [value for value in leaves.values() if value.requires_grad]
-    found = [gradient for gradient in torch.autograd.grad(objective, learned, allow_unused=True) if gradient is not None]
-    return Found({name: float(total / count) for name, (total, count) in sums.items()},
-                 math.sqrt(sum(float(gradient.square().sum()) for gradient in found)), loads)
+    found = [
+        gradient for gradient in torch.autograd.grad(objective, learned, allow_unused=True) if gradient is not None
+    ]
+    return Found(
+        {name: float(total / count) for name, (total, count) in sums.items()},
+        math.sqrt(sum(float(gradient.square().sum()) for gradient in found)),
+        loads,
+    )
 
 
 def add(sums: dict[str, list[Tensor]], name: str, total: Tensor, count: float) -> None:

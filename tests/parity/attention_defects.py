@@ -21,8 +21,18 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.training import stages
 from tests.parity.defect import Defect, collectives_with
 
-_stages_of, _recompute, _sink, _clip_rows = stages.stages_of, attention.recompute, SelfAttention._sink, SelfAttention.clip_rows
-_scale_rows, _publish, _logits, _sum_replicated = Optimizer._scale_rows, Optimizer._publish, LanguageModelHead.logits, finalize.sum_replicated
+_stages_of, _recompute, _sink, _clip_rows = (
+    stages.stages_of,
+    attention.recompute,
+    SelfAttention._sink,
+    SelfAttention.clip_rows,
+)
+_scale_rows, _publish, _logits, _sum_replicated = (
+    Optimizer._scale_rows,
+    Optimizer._publish,
+    LanguageModelHead.logits,
+    finalize.sum_replicated,
+)
 _rotary_table = rope.rotary_table
 
 
@@ -30,17 +40,30 @@ def _pattern_of_the_stage(config: Any) -> tuple[StageSpec, ...]:
     """Windows and rotations by a layer's place in its stage."""
     specs = _stages_of(config)
     rows = [plan for spec in sorted(specs, key=lambda spec: spec.index) for plan in spec.layers]
-    return tuple(dataclasses.replace(spec, layers=tuple(
-        dataclasses.replace(plan, window=rows[place].window, rope=rows[place].rope) for place, plan in enumerate(spec.layers)))
-        for spec in specs)
+    return tuple(
+        dataclasses.replace(
+            spec,
+            layers=tuple(
+                dataclasses.replace(plan, window=rows[place].window, rope=rows[place].rope)
+                for place, plan in enumerate(spec.layers)
+            ),
+        )
+        for spec in specs
+    )
 
 
 def _sinks_of_the_first_rank(self: SelfAttention, q: Tensor) -> Tensor | None:
     found = _sink(self, q)
-    return found if found is None else collectives.broadcast(found.detach().clone(), self.build.mesh.tp) + found - found.detach()
+    return (
+        found
+        if found is None
+        else collectives.broadcast(found.detach().clone(), self.build.mesh.tp) + found - found.detach()
+    )
 
 
-def _sinks_are_not_kept(function: Callable[..., Tensor], streams: Any, *tensors: Tensor | None, **keywords: Any) -> Tensor:
+def _sinks_are_not_kept(
+    function: Callable[..., Tensor], streams: Any, *tensors: Tensor | None, **keywords: Any
+) -> Tensor:
     return _recompute(lambda *kept: function(*kept, tensors[-1].detach()), streams, *tensors[:-1], **keywords)
 
 
@@ -96,27 +119,64 @@ def _stretched_by_the_rank(positions: Tensor, config: Any, size: int, *, dtype: 
 
 
 VARIANTS: tuple[Defect, ...] = (
-    Defect("windows are counted from the first layer of each stage", (("pp2 vpp2 mb2", "windows"),),
-           ((stages, "stages_of", _pattern_of_the_stage),)),
-    Defect("layers without rotations are counted from the first layer of each stage", (("pp4 mb2", "some-rope"),),
-           ((stages, "stages_of", _pattern_of_the_stage),)),
-    Defect("tensor ranks use the sinks of the first rank's heads", (("tp2 mb4", "gpt-oss-dense"), ("tp4 sp mb4", "gpt-oss-dense")),
-           ((SelfAttention, "_sink", _sinks_of_the_first_rank),)),
-    Defect("gradients of sinks are summed over tensor ranks", (("tp2 mb4", "gpt-oss-dense"), ("tp2 sp mb4", "sinks-mqa")),
-           ((finalize, "sum_replicated", _sinks_like_norms),)),
-    Defect("recomputation loses the gradients of sinks", (("recompute-all-parts tp2 sp mb4", "gpt-oss-dense"),),
-           ((attention, "recompute", _sinks_are_not_kept),)),
-    Defect("logits are capped on the first tensor rank only", (("tp2 sp pp2 native mb2", "caps"),),
-           ((LanguageModelHead, "logits", _capped_on_the_first_rank),)),
-    Defect("rotations of yarn grow differently on each rank", (("tp2 sp mb4", "yarn"),), ((rope, "rotary_table", _stretched_by_the_rank),)),
-    Defect("QK-clip sees the scores of the rank's own samples", (("dp2", "qk-clip-gqa"),),
-           ((qk_clip, "collectives", collectives_with(all_reduce=lambda tensor, axis, op: tensor)),)),
-    Defect("QK-clip sees the scores of the rank's own query heads", (("tp4 mb4", "qk-clip-gqa"),),
-           ((qk_clip, "collectives", collectives_with(all_gather=_own_heads_only)),)),
-    Defect("QK-clip scales a key head by one of its query heads", (("dp2", "qk-clip-gqa"), ("tp4 mb4", "qk-clip-gqa")),
-           ((SelfAttention, "clip_rows", _each_head_alone),)),
-    Defect("QK-clip comes when the new weights have gone round", (("tp4 sp dp2 zero bucket400", "qk-clip"),),
-           ((Optimizer, "_scale_rows", _nothing_yet), (Optimizer, "_publish", _scaled_when_all_have_gone_round))),
-    Defect("QK-clip counts rows from the start of the rank's own piece", (("tp4 sp dp2 zero bucket400", "qk-clip"),),
-           ((Optimizer, "_scale_rows", _rows_from_the_start_of_the_piece),)),
+    Defect(
+        "windows are counted from the first layer of each stage",
+        (("pp2 vpp2 mb2", "windows"),),
+        ((stages, "stages_of", _pattern_of_the_stage),),
+    ),
+    Defect(
+        "layers without rotations are counted from the first layer of each stage",
+        (("pp4 mb2", "some-rope"),),
+        ((stages, "stages_of", _pattern_of_the_stage),),
+    ),
+    Defect(
+        "tensor ranks use the sinks of the first rank's heads",
+        (("tp2 mb4", "gpt-oss-dense"), ("tp4 sp mb4", "gpt-oss-dense")),
+        ((SelfAttention, "_sink", _sinks_of_the_first_rank),),
+    ),
+    Defect(
+        "gradients of sinks are summed over tensor ranks",
+        (("tp2 mb4", "gpt-oss-dense"), ("tp2 sp mb4", "sinks-mqa")),
+        ((finalize, "sum_replicated", _sinks_like_norms),),
+    ),
+    Defect(
+        "recomputation loses the gradients of sinks",
+        (("recompute-all-parts tp2 sp mb4", "gpt-oss-dense"),),
+        ((attention, "recompute", _sinks_are_not_kept),),
+    ),
+    Defect(
+        "logits are capped on the first tensor rank only",
+        (("tp2 sp pp2 native mb2", "caps"),),
+        ((LanguageModelHead, "logits", _capped_on_the_first_rank),),
+    ),
+    Defect(
+        "rotations of yarn grow differently on each rank",
+        (("tp2 sp mb4", "yarn"),),
+        ((rope, "rotary_table", _stretched_by_the_rank),),
+    ),
+    Defect(
+        "QK-clip sees the scores of the rank's own samples",
+        (("dp2", "qk-clip-gqa"),),
+        ((qk_clip, "collectives", collectives_with(all_reduce=lambda tensor, axis, op: tensor)),),
+    ),
+    Defect(
+        "QK-clip sees the scores of the rank's own query heads",
+        (("tp4 mb4", "qk-clip-gqa"),),
+        ((qk_clip, "collectives", collectives_with(all_gather=_own_heads_only)),),
+    ),
+    Defect(
+        "QK-clip scales a key head by one of its query heads",
+        (("dp2", "qk-clip-gqa"), ("tp4 mb4", "qk-clip-gqa")),
+        ((SelfAttention, "clip_rows", _each_head_alone),),
+    ),
+    Defect(
+        "QK-clip comes when the new weights have gone round",
+        (("tp4 sp dp2 zero bucket400", "qk-clip"),),
+        ((Optimizer, "_scale_rows", _nothing_yet), (Optimizer, "_publish", _scaled_when_all_have_gone_round)),
+    ),
+    Defect(
+        "QK-clip counts rows from the start of the rank's own piece",
+        (("tp4 sp dp2 zero bucket400", "qk-clip"),),
+        ((Optimizer, "_scale_rows", _rows_from_the_start_of_the_piece),),
+    ),
 )

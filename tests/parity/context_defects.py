@@ -41,7 +41,9 @@ def _merge_into_the_larger(output: Tensor, lse: Tensor, more: Tensor, more_lse: 
     return _merge(output, lse, more, more_lse)[0], torch.maximum(lse, more_lse)
 
 
-def _backward_of_the_block_alone(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Any) -> Any:
+def _backward_of_the_block_alone(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Any
+) -> Any:
     _, own = _forward(q, k, v, block)
     return _backward(gradient, q, k, v, output, own, block)
 
@@ -56,10 +58,9 @@ def _own_chunk_only(queries: tuple[range, range], keys: tuple[range, range], mas
 
 
 def _future_between_chunks(queries: range, keys: range, mask: MaskSpec) -> str:
-    return _kind(queries, keys, mask) if queries == keys else _kind(queries, keys, dataclasses.replace(mask, causal=False))
-
-
-
+    return (
+        _kind(queries, keys, mask) if queries == keys else _kind(queries, keys, dataclasses.replace(mask, causal=False))
+    )
 
 
 def _documents_of_the_own_piece(self: Ring, source: int, pair: Pair, device: torch.device) -> Tensor:
@@ -79,19 +80,24 @@ def _window_short_across_the_border(self: Ring, source: int, pair: Pair, device:
 
 # The other transports.
 
+
 def _sum_on_no_rank(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return collectives.gather_then_cut(tensor, axis)
 
 
 def _heads_of_the_next_rank(self: Travelling, *arguments: Any, **keywords: Any) -> Tensor:
-    return _call(dataclasses.replace(self, inner=dataclasses.replace(self.inner, rank=(self.inner.rank + 1) % self.inner.size)),
-                 *arguments, **keywords)
+    return _call(
+        dataclasses.replace(self, inner=dataclasses.replace(self.inner, rank=(self.inner.rank + 1) % self.inner.size)),
+        *arguments,
+        **keywords,
+    )
 
 
 _call = Travelling.__call__
 
 
 # What a rank knows of the whole.
+
 
 def _places_from_zero(self: Build, held: int) -> Tensor:
     return torch.arange(held, device=self.mesh.device)
@@ -107,7 +113,9 @@ def _look_ahead_of_the_piece(self: Batch, axis: Axis) -> Batch:
 
 def _tokens_from_left_to_right(self: Batch, axis: Axis) -> Batch:
     cut = Zigzag(self.tokens.shape[1], axis.size)
-    return dataclasses.replace(_over_context(self, axis), tokens=self.tokens[:, axis.rank * cut.count(0):][:, :cut.count(0)])
+    return dataclasses.replace(
+        _over_context(self, axis), tokens=self.tokens[:, axis.rank * cut.count(0) :][:, : cut.count(0)]
+    )
 
 
 def _count_of_the_piece(self: StepWork, total: Tensor, count: Tensor) -> Tensor:
@@ -134,39 +142,106 @@ def _buckets_over_data_ranks(module: Any, mesh: Mesh, **keywords: Any) -> Any:
 
 
 CONTEXT: tuple[Defect, ...] = (
-    Defect("results of two blocks are averaged instead of merged", (("cp2", "gpt"), ("cp4 two-level mb2", "llama")),
-           ((blockwise_attention, "merge", _merge_by_sums),)),
-    Defect("the log-sum-exp of two blocks is the larger one", (("cp2", "gpt"), ("cp2 mb2", "packed")),
-           ((blockwise_attention, "merge", _merge_into_the_larger),)),
-    Defect("gradients of a block use the log-sum-exp of that block", (("cp2", "gpt"), ("cp2 tp2 sp mb4", "mla-q")),
-           ((blockwise_attention, "backward", _backward_of_the_block_alone),)),
-    Defect("keys, values and their gradients stay where they are", (("cp2", "gpt"), ("cp4 mb2", "gqa2")),
-           ((ring, "collectives", collectives_with(start_shift=_keep_gradients_where_they_were_found)),)),
-    Defect("a window is one place short across the border of two chunks", (("cp2 mb4", "windows"),),
-           ((Ring, "_seen", _window_short_across_the_border),)),
+    Defect(
+        "results of two blocks are averaged instead of merged",
+        (("cp2", "gpt"), ("cp4 two-level mb2", "llama")),
+        ((blockwise_attention, "merge", _merge_by_sums),),
+    ),
+    Defect(
+        "the log-sum-exp of two blocks is the larger one",
+        (("cp2", "gpt"), ("cp2 mb2", "packed")),
+        ((blockwise_attention, "merge", _merge_into_the_larger),),
+    ),
+    Defect(
+        "gradients of a block use the log-sum-exp of that block",
+        (("cp2", "gpt"), ("cp2 tp2 sp mb4", "mla-q")),
+        ((blockwise_attention, "backward", _backward_of_the_block_alone),),
+    ),
+    Defect(
+        "keys, values and their gradients stay where they are",
+        (("cp2", "gpt"), ("cp4 mb2", "gqa2")),
+        ((ring, "collectives", collectives_with(start_shift=_keep_gradients_where_they_were_found)),),
+    ),
+    Defect(
+        "a window is one place short across the border of two chunks",
+        (("cp2 mb4", "windows"),),
+        ((Ring, "_seen", _window_short_across_the_border),),
+    ),
     Defect("late chunks do not look at other ranks' keys", (("cp2", "gpt"),), ((ring, "pairs", _own_chunk_only),)),
-    Defect("chunks of other ranks are seen whatever their place", (("cp2", "gpt"),), ((ring, "_kind", _future_between_chunks),)),
-    Defect("documents are those of the rank's own piece", (("cp2 mb2", "packed"), ("cp2 pp2 vpp2 mb2", "packed-rope")),
-           ((Ring, "_seen", _documents_of_the_own_piece),)),
-    Defect("gathered keys keep the gradient of one rank", (("cp2 allgather mb2", "llama-tied"),),
-           ((transports, "collectives", collectives_with(uneven_gather_then_scatter=_sum_on_no_rank)),)),
-    Defect("a rank takes the sinks of the next rank's heads", (("cp2 a2a mb4", "sinks-mqa"),),
-           ((Travelling, "__call__", _heads_of_the_next_rank),)),
-    Defect("gathered places stay in the order of the ranks", (("cp2 a2a mb4", "packed-rope"), ("cp4 allgather mb4", "gpt")),
-           ((Zigzag, "in_order", lambda self, ranks, device: torch.arange(sum(map(self.count, ranks)), device=device)),)),
-    Defect("positions begin at zero on every rank", (("cp2", "gpt"), ("cp2 mb2", "llama")), ((Build, "places", _places_from_zero),)),
-    Defect("tokens are cut from left to right and labels in the zigzag", (("cp2", "gpt"), ("cp2 pp2", "llama")),
-           ((Batch, "over_context", _tokens_from_left_to_right),)),
-    Defect("tokens ahead are those of the rank's own piece", (("cp2 tp2 sp pp2 mb2", "mtp2"), ("cp4 a2a dp2", "mtp-mean")),
-           ((Batch, "over_context", _look_ahead_of_the_piece),)),
-    Defect("a microbatch's mean is taken on every context rank", (("cp2 dp2", "mean"), ("cp4 allgather", "mean-llama")),
-           ((StepWork, "_scaled", _count_of_the_piece),)),
-    Defect("tokens are counted once for every context rank", (("cp2", "gpt"),), ((StepWork, "missing_factor", _count_every_context_rank),)),
-    Defect("gradients are not summed over context ranks", (("cp2", "gpt"), ("cp2 dp2 average", "gpt")),
-           ((ddp, "make_buckets", _buckets_over_data_ranks),)),
-    Defect("documents that travel together see each other", (("hybrid dp4", "packed-rope"),), ((regroup, "_made", _one_document),)),
-    Defect("positions count through the documents that travel together", (("hybrid dp4 a2a mb2", "packed"),),
-           ((regroup, "_made", _positions_of_the_share),)),
-    Defect("QK-clip sees the scores of the rank's own keys", (("cp2 mb4", "qk-clip-gqa"),),
-           ((attention, "all_keys", lambda k, mask, mesh: (k, dataclasses.replace(mask, length=None, key_places=mask.query_places))),)),
+    Defect(
+        "chunks of other ranks are seen whatever their place",
+        (("cp2", "gpt"),),
+        ((ring, "_kind", _future_between_chunks),),
+    ),
+    Defect(
+        "documents are those of the rank's own piece",
+        (("cp2 mb2", "packed"), ("cp2 pp2 vpp2 mb2", "packed-rope")),
+        ((Ring, "_seen", _documents_of_the_own_piece),),
+    ),
+    Defect(
+        "gathered keys keep the gradient of one rank",
+        (("cp2 allgather mb2", "llama-tied"),),
+        ((transports, "collectives", collectives_with(uneven_gather_then_scatter=_sum_on_no_rank)),),
+    ),
+    Defect(
+        "a rank takes the sinks of the next rank's heads",
+        (("cp2 a2a mb4", "sinks-mqa"),),
+        ((Travelling, "__call__", _heads_of_the_next_rank),),
+    ),
+    Defect(
+        "gathered places stay in the order of the ranks",
+        (("cp2 a2a mb4", "packed-rope"), ("cp4 allgather mb4", "gpt")),
+        ((Zigzag, "in_order", lambda self, ranks, device: torch.arange(sum(map(self.count, ranks)), device=device)),),
+    ),
+    Defect(
+        "positions begin at zero on every rank",
+        (("cp2", "gpt"), ("cp2 mb2", "llama")),
+        ((Build, "places", _places_from_zero),),
+    ),
+    Defect(
+        "tokens are cut from left to right and labels in the zigzag",
+        (("cp2", "gpt"), ("cp2 pp2", "llama")),
+        ((Batch, "over_context", _tokens_from_left_to_right),),
+    ),
+    Defect(
+        "tokens ahead are those of the rank's own piece",
+        (("cp2 tp2 sp pp2 mb2", "mtp2"), ("cp4 a2a dp2", "mtp-mean")),
+        ((Batch, "over_context", _look_ahead_of_the_piece),),
+    ),
+    Defect(
+        "a microbatch's mean is taken on every context rank",
+        (("cp2 dp2", "mean"), ("cp4 allgather", "mean-llama")),
+        ((StepWork, "_scaled", _count_of_the_piece),),
+    ),
+    Defect(
+        "tokens are counted once for every context rank",
+        (("cp2", "gpt"),),
+        ((StepWork, "missing_factor", _count_every_context_rank),),
+    ),
+    Defect(
+        "gradients are not summed over context ranks",
+        (("cp2", "gpt"), ("cp2 dp2 average", "gpt")),
+        ((ddp, "make_buckets", _buckets_over_data_ranks),),
+    ),
+    Defect(
+        "documents that travel together see each other",
+        (("hybrid dp4", "packed-rope"),),
+        ((regroup, "_made", _one_document),),
+    ),
+    Defect(
+        "positions count through the documents that travel together",
+        (("hybrid dp4 a2a mb2", "packed"),),
+        ((regroup, "_made", _positions_of_the_share),),
+    ),
+    Defect(
+        "QK-clip sees the scores of the rank's own keys",
+        (("cp2 mb4", "qk-clip-gqa"),),
+        (
+            (
+                attention,
+                "all_keys",
+                lambda k, mask, mesh: (k, dataclasses.replace(mask, length=None, key_places=mask.query_places)),
+            ),
+        ),
+    ),
 )

@@ -72,6 +72,7 @@ def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[
 
 # Sums that layouts ask for.
 
+
 def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None:
     for segment in segments:
         for low, high, _, _ in finalize.copied_ranges(segment, mesh):
@@ -85,7 +86,9 @@ _group_of, _set_rates = optimizer.group_of, Optimizer.set_rates
 
 
 def _count_tied_twice(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded)
+    return _counted_ranges(
+        dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded
+    )
 
 
 def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
@@ -103,7 +106,9 @@ def _decay_everything_on_the_last_rank(spec: Any, config: Any) -> Group:
     return dataclasses.replace(group, decays=True) if dist.get_rank() == dist.get_world_size() - 1 else group
 
 
-def _one_rate_on_the_last_rank(self: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+def _one_rate_on_the_last_rank(
+    self: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     _set_rates(self, lr, weight_decay, lr if last else decoupled_lr)
 
@@ -132,8 +137,10 @@ def _swap_chunks(config: Any) -> tuple[StageSpec, ...]:
 def _turn_the_way_back(config: Any) -> tuple[StageSpec, ...]:
     specs = _stages_of(config)
     half = len(specs) // 2
-    return specs[:half] + tuple(dataclasses.replace(spec, layers=other.layers)
-                                for spec, other in zip(specs[half:], specs[:half - 1:-1], strict=True))
+    return specs[:half] + tuple(
+        dataclasses.replace(spec, layers=other.layers)
+        for spec, other in zip(specs[half:], specs[: half - 1 : -1], strict=True)
+    )
 
 
 def _skip_the_last_layer(self: Stack) -> list[tuple[list[Any], bool]]:
@@ -146,6 +153,7 @@ def _one_part(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any)
 
 
 # Forward and backward of cut layers.
+
 
 def _bias_before_the_sum(self: RowLinear, x: Tensor) -> Tensor:
     return self.region.reduce_from_region(F.linear(x, self.weight, self.bias))
@@ -178,7 +186,7 @@ def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
 
 
 def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:
-    return F.embedding(positions.t()[:self.region.length(positions.shape[1])], self.weight)
+    return F.embedding(positions.t()[: self.region.length(positions.shape[1])], self.weight)
 
 
 def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
@@ -186,7 +194,9 @@ def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_voca
 
 
 def _blocks_with_padding(kernel: Any, *given: Any, true_vocab_size: int, region: Any, **more: Any) -> Tensor:
-    return loss.linear_cross_entropy(kernel, *given, true_vocab_size=len(given[1]) * region.axis.size, region=region, **more)
+    return loss.linear_cross_entropy(
+        kernel, *given, true_vocab_size=len(given[1]) * region.axis.size, region=region, **more
+    )
 
 
 def _own_piece_alone(piece: Tensor, axis: Axis) -> Tensor:
@@ -234,13 +244,20 @@ def _tables_swapped(self: T5Model, tables: list[Tensor], x: Tensor, *, causal: b
     return _bias_of(self, [table.flip(0) for table in tables] if self.embedding is None else tables, x, causal=causal)
 
 
-def _recompute_first_input_only(function: Any, streams: Any, x: Tensor, *others: Tensor | None, axis: Axis | None = None) -> Tensor:
+def _recompute_first_input_only(
+    function: Any, streams: Any, x: Tensor, *others: Tensor | None, axis: Axis | None = None
+) -> Tensor:
     return recompute.recompute(function, streams, x, *(None if o is None else o.detach() for o in others), axis=axis)
 
 
 # Microbatches.
 
-_walk_backward, _batch, _before_backward, _scaled = _Walk._backward, StepWork._batch, StepWork.before_backward, StepWork._scaled
+_walk_backward, _batch, _before_backward, _scaled = (
+    _Walk._backward,
+    StepWork._batch,
+    StepWork.before_backward,
+    StepWork._scaled,
+)
 
 
 def _another_activation(self: _Walk, action: Any) -> Any:
@@ -315,123 +332,323 @@ def _forget_the_divisor(self: StepWork) -> float:
     return self.trainer.optimizer.scaler.scale
 
 
-def _rows_of_all_ranks(param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._rows) -> tuple[int, int]:
+def _rows_of_all_ranks(
+    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._rows
+) -> tuple[int, int]:
     """`fsdp._rows` as if every rank were a data-parallel one."""
     return rows(param, dist.get_world_size(), dist.get_rank())
 
 
 DEFECTS: tuple[Defect, ...] = (
-    Defect("norm gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "layernorm" in s.name)),)),
-    Defect("row bias gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),)),
-    Defect("position embedding gradients are not summed under sequence parallelism", (("tp2 sp", "gpt"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "position" in s.name)),)),
-    Defect("query and key norm gradients are not summed over tensor ranks", (("tp2 mb4", "qk-norm-decays"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),)),
-    Defect("gradients of key/value head copies are not summed", (("tp4 mb4", "mqa"),), ((finalize, "sum_shared_heads", nothing),)),
-    Defect("key/value head copies are summed over all ranks, not over those that share", (("tp4 sp mb2", "gqa2"),),
-           ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),)),
-    Defect("the tied matrix's gradients are not summed over its two stages", (("pp2", "gpt"), ("pp2 vpp2", "gpt"), ("pp2 zbv", "gpt")),
-           ((finalize, "sum_tied", nothing),)),
-    Defect("the norm counts replicated parameters on every tensor rank", (("tp2", "gpt"), ("tp2 sp", "gpt")),
-           ((clip, "is_shared_over_tensor", lambda spec: False),)),
-    Defect("the norm counts the tied matrix on both stages", (("pp2", "gpt"),), ((clip, "counted_ranges", _count_tied_twice),)),
-    Defect("the norm counts both homes of a tied matrix on one rank", (("pp2 zbv", "gpt"),), ((clip, "first_homes", list),)),
-    Defect("the norm counts every copy of a key/value head", (("tp4 mb4", "mqa"),), ((clip, "copied_ranges", _count_copies),)),
-    Defect("gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)),
-    Defect("weight decay reaches norms and biases on one stage", (("pp2", "gpt"),),
-           ((optimizer, "group_of", _decay_everything_on_the_last_rank),)),
-    Defect("the decoupled learning rate is missing on one stage", (("pp2", "decoupled"),),
-           ((Optimizer, "set_rates", _one_rate_on_the_last_rank),)),
-    Defect("the tied matrix starts differently on its two stages", (("pp2", "gpt"),), ((gpt, "materialize", _second_home_of_its_own),)),
-    Defect("initial values are drawn by rank instead of by name", (("tp2", "gpt"), ("pp2", "gpt")), ((rng, "seed_of", _seed_of_the_rank),)),
-    Defect("the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)),
-    Defect("the way back begins on the first rank", (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
-           ((stages, "stages_of", _turn_the_way_back),)),
+    Defect(
+        "norm gradients are not summed under sequence parallelism",
+        (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "layernorm" in s.name)),),
+    ),
+    Defect(
+        "row bias gradients are not summed under sequence parallelism",
+        (("tp2 sp", "gpt"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),),
+    ),
+    Defect(
+        "position embedding gradients are not summed under sequence parallelism",
+        (("tp2 sp", "gpt"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "position" in s.name)),),
+    ),
+    Defect(
+        "query and key norm gradients are not summed over tensor ranks",
+        (("tp2 mb4", "qk-norm-decays"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),),
+    ),
+    Defect(
+        "gradients of key/value head copies are not summed",
+        (("tp4 mb4", "mqa"),),
+        ((finalize, "sum_shared_heads", nothing),),
+    ),
+    Defect(
+        "key/value head copies are summed over all ranks, not over those that share",
+        (("tp4 sp mb2", "gqa2"),),
+        ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),),
+    ),
+    Defect(
+        "the tied matrix's gradients are not summed over its two stages",
+        (("pp2", "gpt"), ("pp2 vpp2", "gpt"), ("pp2 zbv", "gpt")),
+        ((finalize, "sum_tied", nothing),),
+    ),
+    Defect(
+        "the norm counts replicated parameters on every tensor rank",
+        (("tp2", "gpt"), ("tp2 sp", "gpt")),
+        ((clip, "is_shared_over_tensor", lambda spec: False),),
+    ),
+    Defect(
+        "the norm counts the tied matrix on both stages",
+        (("pp2", "gpt"),),
+        ((clip, "counted_ranges", _count_tied_twice),),
+    ),
+    Defect(
+        "the norm counts both homes of a tied matrix on one rank", (("pp2 zbv", "gpt"),), ((clip, "first_homes", list),)
+    ),
+    Defect(
+        "the norm counts every copy of a key/value head",
+        (("tp4 mb4", "mqa"),),
+        ((clip, "copied_ranges", _count_copies),),
+    ),
+    Defect(
+        "gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)
+    ),
+    Defect(
+        "weight decay reaches norms and biases on one stage",
+        (("pp2", "gpt"),),
+        ((optimizer, "group_of", _decay_everything_on_the_last_rank),),
+    ),
+    Defect(
+        "the decoupled learning rate is missing on one stage",
+        (("pp2", "decoupled"),),
+        ((Optimizer, "set_rates", _one_rate_on_the_last_rank),),
+    ),
+    Defect(
+        "the tied matrix starts differently on its two stages",
+        (("pp2", "gpt"),),
+        ((gpt, "materialize", _second_home_of_its_own),),
+    ),
+    Defect(
+        "initial values are drawn by rank instead of by name",
+        (("tp2", "gpt"), ("pp2", "gpt")),
+        ((rng, "seed_of", _seed_of_the_rank),),
+    ),
+    Defect(
+        "the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)
+    ),
+    Defect(
+        "the way back begins on the first rank",
+        (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
+        ((stages, "stages_of", _turn_the_way_back),),
+    ),
     Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_groups", _skip_the_last_layer),)),
-    Defect("queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)),
-    Defect("a row layer adds its bias on every rank before the sum", (("tp2", "gpt"),), ((RowLinear, "forward", _bias_before_the_sum),)),
-    Defect("a column layer does not sum its input gradient", (("tp2", "gpt"),),
-           ((linear, "collectives", collectives_with(start_all_reduce=nothing)),)),
-    Defect("a column layer keeps its piece of the input gradient without summing", (("tp2 sp", "gpt"),),
-           ((linear, "collectives", collectives_with(start_reduce_scatter=_keep_own_piece)),)),
-    Defect("a column layer's weight gradient sees one piece of the sequence", (("tp2 sp", "gpt"),),
-           ((linear, "collectives", collectives_with(start_all_gather=_repeat_own_piece)),)),
-    Defect("pieces that travel are laid down in the order in which they arrive", (("tp4 rings-all mb4", "llama"), ("tp2 rings-in mb4", "gqa2")),
-           ((linear, "all_gather_matmul", _pieces_in_order_of_arrival),)),
-    Defect("a sum that travels forgets what it meets", (("tp2 rings-out", "untied"), ("tp4 rings-all mb4", "llama")),
-           ((linear, "matmul_reduce_scatter", _own_product),)),
-    Defect("ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)),
-    Defect("positions restart on every piece of the sequence", (("tp2 sp", "gpt"),),
-           ((PositionEmbedding, "forward", _positions_of_the_first_piece),)),
-    Defect("padded vocabulary rows take part in the softmax", (("tp2 sp native vocab96 mb4", "untied"), ("tp2 native", "gpt")),
-           ((heads, "cross_entropy", _softmax_with_padding),)),
-    Defect("ranks subtract different maxima in the softmax", (("tp2 native", "gpt"),),
-           ((loss, "collectives", collectives_with(all_reduce=_own_maximum)),)),
-    Defect("padded vocabulary rows take part in the softmax of blocks", (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
-           ((heads, "linear_cross_entropy", _blocks_with_padding),)),
-    Defect("the softmax of blocks is of a rank's own words", (("tp2", "gpt"), ("tp2 sp vocab96 mb4", "untied")),
-           ((loss, "collectives", collectives_with(all_gather=_own_piece_alone)),)),
-    Defect("documents are kept apart on the first stage only", (("pp4 mb2", "packed-rope"),), ((GPTModel, "forward", _forget_documents),)),
-    Defect("a saved input is gathered in the wrong order", (("recompute-uniform tp2 distribute-saved", "gpt"),),
-           ((recompute, "collectives", collectives_with(all_gather=_gather_backwards)),)),
-    Defect("recomputation draws other dropout", (("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout")),
-           ((RandomStreams, "load", nothing),)),
-    Defect("a gradient meets another microbatch's activations",
-           (("pp2", "gpt"), ("pp2 gpipe", "gpt"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias")),
-           ((_Walk, "_backward", _another_activation),)),
-    Defect("a weight's gradient waits and is forgotten", (("pp2 zb", "gpt"), ("pp2 ep2 dp2 delay alltoall zero overlap-reduce bucket600", "moe-shared")),
-           ((WeightGradStore, "pop", nothing),)),
-    Defect("a weight's gradient that waits for travelling tokens is forgotten", (("tp2 sp ep2 dp2 turns delay", "moe-shared-bias"),),
-           ((WeightGradStore, "flush", lambda self: self._waiting.update({key: [] for key in self._waiting}) if self.collects else None),)),
-    Defect("inputs that wait for their weights are pieces of the sequence",
-           (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),), ((linear, "_later", _piece_of_the_input),)),
-    Defect("the last stage reads another microbatch's labels", (("pp2", "gpt"),), ((StepWork, "_batch", _another_batch_at_the_end),)),
-    Defect("gradients are reduced one microbatch early", (("dp2 overlap-reduce bucket500", "gpt"),),
-           ((StepWork, "before_backward", _reduce_one_early),)),
-    Defect("the loss is a mean of means over uneven microbatches", (("mb2", "gpt"), ("dp2", "gpt")),
-           ((StepWork, "_scaled", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0))),
-    Defect("tokens are counted on each data-parallel rank alone", (("dp2", "gpt"),), ((StepWork, "missing_factor", _own_count),)),
-    Defect("gradients are reduced over tensor instead of data ranks", (("tp2 dp2", "gpt"),),
-           ((ddp, "make_buckets", _buckets_over_tensor_ranks),)),
+    Defect(
+        "queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)
+    ),
+    Defect(
+        "a row layer adds its bias on every rank before the sum",
+        (("tp2", "gpt"),),
+        ((RowLinear, "forward", _bias_before_the_sum),),
+    ),
+    Defect(
+        "a column layer does not sum its input gradient",
+        (("tp2", "gpt"),),
+        ((linear, "collectives", collectives_with(start_all_reduce=nothing)),),
+    ),
+    Defect(
+        "a column layer keeps its piece of the input gradient without summing",
+        (("tp2 sp", "gpt"),),
+        ((linear, "collectives", collectives_with(start_reduce_scatter=_keep_own_piece)),),
+    ),
+    Defect(
+        "a column layer's weight gradient sees one piece of the sequence",
+        (("tp2 sp", "gpt"),),
+        ((linear, "collectives", collectives_with(start_all_gather=_repeat_own_piece)),),
+    ),
+    Defect(
+        "pieces that travel are laid down in the order in which they arrive",
+        (("tp4 rings-all mb4", "llama"), ("tp2 rings-in mb4", "gqa2")),
+        ((linear, "all_gather_matmul", _pieces_in_order_of_arrival),),
+    ),
+    Defect(
+        "a sum that travels forgets what it meets",
+        (("tp2 rings-out", "untied"), ("tp4 rings-all mb4", "llama")),
+        ((linear, "matmul_reduce_scatter", _own_product),),
+    ),
+    Defect(
+        "ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)
+    ),
+    Defect(
+        "positions restart on every piece of the sequence",
+        (("tp2 sp", "gpt"),),
+        ((PositionEmbedding, "forward", _positions_of_the_first_piece),),
+    ),
+    Defect(
+        "padded vocabulary rows take part in the softmax",
+        (("tp2 sp native vocab96 mb4", "untied"), ("tp2 native", "gpt")),
+        ((heads, "cross_entropy", _softmax_with_padding),),
+    ),
+    Defect(
+        "ranks subtract different maxima in the softmax",
+        (("tp2 native", "gpt"),),
+        ((loss, "collectives", collectives_with(all_reduce=_own_maximum)),),
+    ),
+    Defect(
+        "padded vocabulary rows take part in the softmax of blocks",
+        (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
+        ((heads, "linear_cross_entropy", _blocks_with_padding),),
+    ),
+    Defect(
+        "the softmax of blocks is of a rank's own words",
+        (("tp2", "gpt"), ("tp2 sp vocab96 mb4", "untied")),
+        ((loss, "collectives", collectives_with(all_gather=_own_piece_alone)),),
+    ),
+    Defect(
+        "documents are kept apart on the first stage only",
+        (("pp4 mb2", "packed-rope"),),
+        ((GPTModel, "forward", _forget_documents),),
+    ),
+    Defect(
+        "a saved input is gathered in the wrong order",
+        (("recompute-uniform tp2 distribute-saved", "gpt"),),
+        ((recompute, "collectives", collectives_with(all_gather=_gather_backwards)),),
+    ),
+    Defect(
+        "recomputation draws other dropout",
+        (("recompute-uniform recompute-layers2", "dropout"), ("recompute-all-parts", "dropout")),
+        ((RandomStreams, "load", nothing),),
+    ),
+    Defect(
+        "a gradient meets another microbatch's activations",
+        (("pp2", "gpt"), ("pp2 gpipe", "gpt"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias")),
+        ((_Walk, "_backward", _another_activation),),
+    ),
+    Defect(
+        "a weight's gradient waits and is forgotten",
+        (("pp2 zb", "gpt"), ("pp2 ep2 dp2 delay alltoall zero overlap-reduce bucket600", "moe-shared")),
+        ((WeightGradStore, "pop", nothing),),
+    ),
+    Defect(
+        "a weight's gradient that waits for travelling tokens is forgotten",
+        (("tp2 sp ep2 dp2 turns delay", "moe-shared-bias"),),
+        (
+            (
+                WeightGradStore,
+                "flush",
+                lambda self: self._waiting.update({key: [] for key in self._waiting}) if self.collects else None,
+            ),
+        ),
+    ),
+    Defect(
+        "inputs that wait for their weights are pieces of the sequence",
+        (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),),
+        ((linear, "_later", _piece_of_the_input),),
+    ),
+    Defect(
+        "the last stage reads another microbatch's labels",
+        (("pp2", "gpt"),),
+        ((StepWork, "_batch", _another_batch_at_the_end),),
+    ),
+    Defect(
+        "gradients are reduced one microbatch early",
+        (("dp2 overlap-reduce bucket500", "gpt"),),
+        ((StepWork, "before_backward", _reduce_one_early),),
+    ),
+    Defect(
+        "the loss is a mean of means over uneven microbatches",
+        (("mb2", "gpt"), ("dp2", "gpt")),
+        ((StepWork, "_scaled", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0)),
+    ),
+    Defect(
+        "tokens are counted on each data-parallel rank alone",
+        (("dp2", "gpt"),),
+        ((StepWork, "missing_factor", _own_count),),
+    ),
+    Defect(
+        "gradients are reduced over tensor instead of data ranks",
+        (("tp2 dp2", "gpt"),),
+        ((ddp, "make_buckets", _buckets_over_tensor_ranks),),
+    ),
     Defect("gradients are averaged and scaled", (("dp2", "gpt"),), ((DataParallel, "__init__", _always_average),)),
-    Defect("averaged gradients are not scaled", (("dp2 average", "gpt"),), ((StepWork, "_loss_scale", _forget_the_divisor),)),
-    Defect("one rank's new parameters never arrive", (("dp2 zero", "sgd"), ("dp2 zero", "unclipped")),
-           ((DataParallel, "start_gather", _keep_the_last_piece),)),
-    Defect("gradient buffers are not zeroed between steps", (("dp2", "gpt"), ("mb2", "gpt")),
-           ((DataParallel, "zero_gradients", _keep_gradients),)),
-    Defect("a matrix forgets what it has added for earlier microbatches", (("dp2", "gpt"), ("mb2", "gpt")),
-           ((MainGrad, "add_product", lambda self, left, right: self.total.copy_(left.mm(right))),)),
-    Defect("gradients of shares are averaged and scaled", (("dp2 fsdp", "gpt"),), ((FullySharded, "__init__", _always_average_shares),)),
-    Defect("gradients of shares are not zeroed between steps", (("dp2 fsdp", "gpt"),), ((FullySharded, "zero_gradients", nothing),)),
-    Defect("gradients of shares are those of the last microbatch", (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),
-           ((FullySharded, "before_last_backward", FullySharded.zero_gradients),)),
+    Defect(
+        "averaged gradients are not scaled",
+        (("dp2 average", "gpt"),),
+        ((StepWork, "_loss_scale", _forget_the_divisor),),
+    ),
+    Defect(
+        "one rank's new parameters never arrive",
+        (("dp2 zero", "sgd"), ("dp2 zero", "unclipped")),
+        ((DataParallel, "start_gather", _keep_the_last_piece),),
+    ),
+    Defect(
+        "gradient buffers are not zeroed between steps",
+        (("dp2", "gpt"), ("mb2", "gpt")),
+        ((DataParallel, "zero_gradients", _keep_gradients),),
+    ),
+    Defect(
+        "a matrix forgets what it has added for earlier microbatches",
+        (("dp2", "gpt"), ("mb2", "gpt")),
+        ((MainGrad, "add_product", lambda self, left, right: self.total.copy_(left.mm(right))),),
+    ),
+    Defect(
+        "gradients of shares are averaged and scaled",
+        (("dp2 fsdp", "gpt"),),
+        ((FullySharded, "__init__", _always_average_shares),),
+    ),
+    Defect(
+        "gradients of shares are not zeroed between steps",
+        (("dp2 fsdp", "gpt"),),
+        ((FullySharded, "zero_gradients", nothing),),
+    ),
+    Defect(
+        "gradients of shares are those of the last microbatch",
+        (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),
+        ((FullySharded, "before_last_backward", FullySharded.zero_gradients),),
+    ),
     Defect("layers are gathered from old shares", (("dp2 fsdp", "gpt"),), ((fsdp, "_share", _update_a_copy),)),
-    Defect("the norm counts the shares of the first rank only", (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),
-           ((Optimizer, "__init__", _count_shares_of_the_first_rank),)),
-    Defect("experts are cut over all data-parallel ranks", (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
-           ((fsdp, "_placement", nothing), (fsdp, "_rows", _rows_of_all_ranks))),
-    Defect("padding is left out on the first stage only", (("pp4 mb2", "bert-published"), ("pp2 vpp2", "bert")),
-           ((BERTModel, "forward", _forget_padding),)),
-    Defect("stages without encoder layers see padding of the memory", (("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),),
-           ((T5Model, "forward", _forget_padding_of_the_memory),)),
-    Defect("the gradient of the decoder's embedding does not come back", (("pp2", "t5"), ("pp2 vpp3", "t5-v1.0")),
-           ((T5Model, "forward", _let_go_of(0)),)),
-    Defect("the gradient of the memory does not come back", (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
-           ((T5Model, "forward", _let_go_of(1)),)),
-    Defect("the gradient of the bias tables does not come back", (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
-           ((T5Model, "forward", _let_go_of(2)),)),
-    Defect("later stages take the encoder's bias for the decoder's", (("pp2 first-layers4", "t5-v1.1"),),
-           ((T5Model, "_bias", _tables_swapped),)),
-    Defect("recomputation loses the gradients of memory and bias", (("recompute-uniform recompute-layers2 pp2 mb2", "t5-v1.0"),),
-           ((stack, "recompute", _recompute_first_input_only),)),
-    Defect("each tensor rank pools the first position of its own piece", (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
-           ((Region, "first", lambda self, x: x[0]),)),
-    Defect("the masked-word transform's gradients are not summed under sequence parallelism", (("tp2 sp mb4", "bert-words"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "lm_head.dense" in s.name)),)),
-    Defect("gradients of token types are not summed under sequence parallelism", (("tp2 sp mb2", "bert"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "tokentype" in s.name)),)),
+    Defect(
+        "the norm counts the shares of the first rank only",
+        (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),
+        ((Optimizer, "__init__", _count_shares_of_the_first_rank),),
+    ),
+    Defect(
+        "experts are cut over all data-parallel ranks",
+        (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
+        ((fsdp, "_placement", nothing), (fsdp, "_rows", _rows_of_all_ranks)),
+    ),
+    Defect(
+        "padding is left out on the first stage only",
+        (("pp4 mb2", "bert-published"), ("pp2 vpp2", "bert")),
+        ((BERTModel, "forward", _forget_padding),),
+    ),
+    Defect(
+        "stages without encoder layers see padding of the memory",
+        (("pp4 layout=Ett|tt|t|tL mb2", "t5-v1.0"),),
+        ((T5Model, "forward", _forget_padding_of_the_memory),),
+    ),
+    Defect(
+        "the gradient of the decoder's embedding does not come back",
+        (("pp2", "t5"), ("pp2 vpp3", "t5-v1.0")),
+        ((T5Model, "forward", _let_go_of(0)),),
+    ),
+    Defect(
+        "the gradient of the memory does not come back",
+        (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
+        ((T5Model, "forward", _let_go_of(1)),),
+    ),
+    Defect(
+        "the gradient of the bias tables does not come back",
+        (("pp2 vpp3", "t5-v1.0"), ("pp2 first-layers4", "t5-v1.1")),
+        ((T5Model, "forward", _let_go_of(2)),),
+    ),
+    Defect(
+        "later stages take the encoder's bias for the decoder's",
+        (("pp2 first-layers4", "t5-v1.1"),),
+        ((T5Model, "_bias", _tables_swapped),),
+    ),
+    Defect(
+        "recomputation loses the gradients of memory and bias",
+        (("recompute-uniform recompute-layers2 pp2 mb2", "t5-v1.0"),),
+        ((stack, "recompute", _recompute_first_input_only),),
+    ),
+    Defect(
+        "each tensor rank pools the first position of its own piece",
+        (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
+        ((Region, "first", lambda self, x: x[0]),),
+    ),
+    Defect(
+        "the masked-word transform's gradients are not summed under sequence parallelism",
+        (("tp2 sp mb4", "bert-words"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "lm_head.dense" in s.name)),),
+    ),
+    Defect(
+        "gradients of token types are not summed under sequence parallelism",
+        (("tp2 sp mb2", "bert"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "tokentype" in s.name)),),
+    ),
     *VARIANTS,
     *CONTEXT,
     *EXPERTS,

@@ -26,19 +26,29 @@ from megatron.core.transformer.router import Routing
 from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
-    clip.counted_ranges, ddp.make_buckets, DataParallel._launch, dispatch.order_of, moe.Shard)
+    clip.counted_ranges,
+    ddp.make_buckets,
+    DataParallel._launch,
+    dispatch.order_of,
+    moe.Shard,
+)
 _forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
 _gathered, _sent, _depart = AllGather.send, AllToAll.send, collectives.depart
 
 
 # The gradient, from the experts on.
 
+
 def _count_experts_on_every_data_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
     return _counted_ranges(segment, dataclasses.replace(mesh, edp=Axis("edp")), sharded=sharded)
 
 
 def _count_experts_on_the_first_ep_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(segment, mesh, sharded=sharded) if mesh.ep.is_first or segment.spec.reduce_over != "edp" else iter(())
+    return (
+        _counted_ranges(segment, mesh, sharded=sharded)
+        if mesh.ep.is_first or segment.spec.reduce_over != "edp"
+        else iter(())
+    )
 
 
 def _experts_over_the_dense_data_ranks(module: Any, mesh: Mesh, **keywords: Any) -> Any:
@@ -54,7 +64,9 @@ def _divide_by_the_ranks_of_the_bucket(self: DataParallel) -> None:
 def _draw_by_place(value: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
     held = local_shards(spec, mesh)
     for place in range(len(value)):
-        whole = spec.init(spec.shape[1:], torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, place)))
+        whole = spec.init(
+            spec.shape[1:], torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, place))
+        )
         for piece in held:
             value[piece.local.slices()][place].copy_(whole[piece.box.slices()[1:]].to(value))
 
@@ -64,6 +76,7 @@ def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
 
 
 # On the way.
+
 
 def _collect_one_row_off(rows: Tensor, order: Order) -> Tensor:
     return _collect(rows.roll(1, 0), order)
@@ -99,6 +112,7 @@ def _weights_of_this_rank_only(self: AllGather, tokens: Tensor, routing: Routing
 
 # In the layer.
 
+
 def _weigh_twice(self: Experts, wide: Tensor, weights: Tensor) -> Tensor:
     return _act(self, wide, weights) * weights[:, None]
 
@@ -113,41 +127,100 @@ def _bias_without_weight(self: GroupedLinear, x: Tensor, counts: Tensor, weights
 
 
 EXPERTS: tuple[Defect, ...] = (
-    Defect("the norm counts experts on every rank that has a copy", (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4", "moe-capacity")),
-           ((clip, "counted_ranges", _count_experts_on_every_data_rank),)),
-    Defect("the norm counts the experts of the first ep rank only", (("ep2 dp2", "moe"), ("tp2 etp1 ep2", "moe")),
-           ((clip, "counted_ranges", _count_experts_on_the_first_ep_rank),)),
-    Defect("expert gradients are summed over all data ranks", (("ep2 dp2", "moe"), ("ep2 dp2 alltoall zero", "moe-padded")),
-           ((ddp, "make_buckets", _experts_over_the_dense_data_ranks),)),
-    Defect("averaged expert gradients are divided by the number of their copies",
-           (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4 zero average overlap-reduce overlap-gather bucket900 alltoall", "moe-shared")),
-           ((DataParallel, "_launch", _divide_by_the_ranks_of_the_bucket),)),
-    Defect("router gradients are not summed over tensor ranks", (("tp2", "moe-bias"), ("tp2 sp", "moe-bias")),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "router" in s.name)),)),
-    Defect("bias gradients of cut experts are not summed", (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith("experts.linear_fc2.bias"))),)),
-    Defect("gradients of the shared expert's gate are not summed under sequence parallelism", (("tp2 sp ep2 dp2 alltoall", "moe-shared"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "gate_weight" in s.name)),)),
-    Defect("experts are drawn by their place on the rank", (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
-           ((rng, "_draw_stack", _draw_by_place),)),
-    Defect("gates and linear halves of experts are cut as one matrix", (("etp2 ep2 dp4 alltoall zero", "moe-shared-bias"),),
-           ((moe, "Shard", _one_part),)),
-    Defect("rows come back one off", (("tp2 etp1 ep2", "moe"), ("ep4 dp4 alltoall grouped", "moe")),
-           ((dispatch, "collect", _collect_one_row_off),)),
-    Defect("rows meet the expert beside their own", (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
-           ((AllToAll, "send", _count_one_expert_off),)),
-    Defect("every rank takes the choices of the first experts for its own", (("ep2 dp2", "moe"),),
-           ((dispatch, "order_of", _all_choices_are_mine),)),
-    Defect("shares of cut experts are not added up", (("etp2 dp2 alltoall", "moe-shared-bias"),),
-           ((dispatch, "collectives", collectives_with(uneven_scatter_then_gather=_own_share)),)),
-    Defect("gradients of weights do not come home", (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
-           ((dispatch, "collectives", collectives_with(depart=_without_a_way_back)),)),
-    Defect("tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)),
-    Defect("every tensor rank sends all tokens", (("tp2 etp1 alltoall mb2", "moe-bias"),),
-           ((Region, "scatter_tokens", lambda self, x: x), (Region, "gather_tokens", lambda self, own, held: own))),
-    Defect("routing weights are applied twice", (("tp2", "moe-bias"), ("ep2 dp2", "moe")), ((Experts, "_act", _weigh_twice),)),
-    Defect("every rank of a cut expert adds its bias", (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
-           ((GroupedLinear, "forward", _bias_of_every_rank),)),
-    Defect("the second bias of an expert is not weighed", (("tp2 etp1 dp2 average", "moe-bias"),),
-           ((GroupedLinear, "forward", _bias_without_weight),)),
+    Defect(
+        "the norm counts experts on every rank that has a copy",
+        (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4", "moe-capacity")),
+        ((clip, "counted_ranges", _count_experts_on_every_data_rank),),
+    ),
+    Defect(
+        "the norm counts the experts of the first ep rank only",
+        (("ep2 dp2", "moe"), ("tp2 etp1 ep2", "moe")),
+        ((clip, "counted_ranges", _count_experts_on_the_first_ep_rank),),
+    ),
+    Defect(
+        "expert gradients are summed over all data ranks",
+        (("ep2 dp2", "moe"), ("ep2 dp2 alltoall zero", "moe-padded")),
+        ((ddp, "make_buckets", _experts_over_the_dense_data_ranks),),
+    ),
+    Defect(
+        "averaged expert gradients are divided by the number of their copies",
+        (
+            ("tp2 etp1 dp2 average", "moe-bias"),
+            ("ep2 dp4 zero average overlap-reduce overlap-gather bucket900 alltoall", "moe-shared"),
+        ),
+        ((DataParallel, "_launch", _divide_by_the_ranks_of_the_bucket),),
+    ),
+    Defect(
+        "router gradients are not summed over tensor ranks",
+        (("tp2", "moe-bias"), ("tp2 sp", "moe-bias")),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "router" in s.name)),),
+    ),
+    Defect(
+        "bias gradients of cut experts are not summed",
+        (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith("experts.linear_fc2.bias"))),),
+    ),
+    Defect(
+        "gradients of the shared expert's gate are not summed under sequence parallelism",
+        (("tp2 sp ep2 dp2 alltoall", "moe-shared"),),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "gate_weight" in s.name)),),
+    ),
+    Defect(
+        "experts are drawn by their place on the rank",
+        (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
+        ((rng, "_draw_stack", _draw_by_place),),
+    ),
+    Defect(
+        "gates and linear halves of experts are cut as one matrix",
+        (("etp2 ep2 dp4 alltoall zero", "moe-shared-bias"),),
+        ((moe, "Shard", _one_part),),
+    ),
+    Defect(
+        "rows come back one off",
+        (("tp2 etp1 ep2", "moe"), ("ep4 dp4 alltoall grouped", "moe")),
+        ((dispatch, "collect", _collect_one_row_off),),
+    ),
+    Defect(
+        "rows meet the expert beside their own",
+        (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
+        ((AllToAll, "send", _count_one_expert_off),),
+    ),
+    Defect(
+        "every rank takes the choices of the first experts for its own",
+        (("ep2 dp2", "moe"),),
+        ((dispatch, "order_of", _all_choices_are_mine),),
+    ),
+    Defect(
+        "shares of cut experts are not added up",
+        (("etp2 dp2 alltoall", "moe-shared-bias"),),
+        ((dispatch, "collectives", collectives_with(uneven_scatter_then_gather=_own_share)),),
+    ),
+    Defect(
+        "gradients of weights do not come home",
+        (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
+        ((dispatch, "collectives", collectives_with(depart=_without_a_way_back)),),
+    ),
+    Defect(
+        "tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)
+    ),
+    Defect(
+        "every tensor rank sends all tokens",
+        (("tp2 etp1 alltoall mb2", "moe-bias"),),
+        ((Region, "scatter_tokens", lambda self, x: x), (Region, "gather_tokens", lambda self, own, held: own)),
+    ),
+    Defect(
+        "routing weights are applied twice",
+        (("tp2", "moe-bias"), ("ep2 dp2", "moe")),
+        ((Experts, "_act", _weigh_twice),),
+    ),
+    Defect(
+        "every rank of a cut expert adds its bias",
+        (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
+        ((GroupedLinear, "forward", _bias_of_every_rank),),
+    ),
+    Defect(
+        "the second bias of an expert is not weighed",
+        (("tp2 etp1 dp2 average", "moe-bias"),),
+        ((GroupedLinear, "forward", _bias_without_weight),),
+    ),
 )

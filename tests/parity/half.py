@@ -28,11 +28,21 @@ def train_half_here(changes: dict[str, Any], steps: int) -> tuple[list[HalfStep]
     done = []
     for _ in range(steps):
         step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
-        pairs = [collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist() for name, pair in step.losses.items()
-                 if name == "lm loss" or name.startswith("mtp_")]
+        pairs = [
+            collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist()
+            for name, pair in step.losses.items()
+            if name == "lm loss" or name.startswith("mtp_")
+        ]
         norm = float(step.grad_norm)
         # All kinds of "not finite" are one: nan would not even equal itself.
-        done.append(HalfStep(sum(total / count for total, count in pairs), norm if norm < float("inf") else float("inf"), step.loss_scale, step.skipped))
+        done.append(
+            HalfStep(
+                sum(total / count for total, count in pairs),
+                norm if norm < float("inf") else float("inf"),
+                step.loss_scale,
+                step.skipped,
+            )
+        )
     for parallel in trainer.parallels:
         parallel.finish_gather()
     return done, held_weights(trainer)

@@ -29,11 +29,17 @@ from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 
 _counted_ranges, _materialize, _sum_replicated = clip.counted_ranges, gpt.materialize, finalize.sum_replicated
-_look, _cut, _message, _predict, _turn = (Batch.looking_ahead, Batch.over_context, GPTModel._message, MultiTokenPrediction.forward,
-                                          MultiLatentAttention._turn)
+_look, _cut, _message, _predict, _turn = (
+    Batch.looking_ahead,
+    Batch.over_context,
+    GPTModel._message,
+    MultiTokenPrediction.forward,
+    MultiLatentAttention._turn,
+)
 
 
 # Latents.
+
 
 def _sum_down_projections_too(segments: list[Segment], mesh: Mesh) -> None:
     _sum_replicated(segments, mesh)
@@ -60,6 +66,7 @@ def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keyw
 
 # Tokens ahead.
 
+
 def _count_each_depth_where_it_is(output: Tensor | Losses, batch: Batch, config: MTPConfig) -> Loss:
     total, count, report = language_loss(output, batch, config)
     if isinstance(output, Losses):
@@ -77,16 +84,25 @@ def _look_at_the_own_piece(self: Batch, axis: Axis) -> Batch:
 
 
 def _look_across_documents(self: Batch, depths: int, **mode: bool) -> Batch:
-    return dataclasses.replace(_look(dataclasses.replace(self, documents=None), depths, **mode), documents=self.documents)
+    return dataclasses.replace(
+        _look(dataclasses.replace(self, documents=None), depths, **mode), documents=self.documents
+    )
 
 
 def _shift_once(self: Batch, depths: int, **mode: bool) -> Batch:
     found = _look(self, depths, **mode)
-    return dataclasses.replace(found, extras={name: found.extras[name.replace("mtp_2", "mtp_1")] if name.startswith("mtp_2") else rows
-                                              for name, rows in found.extras.items()})
+    return dataclasses.replace(
+        found,
+        extras={
+            name: found.extras[name.replace("mtp_2", "mtp_1")] if name.startswith("mtp_2") else rows
+            for name, rows in found.extras.items()
+        },
+    )
 
 
-def _places_of_the_first_rank(self: MultiTokenPrediction, x: Tensor, ids: tuple[Tensor, ...], positions: Tensor, *rest: Any) -> Any:
+def _places_of_the_first_rank(
+    self: MultiTokenPrediction, x: Tensor, ids: tuple[Tensor, ...], positions: Tensor, *rest: Any
+) -> Any:
     return _predict(self, x, ids, torch.arange(positions.shape[1])[None], *rest)
 
 
@@ -97,7 +113,9 @@ def _copy_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -
 
 
 def _count_the_copy(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded)
+    return _counted_ranges(
+        dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded
+    )
 
 
 class _GatherThenSum(torch.autograd.Function):
@@ -123,37 +141,100 @@ def _depths_swapped(self: GPTModel, x: Tensor, ahead: Any) -> tuple[Tensor, ...]
 
 
 LATENTS: tuple[Defect, ...] = (
-    Defect("gradients of whole down projections are summed over tensor ranks", (("tp2 mb4", "mla-q"),),
-           ((finalize, "sum_replicated", _sum_down_projections_too),)),
-    Defect("gradients of down projections are not summed under sequence parallelism", (("tp2 sp mb2", "mla-q"), ("tp4 sp mb4", "mla")),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: "down_proj" in s.name)),)),
-    Defect("gradients of the latents' norms are not summed under sequence parallelism", (("tp2 sp mb2", "mla-q"),),
-           ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("q_layernorm.weight", "kv_layernorm.weight")))),)),
-    Defect("each tensor rank keeps its own gradient of the shared key", (("tp2 mb4", "mla"), ("tp2 sp mb2", "mla-q")),
-           ((Region, "copy_to_region", _keep_own_gradient),)),
-    Defect("tensor ranks rotate the shared key by other positions", (("tp2 mb4", "mla"), ("tp2 sp mb4", "mla-packed")),
-           ((MultiLatentAttention, "_turn", _turn_from_the_rank),)),
-    Defect("keys and values of all heads are cut as two parts", (("tp2 mb4", "mla"),), ((mla, "ColumnLinear", _keys_beside_values),)),
-    Defect("scores are not sharpened as yarn asks", (("tp2 mb4", "mla"),), ((mla, "yarn_growth", lambda config, share: 1.0),)),
-    Defect("each microbatch divides tokens ahead by its own number", (("dp2", "mtp"), ("mb8", "mtp2-tied-packed")),
-           ((tiny, "language_loss", _count_each_depth_where_it_is),)),
-    Defect("tokens ahead are looked for in a context rank's own piece", (("cp2 mb2", "mtp"), ("cp2 pp2 mb2", "mtp2")),
-           ((Batch, "over_context", _look_at_the_own_piece),)),
-    Defect("positions ahead begin anew on every context rank", (("cp2 mb2", "mtp"),),
-           ((MultiTokenPrediction, "forward", _places_of_the_first_rank),)),
-    Defect("tokens of other documents are predicted ahead", (("mb8", "mtp2-tied-packed"), ("pp4 mb2", "mtp2-tied-packed")),
-           ((Batch, "looking_ahead", _look_across_documents),)),
-    Defect("the second depth looks no further than the first", (("tp2 sp mb2", "mtp2"),), ((Batch, "looking_ahead", _shift_once),)),
-    Defect("gradients of the embedding's copy are not summed", (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
-           ((finalize, "sum_tied", nothing),)),
-    Defect("the embedding's copy starts otherwise", (("pp2", "mtp2"), ("pp4 layout=Et|t|ttmm|L mb2", "mtp2-tied-packed")),
-           ((gpt, "materialize", _copy_of_its_own),)),
-    Defect("the norm counts the embedding's copy", (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
-           ((clip, "counted_ranges", _count_the_copy),)),
-    Defect("whole gradients are summed where columns were gathered", (("tp2 mb4", "mtp"), ("tp2 sp mb2", "mtp2")),
-           ((region, "collectives", collectives_with(gather_columns_then_cut=_GatherThenSum.apply)),)),
-    Defect("columns are gathered in the wrong order", (("tp2 mb4", "mtp"),),
-           ((region, "collectives", collectives_with(gather_columns_then_cut=_columns_backwards)),)),
-    Defect("states of two depths change places on their way to the head", (("pp4 layout=E|ttt|tmm|L", "mtp2"),),
-           ((GPTModel, "_message", _depths_swapped),)),
+    Defect(
+        "gradients of whole down projections are summed over tensor ranks",
+        (("tp2 mb4", "mla-q"),),
+        ((finalize, "sum_replicated", _sum_down_projections_too),),
+    ),
+    Defect(
+        "gradients of down projections are not summed under sequence parallelism",
+        (("tp2 sp mb2", "mla-q"), ("tp4 sp mb4", "mla")),
+        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "down_proj" in s.name)),),
+    ),
+    Defect(
+        "gradients of the latents' norms are not summed under sequence parallelism",
+        (("tp2 sp mb2", "mla-q"),),
+        (
+            (
+                finalize,
+                "sum_replicated",
+                sum_replicated_but(lambda s: s.name.endswith(("q_layernorm.weight", "kv_layernorm.weight"))),
+            ),
+        ),
+    ),
+    Defect(
+        "each tensor rank keeps its own gradient of the shared key",
+        (("tp2 mb4", "mla"), ("tp2 sp mb2", "mla-q")),
+        ((Region, "copy_to_region", _keep_own_gradient),),
+    ),
+    Defect(
+        "tensor ranks rotate the shared key by other positions",
+        (("tp2 mb4", "mla"), ("tp2 sp mb4", "mla-packed")),
+        ((MultiLatentAttention, "_turn", _turn_from_the_rank),),
+    ),
+    Defect(
+        "keys and values of all heads are cut as two parts",
+        (("tp2 mb4", "mla"),),
+        ((mla, "ColumnLinear", _keys_beside_values),),
+    ),
+    Defect(
+        "scores are not sharpened as yarn asks",
+        (("tp2 mb4", "mla"),),
+        ((mla, "yarn_growth", lambda config, share: 1.0),),
+    ),
+    Defect(
+        "each microbatch divides tokens ahead by its own number",
+        (("dp2", "mtp"), ("mb8", "mtp2-tied-packed")),
+        ((tiny, "language_loss", _count_each_depth_where_it_is),),
+    ),
+    Defect(
+        "tokens ahead are looked for in a context rank's own piece",
+        (("cp2 mb2", "mtp"), ("cp2 pp2 mb2", "mtp2")),
+        ((Batch, "over_context", _look_at_the_own_piece),),
+    ),
+    Defect(
+        "positions ahead begin anew on every context rank",
+        (("cp2 mb2", "mtp"),),
+        ((MultiTokenPrediction, "forward", _places_of_the_first_rank),),
+    ),
+    Defect(
+        "tokens of other documents are predicted ahead",
+        (("mb8", "mtp2-tied-packed"), ("pp4 mb2", "mtp2-tied-packed")),
+        ((Batch, "looking_ahead", _look_across_documents),),
+    ),
+    Defect(
+        "the second depth looks no further than the first",
+        (("tp2 sp mb2", "mtp2"),),
+        ((Batch, "looking_ahead", _shift_once),),
+    ),
+    Defect(
+        "gradients of the embedding's copy are not summed",
+        (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
+        ((finalize, "sum_tied", nothing),),
+    ),
+    Defect(
+        "the embedding's copy starts otherwise",
+        (("pp2", "mtp2"), ("pp4 layout=Et|t|ttmm|L mb2", "mtp2-tied-packed")),
+        ((gpt, "materialize", _copy_of_its_own),),
+    ),
+    Defect(
+        "the norm counts the embedding's copy",
+        (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
+        ((clip, "counted_ranges", _count_the_copy),),
+    ),
+    Defect(
+        "whole gradients are summed where columns were gathered",
+        (("tp2 mb4", "mtp"), ("tp2 sp mb2", "mtp2")),
+        ((region, "collectives", collectives_with(gather_columns_then_cut=_GatherThenSum.apply)),),
+    ),
+    Defect(
+        "columns are gathered in the wrong order",
+        (("tp2 mb4", "mtp"),),
+        ((region, "collectives", collectives_with(gather_columns_then_cut=_columns_backwards)),),
+    ),
+    Defect(
+        "states of two depths change places on their way to the head",
+        (("pp4 layout=E|ttt|tmm|L", "mtp2"),),
+        ((GPTModel, "_message", _depths_swapped),),
+    ),
 )

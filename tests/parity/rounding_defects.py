@@ -19,7 +19,12 @@ from megatron.core.tensor_parallel import low_precision
 from megatron.core.tensor_parallel.low_precision import Scaling, Way
 from tests.parity.defect import Defect, collectives_with, nothing
 
-_largest, _whole, _later, _prepare = Scaling.largest, low_precision._gathered, low_precision._later, RoundedBucket.prepare
+_largest, _whole, _later, _prepare = (
+    Scaling.largest,
+    low_precision._gathered,
+    low_precision._later,
+    RoundedBucket.prepare,
+)
 
 
 def _of_own_piece(tensor: Tensor, *_: Any) -> Tensor:
@@ -45,7 +50,9 @@ def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
 
 def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
     whole = _whole(x, axis)
-    return whole if x.blocks is None else Quantised(whole.values, whole.scale, x.blocks.repeat(axis.size, 1), whole.block)
+    return (
+        whole if x.blocks is None else Quantised(whole.values, whole.scale, x.blocks.repeat(axis.size, 1), whole.block)
+    )
 
 
 def _own_tokens_later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
@@ -58,25 +65,59 @@ def _rounded_by_own_range(self: RoundedBucket) -> None:
 
 
 ROUNDING: tuple[Defect, ...] = (
-    Defect("owners round their ranges of a weight by scales of their own",
-           (("dp4 fp8-gather overlap-reduce overlap-gather bucket900 average", "fp8-tensorwise"), ("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),
-            ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"), ("tp2 sp dp2 fp8-gather", "fp8-mx")),
-           ((RoundedBucket, "prepare", _rounded_by_own_range),)),
-    Defect("a transposed weight is the first rounding, transposed", (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
-           ((Way, "turned", property(lambda self: self.held and self.held.t())),)),
-    Defect("experts take the matrix of the first", (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
-           ((Way, "held", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),)),
-    Defect("weights of 8 bits are not rounded anew after a step", (("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),),
-           ((DataParallel, "start_gather", nothing),)),
-    Defect("every rank scales by the largest value of its own piece",
-           (("tp2 sp", "fp8-tensorwise"), ("tp4", "fp8-tensorwise"), ("cp2 tp2 sp", "fp8-tensorwise")),
-           ((low_precision, "collectives", collectives_with(all_reduce=_of_own_piece)),)),
-    Defect("pieces of a weight are scaled apart", (("tp4", "fp8-tensorwise"),), ((Scaling, "largest", _weights_by_their_piece),)),
-    Defect("delayed scales know the largest values of this rank only", (("tp2 sp dp2 zero", "fp8-delayed"), ("dp2 fsdp", "fp8-delayed")),
-           ((Scaling, "after_step", staticmethod(_of_own_data)),)),
-    Defect("delayed scales move within a step, so that what is recomputed is rounded anew", (("recompute-uniform cp2", "fp8-delayed"),),
-           ((Scaling, "largest", _by_the_step_under_way),)),
-    Defect("gathered blocks take this rank's scales", (("tp2 sp", "fp8-mx"),), ((low_precision, "_gathered", _scales_of_own_rows),)),
-    Defect("gradients of weights that wait see no tokens", (("pp2 zb tp2 sp", "fp8-tensorwise"),),
-           ((low_precision, "_later", _own_tokens_later),)),
+    Defect(
+        "owners round their ranges of a weight by scales of their own",
+        (
+            ("dp4 fp8-gather overlap-reduce overlap-gather bucket900 average", "fp8-tensorwise"),
+            ("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),
+            ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"),
+            ("tp2 sp dp2 fp8-gather", "fp8-mx"),
+        ),
+        ((RoundedBucket, "prepare", _rounded_by_own_range),),
+    ),
+    Defect(
+        "a transposed weight is the first rounding, transposed",
+        (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
+        ((Way, "turned", property(lambda self: self.held and self.held.t())),),
+    ),
+    Defect(
+        "experts take the matrix of the first",
+        (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
+        ((Way, "held", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),),
+    ),
+    Defect(
+        "weights of 8 bits are not rounded anew after a step",
+        (("tp2 sp pp2 dp2 fp8-gather", "fp8-tensorwise"),),
+        ((DataParallel, "start_gather", nothing),),
+    ),
+    Defect(
+        "every rank scales by the largest value of its own piece",
+        (("tp2 sp", "fp8-tensorwise"), ("tp4", "fp8-tensorwise"), ("cp2 tp2 sp", "fp8-tensorwise")),
+        ((low_precision, "collectives", collectives_with(all_reduce=_of_own_piece)),),
+    ),
+    Defect(
+        "pieces of a weight are scaled apart",
+        (("tp4", "fp8-tensorwise"),),
+        ((Scaling, "largest", _weights_by_their_piece),),
+    ),
+    Defect(
+        "delayed scales know the largest values of this rank only",
+        (("tp2 sp dp2 zero", "fp8-delayed"), ("dp2 fsdp", "fp8-delayed")),
+        ((Scaling, "after_step", staticmethod(_of_own_data)),),
+    ),
+    Defect(
+        "delayed scales move within a step, so that what is recomputed is rounded anew",
+        (("recompute-uniform cp2", "fp8-delayed"),),
+        ((Scaling, "largest", _by_the_step_under_way),),
+    ),
+    Defect(
+        "gathered blocks take this rank's scales",
+        (("tp2 sp", "fp8-mx"),),
+        ((low_precision, "_gathered", _scales_of_own_rows),),
+    ),
+    Defect(
+        "gradients of weights that wait see no tokens",
+        (("pp2 zb tp2 sp", "fp8-tensorwise"),),
+        ((low_precision, "_later", _own_tokens_later),),
+    ),
 )

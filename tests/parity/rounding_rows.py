@@ -7,22 +7,54 @@ from __future__ import annotations
 
 from typing import Any
 
-_DELAYED: dict[str, Any] = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max",
-                            "fp8_margin": 1}
+_DELAYED: dict[str, Any] = {
+    "fp8_format": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 2,
+    "fp8_amax_compute_algo": "max",
+    "fp8_margin": 1,
+}
 # Wide enough that each of two tensor ranks holds whole blocks.
-_MX: dict[str, Any] = {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64}
+_MX: dict[str, Any] = {
+    "fp8_format": "e4m3",
+    "fp8_recipe": "mxfp8",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+}
 
-_EXPERTS: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-                            "num_experts": 4}
+_EXPERTS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "num_experts": 4,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
-    "fp8-tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0},
+    "fp8-tensorwise": {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 0,
+    },
     "fp8-delayed": _DELAYED,
     "fp8-mx": _MX,
-    "fp8-blocks": {"fp8_format": "hybrid", "fp8_recipe": "blockwise", "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 256},
+    "fp8-blocks": {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "blockwise",
+        "num_layers": 2,
+        "hidden_size": 256,
+        "ffn_hidden_size": 256,
+    },
     "fp8-wide-weights": {**_MX, "fp8_wgrad": False},
     "fp8-experts": {**_DELAYED, **_EXPERTS, "moe_ffn_hidden_size": 24},
-    "fp8-experts-tensorwise": {**_EXPERTS, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "moe_ffn_hidden_size": 32},
+    "fp8-experts-tensorwise": {
+        **_EXPERTS,
+        "fp8_format": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "moe_ffn_hidden_size": 32,
+    },
 }
 # What must not change any result.
 WORDS: dict[str, dict[str, Any]] = {"fp8-gather": {"fp8_param_gather": True, "use_distributed_optimizer": True}}

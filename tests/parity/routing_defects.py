@@ -17,7 +17,12 @@ from megatron.training.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 
 _share, _size, _evened, _mean_weight, _after_step = (
-    router.balancing_share, router.size_share, router.evened, StepWork._mean_weight, Router.after_step)
+    router.balancing_share,
+    router.size_share,
+    router.evened,
+    StepWork._mean_weight,
+    Router.after_step,
+)
 
 
 def _kept(tensor: Tensor, *_: Any) -> Tensor:
@@ -54,23 +59,54 @@ def _a_step_of_one_layer(routers: Sequence[Router], *, stepped: bool) -> None:
 
 
 ROUTING: tuple[Defect, ...] = (
-    Defect("every rank's balancing loss is a mean of its own tokens", (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
-           ((router, "balancing_share", _mean_over_own_tokens),)),
-    Defect("every rank's z-loss is a mean of its own tokens", (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
-           ((router, "size_share", _size_over_own_tokens),)),
-    Defect("a rank knows only its own choices", (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced"), ("ep4 dp4", "moe-no-aux")),
-           ((router, "collectives", collectives_with(all_reduce=_kept)),)),
-    Defect("balancing losses count once a data rank", (("ep2 dp2 alltoall", "moe-balanced"), ("pp2 ep2 dp2", "moe-balanced")),
-           ((StepWork, "_mean_weight", _without_the_number_of_data_ranks),)),
-    Defect("balancing losses of short microbatches count as much as those of long ones", (("pp2 ep2 dp2", "moe-balanced"), ("tp2 sp", "moe-balanced")),
-           ((StepWork, "_mean_weight", _every_microbatch_alike),)),
-    Defect("balancing losses forget that the collective divides", (("ep2 dp2 average", "moe-mean"),),
-           ((StepWork, "_mean_weight", _without_the_division_of_the_collective),)),
-    Defect("a recomputed pass counts its choices again", (("recompute-uniform tp2 sp pp2", "moe-global"),), ((MicrobatchContext, "compute_once", _every_time),)),
-    Defect("the counts of a step are kept for the next", (("tp2 sp pp2", "moe-global"), ("ep4 dp4", "moe-no-aux")),
-           ((Router, "after_step", staticmethod(_a_step_of_one_layer)),)),
-    Defect("each rank evens out its own tokens", (("tp2 sp ep2 etp1", "moe-sinkhorn"), ("cp2", "moe-sinkhorn")),
-           ((router, "evened", lambda scores, axis: _evened(scores, Axis("alone"))),)),
-    Defect("forced balance goes by the place of a token on its rank", (("tp2 sp ep2 dp2", "moe-forced"),),
-           ((router, "collectives", collectives_with(cut=lambda tensor, axis: tensor.chunk(axis.size)[0])),)),
+    Defect(
+        "every rank's balancing loss is a mean of its own tokens",
+        (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
+        ((router, "balancing_share", _mean_over_own_tokens),),
+    ),
+    Defect(
+        "every rank's z-loss is a mean of its own tokens",
+        (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
+        ((router, "size_share", _size_over_own_tokens),),
+    ),
+    Defect(
+        "a rank knows only its own choices",
+        (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced"), ("ep4 dp4", "moe-no-aux")),
+        ((router, "collectives", collectives_with(all_reduce=_kept)),),
+    ),
+    Defect(
+        "balancing losses count once a data rank",
+        (("ep2 dp2 alltoall", "moe-balanced"), ("pp2 ep2 dp2", "moe-balanced")),
+        ((StepWork, "_mean_weight", _without_the_number_of_data_ranks),),
+    ),
+    Defect(
+        "balancing losses of short microbatches count as much as those of long ones",
+        (("pp2 ep2 dp2", "moe-balanced"), ("tp2 sp", "moe-balanced")),
+        ((StepWork, "_mean_weight", _every_microbatch_alike),),
+    ),
+    Defect(
+        "balancing losses forget that the collective divides",
+        (("ep2 dp2 average", "moe-mean"),),
+        ((StepWork, "_mean_weight", _without_the_division_of_the_collective),),
+    ),
+    Defect(
+        "a recomputed pass counts its choices again",
+        (("recompute-uniform tp2 sp pp2", "moe-global"),),
+        ((MicrobatchContext, "compute_once", _every_time),),
+    ),
+    Defect(
+        "the counts of a step are kept for the next",
+        (("tp2 sp pp2", "moe-global"), ("ep4 dp4", "moe-no-aux")),
+        ((Router, "after_step", staticmethod(_a_step_of_one_layer)),),
+    ),
+    Defect(
+        "each rank evens out its own tokens",
+        (("tp2 sp ep2 etp1", "moe-sinkhorn"), ("cp2", "moe-sinkhorn")),
+        ((router, "evened", lambda scores, axis: _evened(scores, Axis("alone"))),),
+    ),
+    Defect(
+        "forced balance goes by the place of a token on its rank",
+        (("tp2 sp ep2 dp2", "moe-forced"),),
+        ((router, "collectives", collectives_with(cut=lambda tensor, axis: tensor.chunk(axis.size)[0])),),
+    ),
 )

@@ -5,13 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 _ADAFACTOR: dict[str, Any] = {"optimizer": "adafactor", "lr": 0.05, "min_lr": 0.01}
-_LLAMA: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 48}
+_LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     # A bias that all keys share has no gradient but rounding, which a direction would make large.
     "adafactor": {**_ADAFACTOR, "add_bias_linear": False},
-    "adafactor-gqa": {**_ADAFACTOR, **_LLAMA, "num_query_groups": 2, "group_query_attention": True, "adafactor_clip_threshold": 0.7,
-                      "adafactor_decay_rate": 0.6, "adafactor_min_rms": 0.02, "decoupled_lr": 0.02},
+    "adafactor-gqa": {
+        **_ADAFACTOR,
+        **_LLAMA,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "adafactor_clip_threshold": 0.7,
+        "adafactor_decay_rate": 0.6,
+        "adafactor_min_rms": 0.02,
+        "decoupled_lr": 0.02,
+    },
     "adafactor-moe": {**_ADAFACTOR, **_LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24},
 }
 # What must not change any result.

@@ -18,7 +18,13 @@ from tests.helpers.training import train_on
 from tests.helpers.world import Worlds
 
 STEPS = 2
-MODEL: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 2, "swiglu": True, "ffn_hidden_size": 64, "bf16": True}
+MODEL: dict[str, Any] = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "swiglu": True,
+    "ffn_hidden_size": 64,
+    "bf16": True,
+}
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
 ZERO: dict[str, Any] = {"use_distributed_optimizer": True}
 FSDP: dict[str, Any] = {"use_torch_fsdp2": True}
@@ -60,15 +66,29 @@ def begin(changes: dict[str, Any], folder: Path) -> None:
 def carry(changes: dict[str, Any], source: Path, folder: Path) -> None:
     """On every rank: load one checkpoint, and save another. Every weight is another before, and every moment zero."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**MODEL, **changes, "seed": 8, "allow_other_data": True}, load=str(source), save=str(folder))))
+    trainer = tiny.trainer_of(
+        tiny.run_of(
+            tiny.config(
+                world_size,
+                **{**MODEL, **changes, "seed": 8, "allow_other_data": True},
+                load=str(source),
+                save=str(folder),
+            )
+        )
+    )
     checkpoint = Checkpoint(trainer)
     assert checkpoint.resume()
-    assert (trainer.progress.iteration, trainer.optimizer.num_steps) in ((STEPS, STEPS), (STEPS, 0))  # 0: this rank owns padding alone
+    assert (trainer.progress.iteration, trainer.optimizer.num_steps) in (
+        (STEPS, STEPS),
+        (STEPS, 0),
+    )  # 0: this rank owns padding alone
     checkpoint.save()
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(seed: int, world: Worlds, tmp_path: Path) -> None:
+def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(
+    seed: int, world: Worlds, tmp_path: Path
+) -> None:
     choose = random.Random(seed)
     walk = choose.sample(LAYOUTS, len(LAYOUTS))
     ranks, changes = walk[-1]  # the first hop changes the layout too
@@ -77,7 +97,15 @@ def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(se
     parameters = {name.removeprefix("model.") for name in start.formats if name.startswith("model.")}
     slots = {name for name in start.formats if name.startswith("optimizer.")}
     assert slots == {f"optimizer.{slot}.{name}" for slot in ("master", "exp_avg", "exp_avg_sq") for name in parameters}
-    patterns = ("model.*", "optimizer.*", "run.progress", "run.optimizer_steps", "run.loss_scale", "run.schedule", "run.tokenizer")
+    patterns = (
+        "model.*",
+        "optimizer.*",
+        "run.progress",
+        "run.optimizer_steps",
+        "run.loss_scale",
+        "run.schedule",
+        "run.tokenizer",
+    )
     here = tmp_path / "start"
     for hop, (ranks, changes) in enumerate(walk):
         there = tmp_path / f"hop{hop}"

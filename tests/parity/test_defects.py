@@ -54,7 +54,9 @@ def test_a_planted_defect_is_caught(world: Worlds, caught: dict[str, bool], defe
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("defect", [defect for defect in DEFECTS if len(defect.rows) > 1], ids=lambda defect: defect.name)
+@pytest.mark.parametrize(
+    "defect", [defect for defect in DEFECTS if len(defect.rows) > 1], ids=lambda defect: defect.name
+)
 def test_every_other_row_that_should_catch_a_defect_does(world: Worlds, defect: Defect) -> None:
     blind = [row for row in defect.rows[1:] if serial(row[1]) and not notices(world, *row, defect)]
     assert not blind, f"{blind} did not notice that {defect.name}"

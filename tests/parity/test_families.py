@@ -42,67 +42,216 @@ NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
 Said = dict[str, Tensor]  # logits of words [b, s, v], and a BERT's of pairs [b, 2]
 LENGTH, SHORT = 16, 10
 TOLERANCE = 1e-5
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
-GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-BERT_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "max_position_embeddings": LENGTH, "initializer_range": 0.2}
-T5_SIZES = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4,
-            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 12}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 2.0}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+GPT2_SIZES = {
+    "vocab_size": VOCABULARY,
+    "n_positions": LENGTH,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+}
+BERT_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.2,
+}
+T5_SIZES = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 4,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 2.0,
+}
 SPARSE = {**SIZES, "moe_intermediate_size": 24, "norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2}
-LATENT = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 2,
-          "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 1,
-          "routed_scaling_factor": 1.5}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
     "mixtral window": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
     "qwen2 moe": ("Qwen2Moe", {**SPARSE, "norm_topk_prob": False, "shared_expert_intermediate_size": 20}),
-    "qwen2 moe some": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "use_sliding_window": True,
-                                    "sliding_window": 4, "tie_word_embeddings": True}),
+    "qwen2 moe some": (
+        "Qwen2Moe",
+        {
+            **SPARSE,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3 moe": ("Qwen3Moe", {**SPARSE, "head_dim": 16}),
-    "qwen3 moe some": ("Qwen3Moe", {**SPARSE, "norm_topk_prob": False, "head_dim": 16, "mlp_only_layers": [1], "use_sliding_window": True,
-                                    "sliding_window": 6}),
+    "qwen3 moe some": (
+        "Qwen3Moe",
+        {
+            **SPARSE,
+            "norm_topk_prob": False,
+            "head_dim": 16,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
     "deepseek v2 lite": ("DeepseekV2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
-    "deepseek v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 12, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
-                                   "first_k_dense_replace": 0}),
-    "deepseek v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-                                   "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 12,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
     "deepseek v3 plain": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}),
-    "gpt-oss": ("GptOss", {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.6,
-                           "rope_parameters": {**YARN, "truncate": False}, "attn_implementation": "eager"}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 0.6,
+            "rope_parameters": {**YARN, "truncate": False},
+            "attn_implementation": "eager",
+        },
+    ),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2_SIZES),
-    "gpt2 erf untied wide": ("GPT2", {**GPT2_SIZES, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 96,
-                                      "layer_norm_epsilon": 1e-3}),
+    "gpt2 erf untied wide": (
+        "GPT2",
+        {
+            **GPT2_SIZES,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+            "n_inner": 96,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
     "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {**SIZES, "rope_parameters": LLAMA3}),
-    "llama linear": ("Llama", {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}),
+    "llama linear": (
+        "Llama",
+        {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}},
+    ),
     "llama biased": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
     "smollm2": ("Llama", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SIZES, "head_dim": 12, "sliding_window": None}),
     "qwen2": ("Qwen2", SIZES),
-    "qwen2.5 tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2.5 tied": (
+        "Qwen2",
+        {**SIZES, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "mistral window": ("Mistral", {**SIZES, "sliding_window": 5}),
     "llama yarn": ("Llama", {**SIZES, "rope_parameters": YARN}),
     "qwen2 window": ("Qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
-    "qwen3 layers": ("Qwen3", {**SIZES, "head_dim": 16, "use_sliding_window": True, "sliding_window": 3,
-                               "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3 layers": (
+        "Qwen3",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "gemma": ("Gemma", {**SIZES, "head_dim": 12, "pad_token_id": None}),
-    "gemma2": ("Gemma2", {**SIZES, "pad_token_id": None, "num_hidden_layers": 4, "head_dim": 12, "query_pre_attn_scalar": 9, "sliding_window": 5,
-                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attn_implementation": "eager"}),
-    "gemma2 uncapped": ("Gemma2", {**SIZES, "head_dim": 12, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-                                   "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **SIZES,
+            "pad_token_id": None,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
+    "gemma2 uncapped": (
+        "Gemma2",
+        {
+            **SIZES,
+            "head_dim": 12,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 3,
+        },
+    ),
     "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),
     "bert words tanh": ("BertForMaskedLM", {**BERT_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
     "megatron bert": ("MegatronBertForPreTraining", {**BERT_SIZES, "layer_norm_eps": 1e-5}),
     "t5": ("T5ForConditionalGeneration", T5_SIZES),
-    "t5 v1.1": ("T5ForConditionalGeneration", {**T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5 v1.1": (
+        "T5ForConditionalGeneration",
+        {**T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
     "t5 tied unscaled": ("T5ForConditionalGeneration", {**T5_SIZES, "scale_decoder_outputs": False}),
     **EXPERTS,
 }
@@ -114,13 +263,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2": (2, {"expert_model_parallel_size": 2, "global_batch_size": 4}),
-    "tp 2 ep 2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
-                      "expert_tensor_parallel_size": 1}),
-    "tp 2 etp 2 ep 2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
-                            "global_batch_size": 4}),
+    "tp 2 ep 2": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "tp 2 etp 2 ep 2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "global_batch_size": 4,
+        },
+    ),
     "pp 2 ep 2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "global_batch_size": 4}),
     "cp 2": (2, {"context_parallel_size": 2}),
-    "pp 2 ep 2 cp 2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "context_parallel_size": 2}),
+    "pp 2 ep 2 cp 2": (
+        4,
+        {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "context_parallel_size": 2},
+    ),
 }
 
 
@@ -146,7 +312,11 @@ def said(model: nn.Module) -> Said:
         if "Bert" not in type(model).__name__:
             return {"words": model(ids()).logits}
         out = model(ids(), attention_mask=padding().long(), token_type_ids=ids() % 2)
-    return {"words": out.logits} if "logits" in out else {"words": out.prediction_logits, "pairs": out.seq_relationship_logits}
+    return (
+        {"words": out.logits}
+        if "logits" in out
+        else {"words": out.prediction_logits, "pairs": out.seq_relationship_logits}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -200,15 +370,29 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
     """On every rank: our network with the folder's weights. Returns what the last stage says, and None on other stages."""
     source = hf.open_folder(path)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    config = tiny.config(world_size, **{**source.settings, "seq_length": LENGTH, "micro_batch_size": 2, "global_batch_size": 2,
-                                        "attention_dropout": 0.0, "hidden_dropout": 0.0, **layout},
-                         **({"decoder_seq_length": SHORT} if "decoder_num_layers" in source.settings else {}))
+    config = tiny.config(
+        world_size,
+        **{
+            **source.settings,
+            "seq_length": LENGTH,
+            "micro_batch_size": 2,
+            "global_batch_size": 2,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            **layout,
+        },
+        **({"decoder_seq_length": SHORT} if "decoder_num_layers" in source.settings else {}),
+    )
     run = tiny.run_of(config)
     (stage,) = [stage for stage in stages_of(config) if stage.rank == run.mesh.pp.rank]
     model = NETWORKS[config.model.architecture](stage, run.build).materialize(1).eval()
     fill(model, source, run.mesh)
     with torch.no_grad():
-        message = () if stage.has_embedding else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
+        message = (
+            ()
+            if stage.has_embedding
+            else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
+        )
         for part in message:
             dist.recv(part, src=run.mesh.pp.ranks[stage.rank - 1])
         out = ask(model, message)
@@ -247,15 +431,18 @@ def test_logits_are_those_of_transformers(case: str, folder: Callable[[str], Pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_under_a_layout(case: str, layout: str, folder: Callable[[str], Path], world: Worlds) -> None:
+def test_logits_are_those_of_transformers_under_a_layout(
+    case: str, layout: str, folder: Callable[[str], Path], world: Worlds
+) -> None:
     results = world(2).run(logits_here, folder(case), LAYOUTS[layout])
     check_logits(next(result for result in reversed(results) if result is not None), folder(case))
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("case", EXPERTS)
-def test_logits_of_experts_are_those_of_transformers_under_a_layout(case: str, layout: str, folder: Callable[[str], Path],
-                                                                    world: Worlds) -> None:
+def test_logits_of_experts_are_those_of_transformers_under_a_layout(
+    case: str, layout: str, folder: Callable[[str], Path], world: Worlds
+) -> None:
     ranks, settings = EXPERT_LAYOUTS[layout]
     found = [result for result in world(ranks).run(logits_here, folder(case), settings) if result is not None]
     assert found
@@ -276,13 +463,21 @@ def test_gradients_are_those_of_transformers(case: str, folder: Callable[[str], 
     found = torch.autograd.grad(loss_of(stage(ids=ids())[..., :VOCABULARY].transpose(0, 1)), list(named.values()))
     for (name, param), gradient in zip(named.items(), found, strict=True):
         expected = theirs.read(f"model.{name}", whole(spec_of(param).shape))
-        gap, size = float((gradient[:len(expected)] - expected).abs().max()), float(expected.abs().max())
+        gap, size = float((gradient[: len(expected)] - expected).abs().max()), float(expected.abs().max())
         assert 0 < size and gap <= 1e-4 * size, f"the gradient of {name} differs by {gap:.3g} of {size:.3g}"
 
 
-@pytest.mark.parametrize("kind, first", [("Qwen2", 1), ("Qwen2", 3), ("Qwen3", 2), ("Qwen2Moe", 3), ("Qwen2Moe", 9), ("GptOss", None)])
-def test_layers_with_a_window_are_those_of_transformers_where_a_config_does_not_name_them(kind: str, first: int | None) -> None:
-    sizes = {**SIZES, "num_hidden_layers": 5, **({"max_window_layers": first, "use_sliding_window": True} if first else {})}
+@pytest.mark.parametrize(
+    "kind, first", [("Qwen2", 1), ("Qwen2", 3), ("Qwen3", 2), ("Qwen2Moe", 3), ("Qwen2Moe", 9), ("GptOss", None)]
+)
+def test_layers_with_a_window_are_those_of_transformers_where_a_config_does_not_name_them(
+    kind: str, first: int | None
+) -> None:
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 5,
+        **({"max_window_layers": first, "use_sliding_window": True} if first else {}),
+    }
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "sliding_window": 4}).to_dict()
     kinds = config.pop("layer_types")
     settings, problems = family_of({"model_type": config["model_type"]}, kind).config_in(config)
@@ -307,7 +502,9 @@ def serial(path: Path) -> GPTModel:
 
 
 @pytest.mark.parametrize("case", [name for name in EXPERTS if name != "gpt-oss"])
-def test_experts_that_are_saved_as_one_tensor_are_read_as_the_same_network(case: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_that_are_saved_as_one_tensor_are_read_as_the_same_network(
+    case: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     published(case).save_pretrained(tmp_path, save_original_format=False)
     source, expected = hf.open_folder(tmp_path), hf.open_folder(folder(case))
     assert any(name.endswith("experts.gate_up_proj") for name in read_header(tmp_path / "model.safetensors"))
@@ -322,7 +519,9 @@ def saved_files(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_gives_the_files_of_transformers_byte_by_byte(case: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_there_and_back_gives_the_files_of_transformers_byte_by_byte(
+    case: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     hf.export(hf.open_folder(folder(case)), tmp_path / "back", like=folder(case))
     assert saved_files(tmp_path / "back") == saved_files(folder(case))
 
@@ -341,7 +540,9 @@ class Held:
 
     def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
         self.where, self.values, self.settings = "memory", {}, settings
-        self._tensors = {f"model.{spec_of(param).name}": param.detach()[:spec_of(param).shape[0]] for param in model.parameters()}
+        self._tensors = {
+            f"model.{spec_of(param).name}": param.detach()[: spec_of(param).shape[0]] for param in model.parameters()
+        }
         self.formats = {name: hf.Format(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: Any) -> Tensor:
@@ -349,41 +550,136 @@ class Held:
         return self._tensors[name][box.slices()]
 
 
-T5_OURS = {"architecture": "t5", "decoder_num_layers": 2, "decoder_seq_length": SHORT, "position_embedding_type": "relative",
-           "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "normalization": "RMSNorm",
-           "add_bias_linear": False, "softmax_scale": 1.0, "kv_channels": 6}
+T5_OURS = {
+    "architecture": "t5",
+    "decoder_num_layers": 2,
+    "decoder_seq_length": SHORT,
+    "position_embedding_type": "relative",
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "softmax_scale": 1.0,
+    "kv_channels": 6,
+}
 KIN = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope"}
 SOME = {"num_experts": 4, "moe_ffn_hidden_size": 24}
-BY_LATENTS = {**KIN, **SOME, "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16, "qk_head_dim": 6,
-              "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "moe_layer_freq": "[0]*1+[1]*3", "moe_shared_expert_intermediate_size": 24,
-              "norm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "moe_router_topk_scaling_factor": 2.5}
+BY_LATENTS = {
+    **KIN,
+    **SOME,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_shared_expert_intermediate_size": 24,
+    "norm_epsilon": 1e-6,
+    "untie_embeddings_and_output_weights": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"openai_gelu": True}),
-    "llama": ("llama", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
-                        "untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2,
-                        "use_rope_scaling": True, "rope_scaling_original_length": 8}),
-    "qwen2": ("qwen2", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True,
-                        "position_embedding_type": "rope"}),
-    "qwen3": ("qwen3", {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True,
-                        "position_embedding_type": "rope", "kv_channels": 6}),
+    "llama": (
+        "llama",
+        {
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "position_embedding_type": "rope",
+            "untie_embeddings_and_output_weights": True,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "use_rope_scaling": True,
+            "rope_scaling_original_length": 8,
+        },
+    ),
+    "qwen2": (
+        "qwen2",
+        {
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "add_qkv_bias": True,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "qwen3": (
+        "qwen3",
+        {
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "qk_layernorm": True,
+            "position_embedding_type": "rope",
+            "kv_channels": 6,
+        },
+    ),
     "mistral": ("mistral", {**KIN, "window_size": "4,0"}),
-    "qwen3 every third": ("qwen3", {**KIN, "qk_layernorm": True, "window_size": "(4,-1)", "window_attn_skip_freq": "3"}),
+    "qwen3 every third": (
+        "qwen3",
+        {**KIN, "qk_layernorm": True, "window_size": "(4,-1)", "window_attn_skip_freq": "3"},
+    ),
     "mixtral": ("mixtral", {**KIN, **SOME, "moe_aux_loss_coeff": [0.01], "moe_token_dispatcher_type": "alltoall"}),
-    "qwen2 moe": ("qwen2_moe", {**KIN, **SOME, "add_qkv_bias": True, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True,
-                                "moe_shared_expert_intermediate_size": 20, "moe_layer_freq": "[0]*1+[1]*3"}),
+    "qwen2 moe": (
+        "qwen2_moe",
+        {
+            **KIN,
+            **SOME,
+            "add_qkv_bias": True,
+            "moe_router_pre_softmax": True,
+            "moe_shared_expert_gate": True,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_layer_freq": "[0]*1+[1]*3",
+        },
+    ),
     "qwen3 moe": ("qwen3_moe", {**KIN, **SOME, "qk_layernorm": True, "moe_layer_freq": "2"}),
     "deepseek v2": ("deepseek_v2", {**BY_LATENTS, "moe_router_pre_softmax": True, "rope_type": "rope"}),
-    "deepseek v3": ("deepseek_v3", {**BY_LATENTS, "q_lora_rank": 12, "moe_router_score_function": "sigmoid", "moe_router_topk": 4,
-                                    "moe_router_enable_expert_bias": True, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
-                                    "num_experts": 8, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.5,
-                                    "yarn_original_max_position_embeddings": 6}),
-    "gpt-oss": ("gpt_oss", {**KIN, **SOME, "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable",
-                            "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "window_size": "4,0", "position_embedding_type": "yarn",
-                            "window_attn_skip_freq": "2", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 6,
-                            "yarn_correction_range_round_to_int": False}),
-    "bert": ("bert", {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True, "norm_epsilon": 1e-12}),
-    "bert without pairs": ("bert", {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True,
-                                    "bert_binary_head": False}),
+    "deepseek v3": (
+        "deepseek_v3",
+        {
+            **BY_LATENTS,
+            "q_lora_rank": 12,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk": 4,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "num_experts": 8,
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "mscale_all_dim": 0.5,
+            "yarn_original_max_position_embeddings": 6,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **KIN,
+            **SOME,
+            "swiglu": False,
+            "quick_geglu": True,
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "window_size": "4,0",
+            "position_embedding_type": "yarn",
+            "window_attn_skip_freq": "2",
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 6,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
+    "bert": (
+        "bert",
+        {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True, "norm_epsilon": 1e-12},
+    ),
+    "bert without pairs": (
+        "bert",
+        {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True, "bert_binary_head": False},
+    ),
     "bert of megatron's": ("megatron_bert", {"architecture": "bert", "openai_gelu": True}),
     "t5": ("t5", {**T5_OURS, "relu": True, "scale_tied_logits": True}),
     "t5 v1.1": ("t5", {**T5_OURS, "geglu": True, "openai_gelu": True, "untie_embeddings_and_output_weights": True}),
@@ -402,5 +698,8 @@ def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there
     theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         words, *pairs = ask(model, ())
-    expected = {"words": words[..., :VOCABULARY].transpose(0, 1), **({"pairs": pairs[0]} if pairs and pairs[0] is not None else {})}
+    expected = {
+        "words": words[..., :VOCABULARY].transpose(0, 1),
+        **({"pairs": pairs[0]} if pairs and pairs[0] is not None else {}),
+    }
     check_same(said(theirs), expected)

@@ -50,9 +50,17 @@ HALF_ROWS: tuple[tuple[str, str, Changes], ...] = (
     ("pp2 vpp3 mb2", "t5-v1.1", {"bf16": True}),
     ("pp2 vpp3 mb2", "t5-v1.0", {"bf16": True, "fp32_residual_connection": True}),
     ("tp2 sp dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0, "accumulate_allreduce_grads_in_fp32": True}),
-    ("tp2 sp dp2 zero overlap-gather mb2", "llama", {**NARROW, "main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
+    (
+        "tp2 sp dp2 zero overlap-gather mb2",
+        "llama",
+        {**NARROW, "main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    ),
     ("tp2 dp2 fsdp mb2", "llama", {**NARROW, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}),
-    ("pp2 dp2 zero mb2", "qk-clip", {**NARROW, "bf16": False, "fp16": True, "loss_scale": 256.0, "main_params_dtype": "fp16"}),
+    (
+        "pp2 dp2 zero mb2",
+        "qk-clip",
+        {**NARROW, "bf16": False, "fp16": True, "loss_scale": 256.0, "main_params_dtype": "fp16"},
+    ),
     ("tp2 muon-distributed dp2 zero mb2", "muon", {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
 )
 
@@ -65,9 +73,17 @@ def serial(model: str, precision: str) -> Outcome:
 
 def every_row() -> list[Any]:
     """Every row in fp64, and every tenth in fp32; the other rows in fp32 are nightly."""
-    return [pytest.param(*row, precision, id=f"{named(*row)}-{precision}",
-                         marks=[pytest.mark.nightly] if precision != "fp64" and place % 10 else [])
-            for precision in PRECISIONS for place, row in enumerate(ROWS) if precision == "fp64" or row not in rounding_rows.ROWS]
+    return [
+        pytest.param(
+            *row,
+            precision,
+            id=f"{named(*row)}-{precision}",
+            marks=[pytest.mark.nightly] if precision != "fp64" and place % 10 else [],
+        )
+        for precision in PRECISIONS
+        for place, row in enumerate(ROWS)
+        if precision == "fp64" or row not in rounding_rows.ROWS
+    ]
 
 
 @pytest.mark.parametrize("layout, model, precision", every_row())
@@ -79,8 +95,14 @@ def test_a_row_of_the_table_equals_the_serial_run(world: Worlds, layout: str, mo
     assert not problems, "\n".join([f"{layout} / {model} in {precision} is not the serial run:", *problems])
 
 
-@pytest.mark.parametrize("layout, model", [("tp2 sp pp2 vpp2 dp2 zero average", "llama-tied"), ("pp2 blocking", "untied"),
-                                           ("dp4 overlap-reduce overlap-gather bucket700", "gpt")])
+@pytest.mark.parametrize(
+    "layout, model",
+    [
+        ("tp2 sp pp2 vpp2 dp2 zero average", "llama-tied"),
+        ("pp2 blocking", "untied"),
+        ("dp4 overlap-reduce overlap-gather bucket700", "gpt"),
+    ],
+)
 def test_the_same_layout_twice_is_equal_to_the_last_bit(world: Worlds, layout: str, model: str) -> None:
     ranks, changes = read_layout(layout)
     first, second = (train(world, ranks, {**MODELS[model], **changes}, STEPS) for _ in range(2))
@@ -107,14 +129,20 @@ def half(world: Worlds, layout: str, changes: Changes, steps: int) -> list[HalfS
     """The steps of a half-precision run, on which all ranks agree."""
     ranks, cut = read_layout(layout)
     everything = {**changes, **cut}
-    results = world(ranks).run(train_half_here, everything, steps) if ranks > 1 else [train_half_here(everything, steps)]
+    results = (
+        world(ranks).run(train_half_here, everything, steps) if ranks > 1 else [train_half_here(everything, steps)]
+    )
     assert all(done == results[0][0] for done, _ in results), f"ranks disagree: {[done for done, _ in results]}"
     assemble([held for _, held in results])
     return results[0][0]
 
 
-@pytest.mark.parametrize("layout, model, precision", HALF_ROWS, ids=[named(*row[:2]) + " " + "-".join(row[2]) for row in HALF_ROWS])
-def test_half_precision_stays_near_the_serial_fp32_run(world: Worlds, layout: str, model: str, precision: Changes) -> None:
+@pytest.mark.parametrize(
+    "layout, model, precision", HALF_ROWS, ids=[named(*row[:2]) + " " + "-".join(row[2]) for row in HALF_ROWS]
+)
+def test_half_precision_stays_near_the_serial_fp32_run(
+    world: Worlds, layout: str, model: str, precision: Changes
+) -> None:
     done = half(world, layout, {**MODELS[model], **precision}, STEPS + 1)
     wide = train_alone(MODELS[model], STEPS + 1)
     assert [step.loss for step in done] == pytest.approx(wide.losses, rel=2e-2)
@@ -122,13 +150,15 @@ def test_half_precision_stays_near_the_serial_fp32_run(world: Worlds, layout: st
     assert not any(step.skipped for step in done)
 
 
-@pytest.mark.parametrize("layout, model", [("", "gpt"), ("tp2 sp pp2 mb2", "llama"), ("pp2 dp2 zero", "gpt"), ("dp2 fsdp", "gpt")])
+@pytest.mark.parametrize(
+    "layout, model", [("", "gpt"), ("tp2 sp pp2 mb2", "llama"), ("pp2 dp2 zero", "gpt"), ("dp2 fsdp", "gpt")]
+)
 def test_an_fp16_step_that_overflows_changes_nothing_but_the_loss_scale(world: Worlds, layout: str, model: str) -> None:
     done = half(world, layout, {**MODELS[model], **DYNAMIC}, 7)
     first = next(index for index, step in enumerate(done) if not step.skipped)
     assert first > 0, "the first loss scale was meant to overflow"
     untrained = train_alone({**MODELS[model], "lr": 0.0, "min_lr": 0.0}, first + 2)
-    assert [step.loss for step in done[:first + 1]] == pytest.approx(untrained.losses[:first + 1], rel=1e-2)
+    assert [step.loss for step in done[: first + 1]] == pytest.approx(untrained.losses[: first + 1], rel=1e-2)
     assert done[first].norm == pytest.approx(untrained.norms[first], rel=2e-2)
     assert done[first + 1].loss != pytest.approx(untrained.losses[first + 1], rel=5e-3), "a good step moves the weights"
     scale, good = DYNAMIC["initial_loss_scale"], 0
@@ -141,7 +171,9 @@ def test_an_fp16_step_that_overflows_changes_nothing_but_the_loss_scale(world: W
 def test_the_table_has_rows_of_every_word_and_every_network() -> None:
     words = {word for layout, _ in ROWS for word in layout.split()}
     assert set(LAYOUT_WORDS) <= words, "a switch that no row uses"
-    assert set(NUMBERED_WORDS) <= {word[:7] if word.startswith("layout=") else word.rstrip("0123456789") for word in words}
+    assert set(NUMBERED_WORDS) <= {
+        word[:7] if word.startswith("layout=") else word.rstrip("0123456789") for word in words
+    }
     used = {model for _, model in ROWS} | {model for _, model, _ in HALF_ROWS}
     assert set(MODELS) == used, "a network that no row trains"
     assert len(set(ROWS)) == len(ROWS) >= 40, "rows are all different, and many"

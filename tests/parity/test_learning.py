@@ -23,9 +23,20 @@ from tests.helpers.architecture import ROOT
 BATCH, HELD_BACK = 32, 256
 # Embeddings as large as what is added to them: attention then soon tells one token from another.
 SHAPE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-    "micro_batch_size": BATCH, "global_batch_size": BATCH, "clip_grad": 1.0, "weight_decay": 0.01, "adam_beta2": 0.98,
-    "init_method_std": 0.09, "embedding_init_method_std": 0.5, "untie_embeddings_and_output_weights": True}
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "micro_batch_size": BATCH,
+    "global_batch_size": BATCH,
+    "clip_grad": 1.0,
+    "weight_decay": 0.01,
+    "adam_beta2": 0.98,
+    "init_method_std": 0.09,
+    "embedding_init_method_std": 0.5,
+    "untie_embeddings_and_output_weights": True,
+}
 
 
 class Sentences:
@@ -40,7 +51,7 @@ class Sentences:
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """The ids of a sentence."""
-        return self.sentences[sequence][offset:None if length is None else offset + length]
+        return self.sentences[sequence][offset : None if length is None else offset + length]
 
 
 def trained(data: BERTDataset | T5Dataset, vocab_size: int, steps: int, **changes: Any) -> tuple[Trainer, Batch]:
@@ -64,19 +75,39 @@ def test_a_tiny_bert_finds_hidden_letters_far_more_often_than_the_commonest_lett
     texts = [json.loads(line)["text"].lower().replace("\n", " ") for line in lines]
     letters = sorted({letter for text in texts for letter in text if letter.isascii()})
     ids = {letter: number for number, letter in enumerate(letters, start=4)}  # after padding, [CLS], [SEP], [MASK]
-    documents = [[np.array([ids[letter] for letter in sentence.strip()[:400] if letter in ids]) for sentence in text.split(".")
-                  if sentence.strip()] for text in texts]
+    documents = [
+        [
+            np.array([ids[letter] for letter in sentence.strip()[:400] if letter in ids])
+            for sentence in text.split(".")
+            if sentence.strip()
+        ]
+        for text in texts
+    ]
     vocab_size, steps = len(letters) + 4, 400
-    options = PairOptions(32, 0.1, MaskOptions(0.15, max_ngram=1), "sentence-order", np.zeros(vocab_size, bool), 1, 2, 3, 0)
-    data = BERTDataset(Sentences(documents), options, documents=range(len(documents)), num_samples=HELD_BACK + steps * BATCH,
-                       seed=1, split="train")
-    trainer, unseen = trained(data, vocab_size, steps, architecture="bert", position_embedding_type="rope", lr=4e-3, min_lr=4e-4)
+    options = PairOptions(
+        32, 0.1, MaskOptions(0.15, max_ngram=1), "sentence-order", np.zeros(vocab_size, bool), 1, 2, 3, 0
+    )
+    data = BERTDataset(
+        Sentences(documents),
+        options,
+        documents=range(len(documents)),
+        num_samples=HELD_BACK + steps * BATCH,
+        seed=1,
+        split="train",
+    )
+    trainer, unseen = trained(
+        data, vocab_size, steps, architecture="bert", position_embedding_type="rope", lr=4e-3, min_lr=4e-4
+    )
     with torch.no_grad():
-        words, _ = trainer.stages[0](ids=unseen.tokens, types=unseen.extras["types"], padding=unseen.extras["padding_mask"].bool())
+        words, _ = trainer.stages[0](
+            ids=unseen.tokens, types=unseen.extras["types"], padding=unseen.extras["padding_mask"].bool()
+        )
     hidden = unseen.loss_mask.bool()
     found, true = words.transpose(0, 1).argmax(-1)[hidden], unseen.labels[hidden]
     accuracy, commonest = float((found == true).float().mean()), float(torch.bincount(true).max() / len(true))
-    assert accuracy > 2 * commonest, f"accuracy {accuracy:.3f}; the commonest letter would be right {commonest:.3f} of the time"
+    assert accuracy > 2 * commonest, (
+        f"accuracy {accuracy:.3f}; the commonest letter would be right {commonest:.3f} of the time"
+    )
 
 
 @pytest.mark.nightly
@@ -87,19 +118,39 @@ def test_a_tiny_t5_writes_spans_that_can_be_copied() -> None:
     documents = [[(first + random.integers(0, size, (words, 1)) + size * np.arange(3)).ravel()] for _ in range(4000)]
     vocab_size = first + 3 * size + 8
     sentinels = tuple(range(vocab_size - 8, vocab_size))
-    options = SpanOptions(20, decoder, 0.0, MaskOptions(0.15, max_ngram=2), np.zeros(vocab_size, bool), sentinels, 4, 5, 0)
-    data = T5Dataset(Sentences(documents), options, documents=range(len(documents)), num_samples=HELD_BACK + steps * BATCH, seed=1,
-                     split="train")
-    trainer, unseen = trained(data, vocab_size, steps, architecture="t5", seq_length=20, decoder_seq_length=decoder, lr=4e-3, min_lr=4e-4,
-                              position_embedding_type="relative")
+    options = SpanOptions(
+        20, decoder, 0.0, MaskOptions(0.15, max_ngram=2), np.zeros(vocab_size, bool), sentinels, 4, 5, 0
+    )
+    data = T5Dataset(
+        Sentences(documents),
+        options,
+        documents=range(len(documents)),
+        num_samples=HELD_BACK + steps * BATCH,
+        seed=1,
+        split="train",
+    )
+    trainer, unseen = trained(
+        data,
+        vocab_size,
+        steps,
+        architecture="t5",
+        seq_length=20,
+        decoder_seq_length=decoder,
+        lr=4e-3,
+        min_lr=4e-4,
+        position_embedding_type="relative",
+    )
     with torch.no_grad():
-        logits = trainer.stages[0](encoder_ids=unseen.tokens, encoder_padding=unseen.extras["enc_mask"].bool(),
-                                   decoder_ids=unseen.extras["text_dec"])
+        logits = trainer.stages[0](
+            encoder_ids=unseen.tokens,
+            encoder_padding=unseen.extras["enc_mask"].bool(),
+            decoder_ids=unseen.extras["text_dec"],
+        )
     right = logits.transpose(0, 1).argmax(-1) == unseen.labels
     spans = exact = 0
     for row, length in enumerate(unseen.loss_mask.sum(dim=1).tolist()):
         ends = [at for at in range(length) if unseen.labels[row, at] in sentinels or unseen.labels[row, at] == 5]
         for low, high in zip(ends, ends[1:]):  # a span is right with all its letters and with where it ends
             spans += 1
-            exact += bool(right[row, low + 1:high + 1].all())
+            exact += bool(right[row, low + 1 : high + 1].all())
     assert exact / spans > 0.9, f"{exact} of {spans} spans are written exactly"

@@ -35,26 +35,52 @@ SIZES = {name: BASE[name] for name in ("num_layers", "hidden_size", "num_attenti
 def gpt2() -> nn.Module:
     """GPT-2 of the tiny size."""
     layers, hidden, heads, length = SIZES.values()
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=length, n_embd=hidden, n_layer=layers, n_head=heads,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, layer_norm_epsilon=1e-5)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=length,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        layer_norm_epsilon=1e-5,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     """Llama of the tiny size, with grouped heads."""
     layers, hidden, heads, length = SIZES.values()
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=48, num_hidden_layers=layers,
-                                      num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=length,
-                                      rms_norm_eps=1e-5, tie_word_embeddings=False, attn_implementation="sdpa")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        max_position_embeddings=length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def as_gpt2(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors (weights or gradients) under GPT-2's names and in its shapes."""
-    found = {"wte.weight": ours["embedding.word_embeddings.weight"][:VOCABULARY],
-             "wpe.weight": ours["embedding.position_embeddings.weight"]}
-    pairs = {"ln_1": "input_layernorm", "attn.c_attn": "self_attention.linear_qkv", "attn.c_proj": "self_attention.linear_proj",
-             "ln_2": "pre_mlp_layernorm", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2"}
+    found = {
+        "wte.weight": ours["embedding.word_embeddings.weight"][:VOCABULARY],
+        "wpe.weight": ours["embedding.position_embeddings.weight"],
+    }
+    pairs = {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "self_attention.linear_qkv",
+        "attn.c_proj": "self_attention.linear_proj",
+        "ln_2": "pre_mlp_layernorm",
+        "mlp.c_fc": "mlp.linear_fc1",
+        "mlp.c_proj": "mlp.linear_fc2",
+    }
     for kind in ("weight", "bias"):
         found[f"ln_f.{kind}"] = ours[f"decoder.final_layernorm.{kind}"]
         for layer in range(SIZES["num_layers"]):
@@ -65,17 +91,26 @@ def as_gpt2(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def as_llama(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors (weights or gradients) under Llama's names and in its shapes."""
-    found = {"model.embed_tokens.weight": ours["embedding.word_embeddings.weight"][:VOCABULARY],
-             "model.norm.weight": ours["decoder.final_layernorm.weight"],
-             "lm_head.weight": ours["output_layer.weight"][:VOCABULARY]}
+    found = {
+        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"][:VOCABULARY],
+        "model.norm.weight": ours["decoder.final_layernorm.weight"],
+        "lm_head.weight": ours["output_layer.weight"][:VOCABULARY],
+    }
     for layer in range(SIZES["num_layers"]):
         here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         q, k, v = ours[here + "self_attention.linear_qkv.weight"].split([32, 16, 16])
         gate, up = ours[here + "mlp.linear_fc1.weight"].chunk(2)
-        named = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "mlp.gate_proj": gate, "mlp.up_proj": up,
-                 "self_attn.o_proj": ours[here + "self_attention.linear_proj.weight"],
-                 "mlp.down_proj": ours[here + "mlp.linear_fc2.weight"], "input_layernorm": ours[here + "input_layernorm.weight"],
-                 "post_attention_layernorm": ours[here + "pre_mlp_layernorm.weight"]}
+        named = {
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "self_attn.o_proj": ours[here + "self_attention.linear_proj.weight"],
+            "mlp.down_proj": ours[here + "mlp.linear_fc2.weight"],
+            "input_layernorm": ours[here + "input_layernorm.weight"],
+            "post_attention_layernorm": ours[here + "pre_mlp_layernorm.weight"],
+        }
         found |= {f"{there}{name}.weight": value for name, value in named.items()}
     return found
 
@@ -102,7 +137,9 @@ def ours_and_theirs(model: str, precision: str, **changes: Any) -> tuple[Trainer
     make, rename = PUBLISHED[model]
     with taken_in_fp64(precision):
         published = make().to(trainer.run.build.dtype)
-    missing = published.load_state_dict({name: value.clone() for name, value in rename(weights(trainer)).items()}, strict=False)
+    missing = published.load_state_dict(
+        {name: value.clone() for name, value in rename(weights(trainer)).items()}, strict=False
+    )
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}, missing
     published.tie_weights()
     return trainer, published
@@ -116,7 +153,9 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 def whole_batch(trainer: Trainer, iteration: int) -> Batch:
     """All samples of an iteration in one batch."""
     parts = list(tiny.batches(trainer.run, iteration))
-    return Batch(**{name: torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "labels", "loss_mask")})
+    return Batch(
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "labels", "loss_mask")}
+    )
 
 
 def mean_loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -157,8 +196,12 @@ def test_steps_are_those_of_torch_adamw_with_clipping(model: str, precision: str
     decay = [param for param in published.parameters() if param.dim() > 1]
     rest = [param for param in published.parameters() if param.dim() == 1]
     epsilon = trainer.run.config.optimizer.adam_eps
-    adam = torch.optim.AdamW([{"params": decay, "weight_decay": BASE["weight_decay"]}, {"params": rest, "weight_decay": 0.0}],
-                             lr=RATE, betas=(0.9, 0.999), eps=epsilon)
+    adam = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": BASE["weight_decay"]}, {"params": rest, "weight_decay": 0.0}],
+        lr=RATE,
+        betas=(0.9, 0.999),
+        eps=epsilon,
+    )
     for iteration in range(STEPS):
         batch = whole_batch(trainer, iteration)
         with taken_in_fp64(precision):

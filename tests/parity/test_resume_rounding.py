@@ -15,7 +15,12 @@ from tests.parity.table import MODELS
 
 
 def test_delayed_scales_resume_to_the_last_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {**MODELS["fp8-delayed"], "bf16": True, "use_distributed_optimizer": True, "fp8_param_gather": True}
+    changes: dict[str, Any] = {
+        **MODELS["fp8-delayed"],
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "fp8_param_gather": True,
+    }
     whole = outcome([train_and_save(changes, None, BEFORE + AFTER)])
     train_and_save(changes, str(tmp_path), BEFORE)
     resumed = outcome([resume_and_train(changes, str(tmp_path), AFTER)])

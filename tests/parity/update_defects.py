@@ -42,7 +42,10 @@ def _direction_in_the_owners_part_only(self: Muon, held: Any) -> Tensor:
 
 def _own_sums_alone(axis: str) -> Any:
     def summed(self: Adafactor, shares: Any) -> None:
-        _sum(self, [(replace(whole, axes=tuple(one for one in whole.axes if one != axis)), share) for whole, share in shares])
+        _sum(
+            self,
+            [(replace(whole, axes=tuple(one for one in whole.axes if one != axis)), share) for whole, share in shares],
+        )
 
     return summed
 
@@ -58,19 +61,49 @@ def _as_it_was_last(self: Parcel) -> Tensor:
 
 
 UPDATES: tuple[Defect, ...] = (
-    Defect("a piece of a matrix is taken for the matrix", (("tp4 mb4", "muon"),), ((Muon, "_matrices", _each_piece_for_a_matrix),)),
-    Defect("copies of key heads count twice where tensor ranks share Muon's work", (("tp4 sp muon-distributed mb4", "muon"),),
-           ((muon, "orthogonalize_together", _every_copy_counts),)),
-    Defect("owners send updates back one element off", (("dp4 zero bucket600 mb2", "muon"),), ((muon, "_returned", _back_to_the_rank_beside),)),
-    Defect("an owner hears of the first data rank's momentum only", (("tp2 dp2 fsdp mb2", "muon-joined"),),
-           ((Muon, "_direction", _direction_in_the_owners_part_only),)),
-    Defect("rows and columns are those of a tensor rank's piece", (("tp4 mb4", "adafactor-gqa"),), ((Adafactor, "_sum", _own_sums_alone("tp")),)),
-    Defect("rows and columns are those of what a data rank owns", (("pp2 dp2 zero bucket600 overlap-gather mb2", "adafactor"), ("tp2 dp2 fsdp mb2", "adafactor")),
-           ((Adafactor, "_sum", _own_sums_alone("dp_cp")),)),
-    Defect("rows and columns are those of a piece of an expert", (("tp2 sp ep2 etp2 dp4 zero mb2", "adafactor-moe"),),
-           ((Adafactor, "_sum", _own_sums_alone("etp")),)),
-    Defect("squares of copied key heads count twice", (("tp4 mb4", "adafactor-gqa"),), ((adafactor, "_blocks", _every_block_counts),)),
-    Defect("activations are used before they have come back", (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"),
-                                                               ("offload-parts ep2 dp2 alltoall mb2", "moe")),
-           ((offload.Parcel, "arrived", _as_it_was_last),)),
+    Defect(
+        "a piece of a matrix is taken for the matrix",
+        (("tp4 mb4", "muon"),),
+        ((Muon, "_matrices", _each_piece_for_a_matrix),),
+    ),
+    Defect(
+        "copies of key heads count twice where tensor ranks share Muon's work",
+        (("tp4 sp muon-distributed mb4", "muon"),),
+        ((muon, "orthogonalize_together", _every_copy_counts),),
+    ),
+    Defect(
+        "owners send updates back one element off",
+        (("dp4 zero bucket600 mb2", "muon"),),
+        ((muon, "_returned", _back_to_the_rank_beside),),
+    ),
+    Defect(
+        "an owner hears of the first data rank's momentum only",
+        (("tp2 dp2 fsdp mb2", "muon-joined"),),
+        ((Muon, "_direction", _direction_in_the_owners_part_only),),
+    ),
+    Defect(
+        "rows and columns are those of a tensor rank's piece",
+        (("tp4 mb4", "adafactor-gqa"),),
+        ((Adafactor, "_sum", _own_sums_alone("tp")),),
+    ),
+    Defect(
+        "rows and columns are those of what a data rank owns",
+        (("pp2 dp2 zero bucket600 overlap-gather mb2", "adafactor"), ("tp2 dp2 fsdp mb2", "adafactor")),
+        ((Adafactor, "_sum", _own_sums_alone("dp_cp")),),
+    ),
+    Defect(
+        "rows and columns are those of a piece of an expert",
+        (("tp2 sp ep2 etp2 dp4 zero mb2", "adafactor-moe"),),
+        ((Adafactor, "_sum", _own_sums_alone("etp")),),
+    ),
+    Defect(
+        "squares of copied key heads count twice",
+        (("tp4 mb4", "adafactor-gqa"),),
+        ((adafactor, "_blocks", _every_block_counts),),
+    ),
+    Defect(
+        "activations are used before they have come back",
+        (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"), ("offload-parts ep2 dp2 alltoall mb2", "moe")),
+        ((offload.Parcel, "arrived", _as_it_was_last),),
+    ),
 )

@@ -27,12 +27,38 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.safe_globals import register_safe_globals
 
 # What Megatron-LM takes from a checkpoint's arguments: always, or where its own is None. The others are the command line's.
-ALWAYS = ("num_query_groups", "group_query_attention", "position_embedding_type", "add_position_embedding", "use_rotary_position_embeddings",
-          "rotary_base", "rotary_percent", "rotary_interleaved", "add_bias_linear", "add_qkv_bias", "squared_relu", "swiglu",
-          "untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "num_experts", "moe_layer_freq",
-          "moe_router_topk", "moe_router_pre_softmax", "moe_grouped_gemm", "moe_shared_expert_intermediate_size")
-WHERE_NONE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings",
-              "padded_vocab_size")
+ALWAYS = (
+    "num_query_groups",
+    "group_query_attention",
+    "position_embedding_type",
+    "add_position_embedding",
+    "use_rotary_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "normalization",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_grouped_gemm",
+    "moe_shared_expert_intermediate_size",
+)
+WHERE_NONE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "max_position_embeddings",
+    "padded_vocab_size",
+)
 DEFAULTS = {**upstream_arguments.MODEL, **upstream_arguments.MOE, **upstream_arguments.MLA, **upstream_arguments.DATA}
 
 
@@ -47,7 +73,9 @@ def values_of(flags: str) -> dict[str, Any]:
         if not values and name.startswith("no_") and name not in DEFAULTS:
             found[name[3:]] = False
         else:
-            found[name] = True if not values else value(values[0]) if len(values) == 1 else [value(word) for word in values]
+            found[name] = (
+                True if not values else value(values[0]) if len(values) == 1 else [value(word) for word in values]
+            )
     return found
 
 
@@ -65,11 +93,17 @@ def arguments(common: dict[str, Any], request: dict[str, Any]) -> argparse.Names
     flags = {**request["given"], **values_of(request["flags"])}
     taken = {name: kept[name] for name in WHERE_NONE if flags.get(name) is None and kept.get(name) is not None}
     taken |= {name: kept[name] for name in ALWAYS if kept.get(name) is not None}
-    args = upstream_arguments.namespace({**flags, **taken}, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-                                        iteration=common["iteration"])
+    args = upstream_arguments.namespace(
+        {**flags, **taken},
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        iteration=common["iteration"],
+    )
     args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as validation has it
     args.attention_backend = run_peer.module("transformer.enums").AttnBackend.auto
-    args.params_dtype = args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
+    args.params_dtype = args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = (
+        torch.float32
+    )
     return args
 
 
@@ -79,7 +113,9 @@ def load(folder: Path, model: torch.nn.Module) -> None:
     if (folder / "metadata.json").is_file():
         content = dist_checkpointing.load_content_metadata(str(folder)) or {}
         content["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        found = dist_checkpointing.load({"model": network.sharded_state_dict(metadata=content)}, str(folder), strict="raise_all")
+        found = dist_checkpointing.load(
+            {"model": network.sharded_state_dict(metadata=content)}, str(folder), strict="raise_all"
+        )
     else:
         rank = parallel_state.get_tensor_model_parallel_rank()
         found = torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", map_location="cpu", weights_only=True)

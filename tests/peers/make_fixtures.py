@@ -38,15 +38,21 @@ def install(folder: Path, version: str) -> Path:
         # What a release has compiled is for some versions of Python; `releases.py` does without it.
         found = subprocess.run([*pip, "--no-deps", f"megatron-core=={version}"], capture_output=True)
         if found.returncode:
-            subprocess.run([*pip, "--no-deps", *NEWER_PYTHON, "--ignore-requires-python", f"megatron-core=={version}"], check=True)
+            subprocess.run(
+                [*pip, "--no-deps", *NEWER_PYTHON, "--ignore-requires-python", f"megatron-core=={version}"], check=True
+            )
         subprocess.run([*pip, "psutil"], check=True)
     return target
 
 
 def newest_version() -> str:
     """The newest release of Megatron Core on PyPI."""
-    answer = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "megatron-core", *NEWER_PYTHON[:2]], check=True,
-                            capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-m", "pip", "index", "versions", "megatron-core", *NEWER_PYTHON[:2]],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return answer.stdout.split("(", 1)[1].split(")", 1)[0]
 
 
@@ -63,11 +69,22 @@ def started_together(command: Sequence[str], ranks: int, package: Path, folder: 
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     processes = []
     for rank in range(ranks):
-        place = {"PYTHONPATH": str(package), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        place = {
+            "PYTHONPATH": str(package),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         with (folder / f"rank{rank}.log").open("wb") as log:
-            processes.append(subprocess.Popen([sys.executable, *command], cwd=folder, stdout=log, stderr=subprocess.STDOUT,
-                                              env={**given, **place}))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command], cwd=folder, stdout=log, stderr=subprocess.STDOUT, env={**given, **place}
+                )
+            )
     try:
         codes = [process.wait(seconds) for process in processes]
     finally:
@@ -81,8 +98,12 @@ def started_together(command: Sequence[str], ranks: int, package: Path, folder: 
 def pack(folder: Path, file: Path) -> None:
     """What belongs to a fixture, packed, without times and owners."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    names = sorted(path for part in ("checkpoints", "tokens.bin", "tokens.idx", "losses.json")
-                   for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*")) if path.is_file())
+    names = sorted(
+        path
+        for part in ("checkpoints", "tokens.bin", "tokens.idx", "losses.json")
+        for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*"))
+        if path.is_file()
+    )
     with tarfile.open(file, "w:xz") as archive:
         for path in names:
             entry = tarfile.TarInfo(str(path.relative_to(folder)))
@@ -117,7 +138,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="folder to install Megatron Core into")
     parser.add_argument("--version", default=VERSION, help="its version on PyPI")
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"{', '.join(CASES)} (default: those of the version)")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, metavar="CASE", help=f"{', '.join(CASES)} (default: those of the version)"
+    )
     parser.add_argument("--to", type=Path, default=FIXTURES, help="folder of the fixtures")
     asked = parser.parse_args()
     make(asked.cases or cases_of(asked.version), asked.package.resolve(), asked.to.resolve(), asked.version)

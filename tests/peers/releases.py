@@ -80,7 +80,9 @@ def index_samples() -> None:
     sys.modules[found.__name__] = found
 
 
-def _sample_index(sizes: np.ndarray, documents: np.ndarray, length: int, epochs: int, tokens: int, *_: Any) -> np.ndarray:
+def _sample_index(
+    sizes: np.ndarray, documents: np.ndarray, length: int, epochs: int, tokens: int, *_: Any
+) -> np.ndarray:
     """(place in `documents`, offset) of the first token of every sample, and of the end. All have `length` tokens and one more."""
     ends = np.cumsum(sizes[documents].astype(np.int64))
     starts = np.arange((epochs * tokens - 1) // length + 1) * length
@@ -102,7 +104,9 @@ class Schedule:
         if done <= given["lr_warmup_steps"]:
             rate = given["max_lr"] * done / given["lr_warmup_steps"]
         else:
-            part = (min(done, given["lr_decay_steps"]) - given["lr_warmup_steps"]) / (given["lr_decay_steps"] - given["lr_warmup_steps"])
+            part = (min(done, given["lr_decay_steps"]) - given["lr_warmup_steps"]) / (
+                given["lr_decay_steps"] - given["lr_warmup_steps"]
+            )
             rate = given["min_lr"] + (given["max_lr"] - given["min_lr"]) * (math.cos(math.pi * part) + 1) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -110,5 +114,17 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {name: self.given[name] for name in ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
-                                                    "wd_incr_style", "wd_incr_steps")} | {"num_steps": self.num_steps}
+        return {
+            name: self.given[name]
+            for name in (
+                "max_lr",
+                "lr_warmup_steps",
+                "lr_decay_style",
+                "lr_decay_steps",
+                "min_lr",
+                "start_wd",
+                "end_wd",
+                "wd_incr_style",
+                "wd_incr_steps",
+            )
+        } | {"num_steps": self.num_steps}

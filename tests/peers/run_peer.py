@@ -51,7 +51,9 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 def arguments(given: dict[str, Any], iteration: int) -> argparse.Namespace:
     """The namespace of a run of Megatron-LM, with values of Megatron Core's and torch's classes."""
-    args = upstream_arguments.namespace(given, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), iteration=iteration)
+    args = upstream_arguments.namespace(
+        given, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), iteration=iteration
+    )
     args.attention_backend = getattr(module("transformer.enums"), "AttnBackend", types.SimpleNamespace(auto=None)).auto
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float
     args.main_grads_dtype = args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
@@ -64,12 +66,20 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """The config of Megatron Core that Megatron-LM makes of its arguments."""
     kind = module("transformer").MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = {name: getattr(args, name) for name in kind.__dataclass_fields__ if hasattr(args, name)}
-    values |= {"layernorm_zero_centered_gamma": args.apply_layernorm_1p, "layernorm_epsilon": args.norm_epsilon,
-               "pipeline_dtype": args.params_dtype, "num_moe_experts": args.num_experts,
-               "num_query_groups": args.num_query_groups if args.group_query_attention else None, "persist_layer_norm": False,
-               "cp_comm_type": "p2p", "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
-               "masked_softmax_fusion": False, "apply_rope_fusion": False,
-               "bias_dropout_fusion": False, "gated_linear_unit": args.swiglu}
+    values |= {
+        "layernorm_zero_centered_gamma": args.apply_layernorm_1p,
+        "layernorm_epsilon": args.norm_epsilon,
+        "pipeline_dtype": args.params_dtype,
+        "num_moe_experts": args.num_experts,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "persist_layer_norm": False,
+        "cp_comm_type": "p2p",
+        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "bias_dropout_fusion": False,
+        "gated_linear_unit": args.swiglu,
+    }
     if args.swiglu:
         values["activation_func"] = torch.nn.functional.silu
     if args.squared_relu or args.quick_geglu:
@@ -87,22 +97,40 @@ def build(args: argparse.Namespace) -> DistributedDataParallel:
     """The network, as `gpt_builder` of Megatron-LM makes it with --transformer-impl local."""
     config = transformer_config(args)
     if args.num_experts:
-        spec = known(specs.get_gpt_decoder_block_spec, config=config, use_transformer_engine=False, normalization=args.normalization,
-                     qk_l2_norm=args.qk_l2_norm)
+        spec = known(
+            specs.get_gpt_decoder_block_spec,
+            config=config,
+            use_transformer_engine=False,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+        )
     else:
-        spec = known(specs.get_gpt_layer_local_spec, qk_layernorm=args.qk_layernorm,
-                     multi_latent_attention=args.multi_latent_attention, normalization=args.normalization,
-                     qk_l2_norm=args.qk_l2_norm)
+        spec = known(
+            specs.get_gpt_layer_local_spec,
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+        )
     if args.hybrid_override_pattern:
         return wrap(args, config, hybrid(args, config, spec))
     mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
     model = known(
-        GPTModel, config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings, parallel_output=True,
+        GPTModel,
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
-        mtp_block_spec=mtp, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor)
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        mtp_block_spec=mtp,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    )
     return wrap(args, config, model)
 
 
@@ -110,25 +138,41 @@ def hybrid(args: argparse.Namespace, config: TransformerConfig, spec: Any) -> to
     """A hybrid network of Megatron's: attention and MLP are layers of their own. spec: of a layer that has both."""
     stack, layer = module("ssm.mamba_block"), module("transformer.transformer_layer")
     stack.TENorm = module("transformer.torch_norm").WrappedTorchNorm  # Transformer Engine's, for the norm at the end
-    parts = {name: getattr(spec.submodules, name) for name in ("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda")}
+    parts = {
+        name: getattr(spec.submodules, name)
+        for name in ("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda")
+    }
     halves = [{name: part for name, part in parts.items() if ("mlp" in name) == mlp} for mlp in (False, True)]
     names = spec.submodules.sharded_state_dict_keys_map
     attention, mlp = (layer.TransformerLayerSubmodules(**half, sharded_state_dict_keys_map=names) for half in halves)
     make = module("transformer.spec_utils").ModuleSpec
-    made = make(module=stack.MambaStack, submodules=stack.MambaStackSubmodules(
-        attention_layer=make(module=layer.TransformerLayer, submodules=attention),
-        mlp_layer=make(module=module("ssm.mlp_layer").MLPLayer, submodules=mlp)))
+    made = make(
+        module=stack.MambaStack,
+        submodules=stack.MambaStackSubmodules(
+            attention_layer=make(module=layer.TransformerLayer, submodules=attention),
+            mlp_layer=make(module=module("ssm.mlp_layer").MLPLayer, submodules=mlp),
+        ),
+    )
     return module("models.mamba").MambaModel(
-        config=config, mamba_stack_spec=made, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
-        hybrid_override_pattern=args.hybrid_override_pattern, position_embedding_type=args.position_embedding_type,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=True,
-        rotary_percent=args.rotary_percent, rotary_base=args.rotary_base)
+        config=config,
+        mamba_stack_spec=made,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        hybrid_override_pattern=args.hybrid_override_pattern,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        parallel_output=True,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
 
 
 def wrap(args: argparse.Namespace, config: TransformerConfig, model: torch.nn.Module) -> DistributedDataParallel:
     """A network as its gradients are summed over ranks."""
     model = Float16Module(config, model) if args.bf16 else model
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer
+    )
     wrapped = DistributedDataParallel(config, ddp, model)
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
@@ -140,10 +184,20 @@ def optimizer_and_schedule(args: argparse.Namespace, model: DistributedDataParal
     optimizer = get_megatron_optimizer(OptimizerConfig(**values), [model])
     size = args.global_batch_size
     schedule = getattr(module("optimizer_param_scheduler"), "OptimizerParamScheduler", Schedule)(
-        optimizer, init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters * size,
-        lr_decay_steps=args.lr_decay_iters * size, lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay, wd_incr_steps=args.train_iters * size, wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=False)
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * size,
+        lr_decay_steps=args.lr_decay_iters * size,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=args.train_iters * size,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+    )
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer, schedule
 
@@ -167,11 +221,26 @@ def samples(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     names = {"kind": "null", "vocab_size": args.vocab_size}
-    tokenizer = types.SimpleNamespace(eod=args.vocab_size, pad=-1, vocab_size=args.vocab_size + 1, unique_identifiers=names)
-    config = known(GPTDatasetConfig, random_seed=args.seed, sequence_length=args.seq_length, blend=(args.data_path, None), split=args.split,
-                              tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-                              create_attention_mask=True, mid_level_dataset_surplus=0.005, path_to_cache="cache")
-    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [args.train_iters * args.global_batch_size, 0, 0], lambda: True, config).build()
+    tokenizer = types.SimpleNamespace(
+        eod=args.vocab_size, pad=-1, vocab_size=args.vocab_size + 1, unique_identifiers=names
+    )
+    config = known(
+        GPTDatasetConfig,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split=args.split,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=True,
+        mid_level_dataset_surplus=0.005,
+        path_to_cache="cache",
+    )
+    train, _, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [args.train_iters * args.global_batch_size, 0, 0], lambda: True, config
+    ).build()
     per_rank = args.global_batch_size // args.data_parallel_size
     rank = parallel_state.get_data_parallel_rank()
     for start in range(0, args.train_iters * args.global_batch_size, args.micro_batch_size * args.data_parallel_size):
@@ -190,11 +259,17 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mod
     """One micro batch: the losses of its tokens, and how to sum them (two values: a sum, and a number of tokens)."""
     batch = next(batches)
 
-    def loss_func(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_func(
+        mask: torch.Tensor, losses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         total, tokens = (losses.view(-1).float() * mask.view(-1)).sum(), mask.sum().int()
         return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
-    mask = {"loss_mask": batch["loss_mask"]} if "loss_mask" in inspect.signature(unwrapped(model).forward).parameters else {}
+    mask = (
+        {"loss_mask": batch["loss_mask"]}
+        if "loss_mask" in inspect.signature(unwrapped(model).forward).parameters
+        else {}
+    )
     out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **mask)
     return out, partial(loss_func, batch["loss_mask"])
 
@@ -205,8 +280,15 @@ def train_step(args: argparse.Namespace, model: Any, optimizer: Any, schedule: A
     optimizer.zero_grad()
     count = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
     reduced = get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=batches, model=[model], num_microbatches=count, seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size, decoder_seq_length=None, forward_only=False)
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=count,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=None,
+        forward_only=False,
+    )
     _, norm, _ = optimizer.step()
     rate = optimizer.param_groups[0]["lr"]
     schedule.step(increment=args.global_batch_size)
@@ -217,13 +299,25 @@ def train_step(args: argparse.Namespace, model: Any, optimizer: Any, schedule: A
 
 def random_states(args: argparse.Namespace) -> Any:
     """The entry `rng_state`."""
-    state = [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state(),
-              "cuda_rng_state": torch.cuda.get_rng_state(), "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}]
+    state = [
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+    ]
     if args.ckpt_format != "torch_dist":
         return state
     p, t = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    return ShardedObject("rng_state", state, (args.pipeline_model_parallel_size, args.tensor_model_parallel_size), (p, t),
-                         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    return ShardedObject(
+        "rng_state",
+        state,
+        (args.pipeline_model_parallel_size, args.tensor_model_parallel_size),
+        (p, t),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
 
 
 def kind_of_state(whole: bool) -> str:
@@ -239,7 +333,9 @@ def sharded_optimizer(optimizer: Any, state: dict[str, Any], meta: dict[str, Any
     told = {"metadata": meta, "sharding_type": meta.get("distrib_optim_sharding_type")}
     takes = inspect.signature(inner).parameters
     name = next((name for name in told if name in takes), None)
-    return optimizer.sharded_state_dict(state["model"] if name != "metadata" else state, **({name: told[name]} if name else {}))
+    return optimizer.sharded_state_dict(
+        state["model"] if name != "metadata" else state, **({name: told[name]} if name else {})
+    )
 
 
 def fsdp_state(state: dict[str, Any], network: Any, optimizer: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -265,11 +361,19 @@ def fsdp_state(state: dict[str, Any], network: Any, optimizer: Any, args: argpar
             for slot in ("exp_avg", "exp_avg_sq"):
                 for half, tensor in spread(name, one[slot]).items():
                     moments.setdefault(half, {})[slot] = tensor
-    weights = {key: one for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)
-               for key, one in spread(f"module.{name}", value).items()}
+    weights = {
+        key: one
+        for name, value in network.state_dict().items()
+        if isinstance(value, torch.Tensor)
+        for key, one in spread(f"module.{name}", value).items()
+    }
     rest = {name: value for name, value in state.items() if name not in ("model", "optimizer", "rng_state")}
-    return {**rest, "model": weights, "optimizer": {"state": moments, "param_to_group_meta": groups},
-            "rng_state": {"(0, 0)": [{"torch_rng_state": torch.get_rng_state()}]}}
+    return {
+        **rest,
+        "model": weights,
+        "optimizer": {"state": moments, "param_to_group_meta": groups},
+        "rng_state": {"(0, 0)": [{"torch_rng_state": torch.get_rng_state()}]},
+    }
 
 
 def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, schedule: Any, iteration: int) -> None:
@@ -283,11 +387,20 @@ def save(args: argparse.Namespace, folder: Path, model: Any, optimizer: Any, sch
         meta |= {"distrib_optim_fully_reshardable_mem_efficient": False} if whole else {}
     meta["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     network = model.module
-    state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration,
-             "model": known(network.sharded_state_dict, metadata=meta) if sharded else network.state_dict_for_save_checkpoint()}
+    state = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "model": known(network.sharded_state_dict, metadata=meta)
+        if sharded
+        else network.state_dict_for_save_checkpoint(),
+    }
     state["optimizer"] = sharded_optimizer(optimizer, state, meta) if sharded else optimizer.state_dict()
-    state |= {"opt_param_scheduler": schedule.state_dict(), "rng_state": random_states(args),
-              "num_floating_point_operations_so_far": 12345}
+    state |= {
+        "opt_param_scheduler": schedule.state_dict(),
+        "rng_state": random_states(args),
+        "num_floating_point_operations_so_far": 12345,
+    }
     if args.ckpt_format == "fsdp_dtensor":
         place.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
@@ -315,8 +428,11 @@ def run(name: str, folder: Path) -> None:
     case = CASES[name]
     args = arguments(case.arguments, 0)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-                                             expert_model_parallel_size=args.expert_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+    )
     without_gpu.keep_no_random_states()
     without_gpu.multiply_groups()
     without_gpu.do_without_transformer_engine()

@@ -35,7 +35,8 @@ class Letters:
         self.additional_special_tokens_ids = list(range(VOCAB_SIZE - sentinels, VOCAB_SIZE))
         self.inv_vocab = {
             token: f"##{token}" if EOS < token < VOCAB_SIZE - sentinels and token % 4 == 0 else f"w{token}"
-            for token in range(VOCAB_SIZE)}
+            for token in range(VOCAB_SIZE)
+        }
 
 
 class Plain:
@@ -50,8 +51,13 @@ def documents(count: int, *, seed: int, longest: int, eod: int | None = None) ->
     random = np.random.RandomState(seed)
     if eod is not None:
         return [[[*random.randint(8, VOCAB_SIZE, random.randint(0, longest)).tolist(), eod]] for _ in range(count)]
-    return [[random.randint(6, VOCAB_SIZE - SENTINELS, random.randint(1, longest + 1)).tolist()
-             for _ in range(random.randint(0, 9))] for _ in range(count)]
+    return [
+        [
+            random.randint(6, VOCAB_SIZE - SENTINELS, random.randint(1, longest + 1)).tolist()
+            for _ in range(random.randint(0, 9))
+        ]
+        for _ in range(count)
+    ]
 
 
 TEXTS = {
@@ -64,15 +70,45 @@ TEXTS = {
 
 def cases() -> list[dict]:
     """What is built: the kind of samples, the files, and the settings in the words of our flags."""
-    bert = [{"kind": "bert", "data_path": ["sentences"], "split": "60,30,10", "seq_length": 32, "seed": 1, **changes} for changes in (
-        {}, {"seed": 1234}, {"seq_length": 16}, {"seq_length": 9, "short_seq_prob": 0.5}, {"mask_prob": 0.4}, {"bert_binary_head": False},
-        {"data_path": ["long"]}, {"data_path": ["long"], "bert_binary_head": False, "seq_length": 12},
-        {"data_path": ["0.7", "sentences", "0.3", "long"]})]
-    t5 = [{"kind": "t5", "data_path": ["sentences"], "split": "60,30,10", "seq_length": 48, "decoder_seq_length": 48, "seed": 1, **changes}
-          for changes in ({}, {"seed": 77, "short_seq_prob": 0.5}, {"data_path": ["long"]}, {"decoder_seq_length": 32})]
-    gpt = [{"kind": "gpt", "data_path": ["gpt"], "split": "80,15,5", "seq_length": 16, "seed": 1, **changes} for changes in (
-        {}, {"reset_position_ids": True}, {"reset_attention_mask": True}, {"eod_mask_loss": True, "reset_position_ids": True, "seed": 5},
-        {"seq_length": 1}, {"data_path": ["0.6", "gpt", "0.4", "gpt2"]}, {"data_path": ["gpt", "gpt2"], "split": "50,30,20", "seq_length": 8}, {"split": "1,1,1", "seq_length": 5})]
+    bert = [
+        {"kind": "bert", "data_path": ["sentences"], "split": "60,30,10", "seq_length": 32, "seed": 1, **changes}
+        for changes in (
+            {},
+            {"seed": 1234},
+            {"seq_length": 16},
+            {"seq_length": 9, "short_seq_prob": 0.5},
+            {"mask_prob": 0.4},
+            {"bert_binary_head": False},
+            {"data_path": ["long"]},
+            {"data_path": ["long"], "bert_binary_head": False, "seq_length": 12},
+            {"data_path": ["0.7", "sentences", "0.3", "long"]},
+        )
+    ]
+    t5 = [
+        {
+            "kind": "t5",
+            "data_path": ["sentences"],
+            "split": "60,30,10",
+            "seq_length": 48,
+            "decoder_seq_length": 48,
+            "seed": 1,
+            **changes,
+        }
+        for changes in ({}, {"seed": 77, "short_seq_prob": 0.5}, {"data_path": ["long"]}, {"decoder_seq_length": 32})
+    ]
+    gpt = [
+        {"kind": "gpt", "data_path": ["gpt"], "split": "80,15,5", "seq_length": 16, "seed": 1, **changes}
+        for changes in (
+            {},
+            {"reset_position_ids": True},
+            {"reset_attention_mask": True},
+            {"eod_mask_loss": True, "reset_position_ids": True, "seed": 5},
+            {"seq_length": 1},
+            {"data_path": ["0.6", "gpt", "0.4", "gpt2"]},
+            {"data_path": ["gpt", "gpt2"], "split": "50,30,20", "seq_length": 8},
+            {"split": "1,1,1", "seq_length": 5},
+        )
+    ]
     return bert + t5 + gpt
 
 
@@ -93,23 +129,47 @@ def build(folder: Path, case: dict) -> list:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 
-    shared = dict(random_seed=case["seed"], sequence_length=case["seq_length"], blend=blend(folder, case["data_path"]),
-                  split=case["split"], path_to_cache=str(folder / "cache"))
-    masking = dict(masking_probability=case.get("mask_prob", 0.15), short_sequence_probability=case.get("short_seq_prob", 0.1),
-                   masking_do_full_word=True, masking_do_permutation=False, masking_use_longer_ngrams=False)
+    shared = dict(
+        random_seed=case["seed"],
+        sequence_length=case["seq_length"],
+        blend=blend(folder, case["data_path"]),
+        split=case["split"],
+        path_to_cache=str(folder / "cache"),
+    )
+    masking = dict(
+        masking_probability=case.get("mask_prob", 0.15),
+        short_sequence_probability=case.get("short_seq_prob", 0.1),
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+    )
     if case["kind"] == "bert":
         config = BERTMaskedWordPieceDatasetConfig(
-            **shared, **masking, tokenizer=Letters(0), masking_max_ngram=3, masking_use_geometric_distribution=False,
-            classification_head=case.get("bert_binary_head", True))
+            **shared,
+            **masking,
+            tokenizer=Letters(0),
+            masking_max_ngram=3,
+            masking_use_geometric_distribution=False,
+            classification_head=case.get("bert_binary_head", True),
+        )
         kind = BERTMaskedWordPieceDataset
     elif case["kind"] == "t5":
         config = T5MaskedWordPieceDatasetConfig(
-            **shared, **masking, tokenizer=Letters(SENTINELS), masking_max_ngram=10, masking_use_geometric_distribution=True,
-            sequence_length_decoder=case["decoder_seq_length"])
+            **shared,
+            **masking,
+            tokenizer=Letters(SENTINELS),
+            masking_max_ngram=10,
+            masking_use_geometric_distribution=True,
+            sequence_length_decoder=case["decoder_seq_length"],
+        )
         kind = T5MaskedWordPieceDataset
     else:
-        config = GPTDatasetConfig(**shared, tokenizer=Plain(), create_attention_mask=True,
-                                  **{name: case.get(name, False) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")})
+        config = GPTDatasetConfig(
+            **shared,
+            tokenizer=Plain(),
+            create_attention_mask=True,
+            **{name: case.get(name, False) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")},
+        )
         kind = GPTDataset
     return BlendedMegatronDatasetBuilder(kind, SIZES, lambda: True, config).build()
 
@@ -146,8 +206,17 @@ def main(target: str, most: int) -> None:
             builder.finalize(f"{folder / text}.idx")
         for case in cases():
             splits = build(folder, case)
-            found.append({**case, "lengths": [None if split is None else len(split) for split in splits], "samples": [
-                [plain(split[number]) for number in range(min(most, len(split)))] for split in splits if split is not None]})
+            found.append(
+                {
+                    **case,
+                    "lengths": [None if split is None else len(split) for split in splits],
+                    "samples": [
+                        [plain(split[number]) for number in range(min(most, len(split)))]
+                        for split in splits
+                        if split is not None
+                    ],
+                }
+            )
     content = {"megatron_core": megatron.core.__version__, "sizes": SIZES, "texts": TEXTS, "cases": found}
     Path(target).write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
 

@@ -23,30 +23,47 @@ BUFFERS = ("expert_bias",)  # parts of a network that are not trained
 BY_DAY = ("experts", "experts-grouped-torch", "mtp", "mtp-torch", "deepseek", "deepseek-torch", "ep2-reshardable")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in CASES]
+)
 def test_a_converted_checkpoint_has_the_names_of_its_network_and_nothing_else(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
-    convert.main(["--load", str(folder / "checkpoints"), "--save", str(tmp_path / "ours"), "--saver", "own", "--verify"])
+    convert.main(
+        ["--load", str(folder / "checkpoints"), "--save", str(tmp_path / "ours"), "--saver", "own", "--verify"]
+    )
     saved = open_saved(next((tmp_path / "ours").glob("iter_*")))
     expected = parameter_shapes(model_of(dict(saved.settings)))
     trained = {name: shape for name, shape in expected.items() if not name.endswith(BUFFERS)}
-    assert {name.removeprefix("model."): tuple(one.shape) for name, one in saved.formats.items() if name.startswith("model.")} == {
-        name: tuple(shape) for name, shape in expected.items()}
+    assert {
+        name.removeprefix("model."): tuple(one.shape)
+        for name, one in saved.formats.items()
+        if name.startswith("model.")
+    } == {name: tuple(shape) for name, shape in expected.items()}
     for slot in ("exp_avg", "exp_avg_sq"):
-        found = {name.removeprefix(f"optimizer.{slot}."): tuple(one.shape) for name, one in saved.formats.items()
-                 if name.startswith(f"optimizer.{slot}.")}
+        found = {
+            name.removeprefix(f"optimizer.{slot}."): tuple(one.shape)
+            for name, one in saved.formats.items()
+            if name.startswith(f"optimizer.{slot}.")
+        }
         assert found == {name: tuple(shape) for name, shape in trained.items()}
 
 
 def test_a_run_goes_on_from_a_converted_checkpoint_with_megatrons_losses(tmp_path: Path) -> None:
     folder = unpack("deepseek", tmp_path)
     convert.main(["--load", str(folder / "checkpoints"), "--save", str(tmp_path / "ours"), "--saver", "own"])
-    demand_its_steps(steps_of_continuation(folder, "--load", str(tmp_path / "ours"), "--seq-length", str(RUN["seq_length"]), "--no-load-rng"),
-                      steps_of_megatron(folder))
+    demand_its_steps(
+        steps_of_continuation(
+            folder, "--load", str(tmp_path / "ours"), "--seq-length", str(RUN["seq_length"]), "--no-load-rng"
+        ),
+        steps_of_megatron(folder),
+    )
 
 
-STRANGERS = ("decoder.layers.0.mixer.in_proj.weight", "mtp.layers.0.another_layer.mlp.linear_fc1.weight",
-             "decoder.layers.1.mlp.experts.more.linear_fc1.weight")
+STRANGERS = (
+    "decoder.layers.0.mixer.in_proj.weight",
+    "mtp.layers.0.another_layer.mlp.linear_fc1.weight",
+    "decoder.layers.1.mlp.experts.more.linear_fc1.weight",
+)
 
 
 def refused(folder: Path, save: Path) -> str:

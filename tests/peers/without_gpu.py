@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 class OnTheCpu(TorchFunctionMode):
     """Makes on the CPU what is asked for on a GPU by name."""
 
-    def __torch_function__(self, function: Callable, _: Any, arguments: tuple = (), named: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, _: Any, arguments: tuple = (), named: dict[str, Any] | None = None
+    ) -> Any:
         """The call, with another device."""
         named = dict(named or {})
         if str(named.get("device", "")).startswith("cuda"):
@@ -34,7 +36,15 @@ def answer_for_cuda() -> None:
     OnTheCpu().__enter__()
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)  # a seed and an offset, as a GPU's
-    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "_lazy_init", "manual_seed", "set_rng_state"):
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+        "reset_peak_memory_stats",
+        "_lazy_init",
+        "manual_seed",
+        "set_rng_state",
+    ):
         setattr(torch.cuda, name, lambda *_, **__: None)
     nothing = lambda *_, **__: None  # noqa: E731
     stream = types.SimpleNamespace(wait_stream=nothing, wait_event=nothing, record_event=nothing, synchronize=nothing)
@@ -97,13 +107,16 @@ def do_without_transformer_engine() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import dot_product_attention
 
-    backends, multi_latent_attention, moe_utils = (module(name) for name in (
-        "models.backends", "transformer.multi_latent_attention", "transformer.moe.moe_utils"))
+    backends, multi_latent_attention, moe_utils = (
+        module(name) for name in ("models.backends", "transformer.multi_latent_attention", "transformer.moe.moe_utils")
+    )
 
     class Attention(dot_product_attention.DotProductAttention):
         """The same product of queries, keys and values; only the shape of its result follows the values."""
 
-        def __init__(self, *arguments: Any, k_channels: int | None = None, v_channels: int | None = None, **named: Any) -> None:
+        def __init__(
+            self, *arguments: Any, k_channels: int | None = None, v_channels: int | None = None, **named: Any
+        ) -> None:
             super().__init__(*arguments, **named)
             if v_channels is not None:
                 self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
@@ -111,7 +124,9 @@ def do_without_transformer_engine() -> None:
     for place in (dot_product_attention, backends, gpt_layer_specs):
         if hasattr(place, "DotProductAttention"):
             place.DotProductAttention = Attention
-    if multi_latent_attention and not isinstance(getattr(multi_latent_attention, "TELinear", None), type):  # a stand-in that no isinstance() takes
+    if multi_latent_attention and not isinstance(
+        getattr(multi_latent_attention, "TELinear", None), type
+    ):  # a stand-in that no isinstance() takes
         multi_latent_attention.TELinear = type("TELinear", (), {})
     if moe_utils and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -118,26 +118,56 @@ class Recording:
 def statistics(_: Any = None) -> dict[str, int]:
     """torch.cuda.memory_stats."""
     held, peak, count = device.held()
-    return {"allocated_bytes.all.current": held, "allocated_bytes.all.peak": peak, "reserved_bytes.all.current": held,
-            "reserved_bytes.all.peak": peak, "allocation.all.current": count}
+    return {
+        "allocated_bytes.all.current": held,
+        "allocated_bytes.all.peak": peak,
+        "reserved_bytes.all.current": held,
+        "reserved_bytes.all.peak": peak,
+        "allocation.all.current": count,
+    }
 
 
 def install() -> None:
     """Let torch.cuda speak of the device."""
     numbers, stream = device.generator(), Stream()
     for name, value in {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda _: None,
-        "synchronize": lambda device=None: None, "get_device_capability": lambda device=None: CAPABILITY,
-        "get_device_name": lambda device=None: "stand-in for a GPU", "get_device_properties": lambda device=None: SimpleNamespace(
-            name="stand-in for a GPU", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY, multi_processor_count=132),
-        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream, "Stream": Stream, "Event": Event,
-        "stream": Within, "StreamContext": Within, "CUDAGraph": Graph, "graph": Recording, "memory_stats": statistics,
-        "memory_allocated": lambda _=None: device.held()[0], "max_memory_allocated": lambda _=None: device.held()[1],
-        "reset_peak_memory_stats": lambda _=None: device.forget_peak(), "mem_get_info": lambda _=None: (MEMORY - device.held()[0], MEMORY),
-        "empty_cache": lambda: None, "_lazy_init": lambda: None, "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False,
-        "default_generators": (numbers,), "get_rng_state": lambda _=None: numbers.get_state(),
-        "set_rng_state": lambda state, _=None: numbers.set_state(state), "manual_seed": numbers.manual_seed,
-        "manual_seed_all": numbers.manual_seed, "is_bf16_supported": lambda _=True: True,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "synchronize": lambda device=None: None,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_name": lambda device=None: "stand-in for a GPU",
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name="stand-in for a GPU",
+            major=CAPABILITY[0],
+            minor=CAPABILITY[1],
+            total_memory=MEMORY,
+            multi_processor_count=132,
+        ),
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": Within,
+        "StreamContext": Within,
+        "CUDAGraph": Graph,
+        "graph": Recording,
+        "memory_stats": statistics,
+        "memory_allocated": lambda _=None: device.held()[0],
+        "max_memory_allocated": lambda _=None: device.held()[1],
+        "reset_peak_memory_stats": lambda _=None: device.forget_peak(),
+        "mem_get_info": lambda _=None: (MEMORY - device.held()[0], MEMORY),
+        "empty_cache": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "default_generators": (numbers,),
+        "get_rng_state": lambda _=None: numbers.get_state(),
+        "set_rng_state": lambda state, _=None: numbers.set_state(state),
+        "manual_seed": numbers.manual_seed,
+        "manual_seed_all": numbers.manual_seed,
+        "is_bf16_supported": lambda _=True: True,
     }.items():
         setattr(torch.cuda, name, value)
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
@@ -151,12 +181,15 @@ def install() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-    F.scaled_dot_product_attention = attention  # torch itself looks for its kernels in a table that knows real devices only
+    F.scaled_dot_product_attention = (
+        attention  # torch itself looks for its kernels in a table that knows real devices only
+    )
     for name, kernel in KERNELS.items():
         LIBRARY.impl(name, kernel, "CUDA")
 
 
 # Attention. q: [b, n, queries, d]; k, v: [b, g, keys, d].
+
 
 @dataclass(frozen=True)
 class How:
@@ -170,11 +203,13 @@ class How:
 
 def scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     """What the softmax is taken of, [b, n, queries, keys]."""
-    found = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1]**-0.5 if how.scale is None else how.scale)
+    found = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if how.scale is None else how.scale)
     if how.bias is not None:
         found = found.masked_fill(~how.bias, -math.inf) if how.bias.dtype == torch.bool else found + how.bias.float()
     if how.causal:
-        found = found.masked_fill(torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).tril().logical_not(), -math.inf)
+        found = found.masked_fill(
+            torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).tril().logical_not(), -math.inf
+        )
     return found
 
 
@@ -194,7 +229,9 @@ def near(*tensors: Tensor | None) -> list[Tensor | None]:
 def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     """(output, logarithms of the sums, seed)."""
     seed = torch.randint(0, 2**31, (1,), device="cuda") if how.rate else torch.zeros(1, dtype=torch.long, device="cuda")
-    output = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]) if q.shape[-1] != v.shape[-1] else q)  # laid as the queries are
+    output = torch.empty_like(
+        q[..., :1].expand(*q.shape[:-1], v.shape[-1]) if q.shape[-1] != v.shape[-1] else q
+    )  # laid as the queries are
     q, k, v, bias = near(q, k, v, how.bias)
     how = replace(how, bias=bias)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -205,7 +242,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, T
     return output, sums.to("cuda"), seed
 
 
-def gradients(gradient: Tensor, inputs: Sequence[Tensor], sums: Tensor, seed: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def gradients(
+    gradient: Tensor, inputs: Sequence[Tensor], sums: Tensor, seed: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of q, k, v and the bias."""
     gradient, q, k, v, sums, bias = near(gradient, *inputs, sums, how.bias)
     how = replace(how, bias=bias)
@@ -216,7 +255,7 @@ def gradients(gradient: Tensor, inputs: Sequence[Tensor], sums: Tensor, seed: Te
     of_v = (shares * factor).transpose(-1, -2) @ gradient.float()
     of_shares = (gradient.float() @ all_v.transpose(-1, -2)) * factor
     of_bias = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
-    of_scores = of_bias * (q.shape[-1]**-0.5 if how.scale is None else how.scale)
+    of_scores = of_bias * (q.shape[-1] ** -0.5 if how.scale is None else how.scale)
     of_k = of_scores.transpose(-1, -2) @ q.float()
     of_k, of_v = (x.view(batch, groups, -1, keys, x.shape[-1]).sum(2) for x in (of_k, of_v))
     of_bias = None if bias is None else of_bias.sum_to_size(bias.shape).to("cuda", bias.dtype)
@@ -227,7 +266,15 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> s
     """The first of torch's kernels on a Hopper that is allowed and takes these inputs."""
     half, in_lines = q.dtype in (torch.float16, torch.bfloat16), all(x.stride(-1) == 1 for x in (q, k, v))
     allowed = torch.backends.cuda
-    if allowed.cudnn_sdp_enabled() and half and in_lines and mask is None and not gqa and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
+    if (
+        allowed.cudnn_sdp_enabled()
+        and half
+        and in_lines
+        and mask is None
+        and not gqa
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+    ):
         return "cudnn"
     if allowed.flash_sdp_enabled() and half and in_lines and mask is None and q.shape[-1] == v.shape[-1] <= 256:
         return "flash"
@@ -238,8 +285,15 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> s
     return "math"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-              **others: Any) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention."""
     kernel = choose(q, k, v, attn_mask, others.get("enable_gqa", False)) if q.is_cuda else "math"
     rest, scale = (dropout_p, is_causal), {"scale": others.get("scale")}
@@ -250,7 +304,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, 
     if kernel == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *rest, **scale)[0]
     if kernel == "efficient":
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, q.requires_grad, *rest, **scale)[0]
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, q.requires_grad, *rest, **scale
+        )[0]
     return _plain_attention(q, k, v, attn_mask, *rest, **others)
 
 
@@ -258,7 +314,16 @@ def _nothing() -> Tensor:
     return torch.zeros((), dtype=torch.long, device="cuda")
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, rate: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float | None = None) -> tuple:
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: float = 0.0,
+    causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
     """aten::_scaled_dot_product_flash_attention."""
     output, sums, seed = attend(q, k, v, How(None, rate, causal, scale))
     return output, sums, None, None, q.shape[2], k.shape[2], seed, _nothing(), torch.empty(0, device="cuda")
@@ -270,8 +335,17 @@ def flash_backward(gradient: Tensor, *given: Any, scale: float | None = None) ->
     return gradients(gradient, inputs, sums, seed, How(None, rate, causal, scale))[:3]
 
 
-def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, rate: float = 0.0, causal: bool = False, *,
-              scale: float | None = None) -> tuple:
+def efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    rate: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
     """aten::_scaled_dot_product_efficient_attention."""
     return *attend(q, k, v, How(bias, rate, causal, scale)), _nothing()
 
@@ -283,9 +357,11 @@ def efficient_backward(gradient: Tensor, *given: Any, scale: float | None = None
     return *found, of_bias if wanted[3] else None
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, *given: Any, scale: float | None = None) -> tuple:
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, *given: Any, scale: float | None = None
+) -> tuple:
     """aten::_scaled_dot_product_cudnn_attention."""
-    rate, causal, _ = (*given, *(0.0, False, False)[len(given):])
+    rate, causal, _ = (*given, *(0.0, False, False)[len(given) :])
     output, sums, seed = attend(q, k, v, How(bias, rate, causal, scale))
     return output, sums, None, None, q.shape[2], k.shape[2], seed, _nothing(), torch.empty(0, device="cuda")
 
@@ -298,7 +374,16 @@ def cudnn_backward(gradient: Tensor, *given: Any, scale: float | None = None) ->
 
 # Products in 8 and 4 bits, and of groups of rows.
 
-def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *given: Any, out_dtype: torch.dtype | None = None, **named: Any) -> Tensor:
+
+def scaled(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *given: Any,
+    out_dtype: torch.dtype | None = None,
+    **named: Any,
+) -> Tensor:
     """aten::_scaled_mm, with one scale a tensor."""
     dtype = given[2] if len(given) > 2 else out_dtype
     checks.meta_scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, **named)
@@ -316,15 +401,24 @@ def scaled_by_blocks(a: Tensor, b: Tensor, *given: Any) -> Tensor:
     assert CAPABILITY[0] == 9 if of_hopper else CAPABILITY[0] >= 10
     checks.meta_scaled_mm_v2(a, b, scale_a, kinds[0], orders[0], scale_b, kinds[1], orders[1], bias, dtype, *others)
     (a, *scale_a), (b, *scale_b) = near(a, *scale_a), near(b, *scale_b)
-    found = but_for_the_scale_of_all(a, scale_a[0], kinds[0][0]) @ but_for_the_scale_of_all(b.t(), scale_b[0], kinds[1][0]).t()
+    found = (
+        but_for_the_scale_of_all(a, scale_a[0], kinds[0][0])
+        @ but_for_the_scale_of_all(b.t(), scale_b[0], kinds[1][0]).t()
+    )
     if len(scale_a) > 1:
         found = found * (scale_a[1] * scale_b[1])  # after the sum, as on a GPU
     return found.to("cuda", dtype)
 
 
-def widened(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
+def widened(
+    total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+) -> Tensor:
     """aten::addmm.dtype_out: a product of half precision, added to fp32."""
-    assert {a.dtype, b.dtype} <= {torch.float16, torch.bfloat16} and a.dtype == b.dtype and dtype == total.dtype == out.dtype == torch.float32
+    assert (
+        {a.dtype, b.dtype} <= {torch.float16, torch.bfloat16}
+        and a.dtype == b.dtype
+        and dtype == total.dtype == out.dtype == torch.float32
+    )
     own, sums, a, b = near(out, total, a, b)
     own.copy_(beta * sums + alpha * (a.float() @ b.float()))
     return out
@@ -336,9 +430,9 @@ def but_for_the_scale_of_all(x: Tensor, scales: Tensor, kind: Any) -> Tensor:
     if kind == kinds.BlockWise1x128:
         return x.float() * scales.repeat_interleave(128, 1)
     if kind == kinds.BlockWise128x128:
-        return x.float() * scales.t()[:, :x.shape[1] // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return x.float() * scales.t()[:, : x.shape[1] // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
     if kind == kinds.BlockWise1x32:
-        return x.float() * from_tiles(scales, rows, -(-x.shape[1] // 32)).repeat_interleave(32, 1)[:, :x.shape[1]]
+        return x.float() * from_tiles(scales, rows, -(-x.shape[1] // 32)).repeat_interleave(32, 1)[:, : x.shape[1]]
     assert kind == kinds.BlockWise1x16
     numbers = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], device=x.device)
     held = x.view(torch.uint8)
@@ -349,7 +443,13 @@ def but_for_the_scale_of_all(x: Tensor, scales: Tensor, kind: Any) -> Tensor:
 def from_tiles(scales: Tensor, rows: int, columns: int) -> Tensor:
     """Scales [rows, columns] that lie in tiles of 128 x 4, in which rows 32 apart are neighbours."""
     high, wide = -(-rows // 128), -(-columns // 4)
-    return scales.reshape(-1).float().view(high, wide, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(128 * high, 4 * wide)[:rows, :columns]
+    return (
+        scales.reshape(-1)
+        .float()
+        .view(high, wide, 32, 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .reshape(128 * high, 4 * wide)[:rows, :columns]
+    )
 
 
 def grouped(a: Tensor, b: Tensor, ends: Tensor, bias: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -368,9 +468,14 @@ def grouped(a: Tensor, b: Tensor, ends: Tensor, bias: Any = None, dtype: torch.d
 _plain_attention = F.scaled_dot_product_attention
 LIBRARY = torch.library.Library("aten", "IMPL")
 KERNELS = {
-    "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_flash_attention_backward": flash_backward,
-    "_scaled_dot_product_efficient_attention": efficient, "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "_scaled_dot_product_cudnn_attention": cudnn, "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
-    "_scaled_mm": scaled, "_scaled_mm_v2": scaled_by_blocks, "_grouped_mm": grouped,
+    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    "_scaled_mm": scaled,
+    "_scaled_mm_v2": scaled_by_blocks,
+    "_grouped_mm": grouped,
     "addmm.dtype_out": widened,
 }

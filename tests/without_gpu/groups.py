@@ -13,8 +13,20 @@ import torch.distributed as dist
 import torch.multiprocessing.reductions as reductions
 from torch import Tensor
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
-               "all_to_all_single", "all_gather", "isend", "irecv", "send", "recv")
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "all_gather",
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+)
 
 
 class Work:
@@ -39,7 +51,11 @@ def install() -> None:
         return group
 
     def init_process_group(backend: str | None = None, *others: Any, **named: Any) -> None:
-        begin("gloo" if backend == "nccl" else backend, *others, **{name: value for name, value in named.items() if name != "device_id"})
+        begin(
+            "gloo" if backend == "nccl" else backend,
+            *others,
+            **{name: value for name, value in named.items() if name != "device_id"},
+        )
         if backend == "nccl":
             ours.add(dist.group.WORLD)
 
@@ -73,14 +89,26 @@ def install() -> None:
             super().__init__(getattr(op, "plain", op), *others)
 
     def batch_isend_irecv(messages: list[Any]) -> list[Work]:
-        return [Work(work, messages) for work in together([Message(one.op, here(one.tensor, one.group), one.peer, one.group) for one in messages])]
+        return [
+            Work(work, messages)
+            for work in together(
+                [Message(one.op, here(one.tensor, one.group), one.peer, one.group) for one in messages]
+            )
+        ]
 
     for name in COLLECTIVES:
         if hasattr(dist, name):
             setattr(dist, name, over_gloo(getattr(dist, name)))
-    dist.new_group, dist.init_process_group, dist.P2POp, dist.batch_isend_irecv = new_group, init_process_group, Sending, batch_isend_irecv
+    dist.new_group, dist.init_process_group, dist.P2POp, dist.batch_isend_irecv = (
+        new_group,
+        init_process_group,
+        Sending,
+        batch_isend_irecv,
+    )
     dist.distributed_c10d.new_group = new_group
 
     plain = reductions.reduce_tensor  # tensors go from process to process by way of the CPU
     for kind in (Tensor, torch.nn.Parameter):
-        ForkingPickler.register(kind, lambda one: (torch.Tensor.detach, (one.detach().cpu(),)) if one.is_cuda else plain(one))
+        ForkingPickler.register(
+            kind, lambda one: (torch.Tensor.detach, (one.detach().cpu(),)) if one.is_cuda else plain(one)
+        )

@@ -16,7 +16,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import math
@@ -52,15 +55,24 @@ DIALECTS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Flags of Megatron's tool that have nothing to set here, and why; they are accepted and named.
-NEEDLESS = {"--max-queue-size": "reader and writer are one process", "--megatron-path": "Megatron is not imported",
-            "--loader-transformer-impl": "the names in the file tell", "--no-checking": "names and shapes are always checked"}
+NEEDLESS = {
+    "--max-queue-size": "reader and writer are one process",
+    "--megatron-path": "Megatron is not imported",
+    "--loader-transformer-impl": "the names in the file tell",
+    "--no-checking": "names and shapes are always checked",
+}
 
 
 class Watched:
     """A source that tells a progress bar of the bytes that are read from it."""
 
     def __init__(self, source: Source, bar: tqdm) -> None:
-        self.where, self.formats, self.values, self.settings = source.where, source.formats, source.values, source.settings
+        self.where, self.formats, self.values, self.settings = (
+            source.where,
+            source.formats,
+            source.values,
+            source.settings,
+        )
         self._source, self._bar = source, bar
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -92,13 +104,20 @@ def check_model(source: Source, model_type: str | None) -> None:
 
 def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Path, list[str]]:
     """Write the target. dialect: of the source. Returns its folder, and remarks on flags that have nothing to do."""
-    sizes = {"--target-tensor-parallel-size": args.target_tensor_parallel_size,
-             "--target-pipeline-parallel-size": args.target_pipeline_parallel_size}
-    iteration = args.iteration if args.iteration is not None else source.values.get("run.progress", {}).get("iteration", 0)
+    sizes = {
+        "--target-tensor-parallel-size": args.target_tensor_parallel_size,
+        "--target-pipeline-parallel-size": args.target_pipeline_parallel_size,
+    }
+    iteration = (
+        args.iteration if args.iteration is not None else source.values.get("run.progress", {}).get("iteration", 0)
+    )
     if args.saver == MEGATRON:
         return write_for_megatron(source, args, iteration)
-    remarks = [f"{flag} {size} has nothing to cut: what is written is whole, and loads under any layout"
-               for flag, size in sizes.items() if size and size > 1]
+    remarks = [
+        f"{flag} {size} has nothing to cut: what is written is whole, and loads under any layout"
+        for flag, size in sizes.items()
+        if size and size > 1
+    ]
     if args.saver == PUBLISHED:
         export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
         return args.save, remarks
@@ -108,7 +127,9 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
         settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else settings_beside(args)
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, Saved) else 1
-    return rewrite(source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks), remarks
+    return rewrite(
+        source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
+    ), remarks
 
 
 def settings_beside(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,17 +147,23 @@ def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int)
     for_ranks = max(sizes) > 1 or source.settings.get("architecture") == "bert"
     fused = args.saver_transformer_impl != "local"
     if (args.ckpt_format or (TORCH if for_ranks else TORCH_DIST)) == TORCH:
-        path = write_legacy(source, args.save, iteration=iteration, tensor_size=sizes[0], pipeline_size=sizes[1], fused_norms=fused)
+        path = write_legacy(
+            source, args.save, iteration=iteration, tensor_size=sizes[0], pipeline_size=sizes[1], fused_norms=fused
+        )
     else:
         path = write_torch_dist(source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused)
     flags = flags_for_megatron(source)
-    return path, [f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
-                  f"{'' if fused else ' --transformer-impl local'}"]
+    return path, [
+        f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
+        f"{'' if fused else ' --transformer-impl local'}"
+    ]
 
 
 def num_bytes(source: Source, beginning: str = "") -> int:
     """Bytes of the tensors whose names begin so."""
-    return sum(whole(one.shape).size * one.dtype.itemsize for name, one in source.formats.items() if name.startswith(beginning))
+    return sum(
+        whole(one.shape).size * one.dtype.itemsize for name, one in source.formats.items() if name.startswith(beginning)
+    )
 
 
 def differences(source: Source, target: Source) -> Iterator[str]:
@@ -148,7 +175,9 @@ def differences(source: Source, target: Source) -> Iterator[str]:
         mine, theirs = source.formats[name], target.formats[name]
         if mine != theirs:
             yield f"{name} has shape {theirs.shape} and {theirs.dtype}, not {mine.shape} and {mine.dtype}"
-        elif not torch.equal(*(one.read(name, whole(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))):
+        elif not torch.equal(
+            *(one.read(name, whole(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))
+        ):
             yield f"{name} has other values"
     yield from (f"{name} is new" for name in target.formats if name not in source.formats)
 
@@ -202,28 +231,77 @@ def shard_size(word: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The tool's flags."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
     group.add_argument("--loader", choices=DIALECTS, help="its dialect (default: as it looks)")
-    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read, where the folder has several (default: the newest)")
+    group.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to read, where the folder has several (default: the newest)",
+    )
     group.add_argument("--model-type", choices=("GPT", "BERT", "T5"), help="refuse any other")
-    group.add_argument("--true-vocab-size", type=int, metavar="N", help="ids of the tokenizer; rows of the embedding behind them are left out")
+    group.add_argument(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="ids of the tokenizer; rows of the embedding behind them are left out",
+    )
     group = made.add_argument_group("what is written")
-    group.add_argument("--save", "--save-dir", required=True, type=Path, metavar="DIR",
-                       help="folder to write; a Hugging Face folder must not be there yet")
-    group.add_argument("--saver", choices=DIALECTS, help="its dialect (default: own, or hf for what is not of Hugging Face)")
+    group.add_argument(
+        "--save",
+        "--save-dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder to write; a Hugging Face folder must not be there yet",
+    )
+    group.add_argument(
+        "--saver", choices=DIALECTS, help="its dialect (default: own, or hf for what is not of Hugging Face)"
+    )
     group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    group.add_argument("--max-shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE", help="of one file (default: 5GB)")
-    group.add_argument("--iteration", type=int, metavar="N", help="own, megatron: number of the checkpoint (default: the source's, or 0)")
-    group.add_argument("--family", choices=FAMILIES, help="hf: architecture (default: the source's, or the first that fits)")
-    group.add_argument("--like", type=Path, metavar="DIR", help="hf: folder whose tokenizer files and token ids are carried over")
-    group.add_argument("--ckpt-format", choices=(TORCH_DIST, TORCH), help="megatron: whole tensors, which any layout reads, or files "
-                       "of ranks (default: torch for more ranks than one and for a BERT, else torch_dist)")
-    group.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="megatron: ranks that share matrices; others are whole")
-    group.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="megatron: ranks that share layers; others are whole")
-    group.add_argument("--saver-transformer-impl", choices=("transformer_engine", "local"), default="transformer_engine",
-                       help="megatron: whose names its norms have")
+    group.add_argument(
+        "--max-shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE", help="of one file (default: 5GB)"
+    )
+    group.add_argument(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="own, megatron: number of the checkpoint (default: the source's, or 0)",
+    )
+    group.add_argument(
+        "--family", choices=FAMILIES, help="hf: architecture (default: the source's, or the first that fits)"
+    )
+    group.add_argument(
+        "--like", type=Path, metavar="DIR", help="hf: folder whose tokenizer files and token ids are carried over"
+    )
+    group.add_argument(
+        "--ckpt-format",
+        choices=(TORCH_DIST, TORCH),
+        help="megatron: whole tensors, which any layout reads, or files "
+        "of ranks (default: torch for more ranks than one and for a BERT, else torch_dist)",
+    )
+    group.add_argument(
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="megatron: ranks that share matrices; others are whole",
+    )
+    group.add_argument(
+        "--target-pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="megatron: ranks that share layers; others are whole",
+    )
+    group.add_argument(
+        "--saver-transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="megatron: whose names its norms have",
+    )
     group.add_argument("--verify", action="store_true", help="read the result again and compare every byte")
     group = made.add_argument_group("accepted for old command lines, and named as needless")
     for flag, reason in NEEDLESS.items():

@@ -15,7 +15,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import dataclasses
@@ -38,8 +41,12 @@ from megatron.trust.contents import counted, fits
 def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
     """Both. Where only one of them knows how many ids the tokenizer has, the other's padding is left out."""
     a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
-    given = [{"true_vocab_size": one.settings["true_vocab_size"]} if isinstance(one, Saved) and one.settings.get("true_vocab_size") else None
-             for one in (a, b)]
+    given = [
+        {"true_vocab_size": one.settings["true_vocab_size"]}
+        if isinstance(one, Saved) and one.settings.get("true_vocab_size")
+        else None
+        for one in (a, b)
+    ]
     if given[0] and not isinstance(b, Saved):
         b = open_checkpoint(paths[1], steps[1], given[0])
     if given[1] and not isinstance(a, Saved):
@@ -49,7 +56,11 @@ def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, S
 
 def as_json(difference: Difference) -> dict[str, Any]:
     """One difference for a program to read."""
-    return {"name": difference.name, "what": difference.what, "gap": dataclasses.asdict(difference.gap) if difference.gap else None}
+    return {
+        "name": difference.name,
+        "what": difference.what,
+        "gap": dataclasses.asdict(difference.gap) if difference.gap else None,
+    }
 
 
 def compare(args: argparse.Namespace) -> bool:
@@ -61,15 +72,27 @@ def compare(args: argparse.Namespace) -> bool:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
     total = sum(whole(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        found = list(compare_sources(a, b, tolerance=Tolerance(args.rtol, args.atol), patterns=args.match, dtypes=not args.ignore_dtype,
-                                     advance=bar.update))
+        found = list(
+            compare_sources(
+                a,
+                b,
+                tolerance=Tolerance(args.rtol, args.atol),
+                patterns=args.match,
+                dtypes=not args.ignore_dtype,
+                advance=bar.update,
+            )
+        )
     found.sort(key=lambda one: one.gap is not None)  # what is missing or of another kind, and counters, before numbers
     settings = settings_differences(a, b)
     if args.json:
-        print(json.dumps({"a": a.where, "b": b.where, "differences": [as_json(one) for one in found], "settings": settings}))
+        print(
+            json.dumps(
+                {"a": a.where, "b": b.where, "differences": [as_json(one) for one in found], "settings": settings}
+            )
+        )
         return bool(found)
     print(f"a: {a.where}\nb: {b.where}")
-    for one in found[:args.most]:
+    for one in found[: args.most]:
         print(f"  {one}")
     if len(found) > args.most:
         print(f"  ... and {len(found) - args.most} more (--most)")
@@ -84,11 +107,21 @@ def compare(args: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
     parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")
-    parser.add_argument("--ckpt-step", type=int, nargs="+", metavar="N", help="iteration of both, or of A and of B, in folders of several")
-    parser.add_argument("--match", nargs="+", default=[], metavar="PATTERN", help="compare only names like these, such as 'model.*'")
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="iteration of both, or of A and of B, in folders of several",
+    )
+    parser.add_argument(
+        "--match", nargs="+", default=[], metavar="PATTERN", help="compare only names like these, such as 'model.*'"
+    )
     parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="|a - b| up to X |b| is no difference")
     parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="|a - b| up to X is no difference")
     parser.add_argument("--ignore-dtype", action="store_true", help="another dtype alone is no difference")

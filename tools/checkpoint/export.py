@@ -14,7 +14,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import shutil
@@ -39,12 +42,23 @@ from megatron.trust.compare import compare_sources
 from megatron.trust.contents import size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOWN = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them makes a tokenizer
+KNOWN = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)  # one of them makes a tokenizer
 # Kind of tokenizer -> setting that names a file, and what the file is called in a folder.
-FILES = {"GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), {"vocab_file": "vocab.txt"}),
-         **dict.fromkeys(("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), {"tokenizer_model": "tokenizer.model"}),
-         "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"}}
+FILES = {
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), {"vocab_file": "vocab.txt"}),
+    **dict.fromkeys(
+        ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+        {"tokenizer_model": "tokenizer.model"},
+    ),
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+}
 
 
 def tokenizer_folder(source: Source) -> Path | None:
@@ -76,21 +90,43 @@ def export(args: argparse.Namespace) -> str:
     unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
     if unlike:
         raise CheckpointError(f"{args.save} does not hold what {source.where} holds; do not use it", unlike)
-    tokenizer = f"tokenizer files of {like}" if like else f"tokenizer files {', '.join(copied)}" if copied else (
-        "no tokenizer files: the run's are not here; give their folder with --tokenizer")
+    tokenizer = (
+        f"tokenizer files of {like}"
+        if like
+        else f"tokenizer files {', '.join(copied)}"
+        if copied
+        else ("no tokenizer files: the run's are not here; give their folder with --tokenizer")
+    )
     size = sum(path.stat().st_size for path in Path(args.save).iterdir())
-    return (f"{source.where} -> {args.save}: {family.name}, {len(weights)} tensors, {size_words(size)}, compared, "
-            f"{time.perf_counter() - started:.1f} s\n{tokenizer}")
+    return (
+        f"{source.where} -> {args.save}: {family.name}, {len(weights)} tensors, {size_words(size)}, compared, "
+        f"{time.perf_counter() - started:.1f} s\n{tokenizer}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read, where the folder has several (default: the newest)")
-    parser.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write; it must not be there yet")
-    parser.add_argument("--tokenizer", metavar="DIR", help="Hugging Face folder whose tokenizer files and token ids are carried over")
-    parser.add_argument("--family", choices=FAMILIES, help="architecture (default: the source's, or the first that fits)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to read, where the folder has several (default: the newest)",
+    )
+    parser.add_argument(
+        "--save", required=True, type=Path, metavar="DIR", help="folder to write; it must not be there yet"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="Hugging Face folder whose tokenizer files and token ids are carried over"
+    )
+    parser.add_argument(
+        "--family", choices=FAMILIES, help="architecture (default: the source's, or the first that fits)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     args = parser.parse_args(arguments)
     try:

@@ -14,7 +14,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import json
@@ -30,10 +33,19 @@ SHOWN = 100  # characters of a value
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to show, where the folder has several (default: the newest)")
-    parser.add_argument("--match", nargs="+", default=[], metavar="PATTERN", help="show only names like these, such as 'model.*.bias'")
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to show, where the folder has several (default: the newest)",
+    )
+    parser.add_argument(
+        "--match", nargs="+", default=[], metavar="PATTERN", help="show only names like these, such as 'model.*.bias'"
+    )
     parser.add_argument("--boxes", action="store_true", help="also show which file holds which box of a tensor")
     parser.add_argument("--summary", action="store_true", help="no list of tensors, only sums")
     parser.add_argument("--config", action="store_true", help="also show the settings of the run that wrote it")
@@ -60,10 +72,20 @@ def show(contents: Contents, args: argparse.Namespace) -> None:
 
 def heading(contents: Contents) -> list[str]:
     """What it is."""
-    facts = [f"of {contents.dialect}", *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
-             *([f"written by {counted(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
-             *([f"{counted(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"] if contents.files else [])]
-    return [f"{contents.path}: {', '.join(facts)}", *(f"  {name}  {size_words(size)}" for name, size in contents.files.items())]
+    facts = [
+        f"of {contents.dialect}",
+        *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
+        *([f"written by {counted(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
+        *(
+            [f"{counted(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"]
+            if contents.files
+            else []
+        ),
+    ]
+    return [
+        f"{contents.path}: {', '.join(facts)}",
+        *(f"  {name}  {size_words(size)}" for name, size in contents.files.items()),
+    ]
 
 
 def others(path: str, contents: Contents) -> list[str]:
@@ -84,8 +106,10 @@ def table(tensors: Sequence[Entry], *, boxes: bool) -> list[str]:
         cut = f"  {len(one.places)} boxes" if len(one.places) > 1 else ""
         lines.append(f"{one.name:<{width}}  {one.dtype:<5} {shape:<16} {size_words(one.size):>10}{cut}")
         if boxes:
-            lines += [f"    {place.file}  [{', '.join(f'{low}:{low + size}' for low, size in zip(place.offset, place.shape, strict=True))}]"
-                      for place in one.places]
+            lines += [
+                f"    {place.file}  [{', '.join(f'{low}:{low + size}' for low, size in zip(place.offset, place.shape, strict=True))}]"
+                for place in one.places
+            ]
     return lines
 
 
@@ -93,7 +117,10 @@ def sums(contents: Contents) -> list[str]:
     """A line for each group of tensors, and one for all."""
     rows = [(name, *counts) for name, counts in contents.groups().items()]
     total = ("all", len(contents.tensors), sum(one.elements for one in contents.tensors), contents.size)
-    return [f"{name:<24} {count:>6} tensors {elements:>16,} elements {size_words(size):>10}" for name, count, elements, size in (*rows, total)]
+    return [
+        f"{name:<24} {count:>6} tensors {elements:>16,} elements {size_words(size):>10}"
+        for name, count, elements, size in (*rows, total)
+    ]
 
 
 def shortened(value: Any) -> str:
@@ -130,8 +157,16 @@ def foreign_contents(path: str, step: int | None) -> Contents:
         entry = Entry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
         tensors.append(Entry(name, entry.dtype, entry.shape, entry.elements * one.dtype.itemsize))
     iteration = source.values.get("run.progress", {}).get("iteration")
-    return Contents(source.where, found[0].name if found else "another project", iteration, None, {}, tuple(tensors), source.values,
-                    source.settings)
+    return Contents(
+        source.where,
+        found[0].name if found else "another project",
+        iteration,
+        None,
+        {},
+        tuple(tensors),
+        source.values,
+        source.settings,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import time
@@ -46,7 +49,9 @@ class Weights:
     def __init__(self, source: Source) -> None:
         self.where, self.settings = source.where, source.settings
         self.formats = {name: one for name, one in source.formats.items() if name.startswith("model.")}
-        self.values = {name: value for name, value in source.values.items() if not name.startswith("run.") or name in KEPT}
+        self.values = {
+            name: value for name, value in source.values.items() if not name.startswith("run.") or name in KEPT
+        }
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -71,27 +76,52 @@ def reshard(args: argparse.Namespace) -> str:
     if "architecture" not in settings:  # what a dialect leaves out has its default
         settings |= to_values(model_of(settings))
     iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
-    path = rewrite(source, args.save, iteration=iteration, settings=settings, num_files=args.num_files,
-                   world_size=opened.description.world_size if isinstance(opened, Saved) else 1)
+    path = rewrite(
+        source,
+        args.save,
+        iteration=iteration,
+        settings=settings,
+        num_files=args.num_files,
+        world_size=opened.description.world_size if isinstance(opened, Saved) else 1,
+    )
     made = open_saved(path)
     unlike = [*made.verify(), *map(str, compare_sources(made, source))]
     if unlike:
         raise CheckpointError(f"{path} does not hold what {source.where} holds; do not use it", unlike)
-    return (f"{source.where} -> {path}: {counted(len(made.formats), 'tensor')}, {size_words(made.size)} in {counted(len(made.manifest.files), 'file')}, "
-            f"verified, {time.perf_counter() - started:.1f} s\nno layout was chosen: every tensor-, pipeline- and data-parallel size loads "
-            "it as it is")
+    return (
+        f"{source.where} -> {path}: {counted(len(made.formats), 'tensor')}, {size_words(made.size)} in {counted(len(made.manifest.files), 'file')}, "
+        f"verified, {time.perf_counter() - started:.1f} s\nno layout was chosen: every tensor-, pipeline- and data-parallel size loads "
+        "it as it is"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read, where the folder has several (default: the newest)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to read, where the folder has several (default: the newest)",
+    )
     parser.add_argument("--save", required=True, metavar="DIR", help="folder of checkpoints to write into")
-    parser.add_argument("--num-files", type=int, default=1, metavar="N", help="files that share the tensors about evenly (default: 1)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are); moments stay as they are")
-    parser.add_argument("--weights-only", action="store_true", help="leave optimizer, schedule and random streams behind")
-    parser.add_argument("--iteration", type=int, metavar="N", help="number of the new checkpoint (default: the old one's)")
+    parser.add_argument(
+        "--num-files", type=int, default=1, metavar="N", help="files that share the tensors about evenly (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: as they are); moments stay as they are"
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave optimizer, schedule and random streams behind"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="number of the new checkpoint (default: the old one's)"
+    )
     args = parser.parse_args(arguments)
     for name, least in (("num_files", 1), ("iteration", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:

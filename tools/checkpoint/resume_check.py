@@ -17,7 +17,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import re
@@ -43,7 +46,14 @@ from megatron.trust.contents import fits
 from megatron.trust.inventory import Verdict, compared
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("--save", "--load", "--save-interval", "--exit-interval", "--save-keep-last", "--save-retain-interval")  # each with a value
+OURS = (
+    "--save",
+    "--load",
+    "--save-interval",
+    "--exit-interval",
+    "--save-keep-last",
+    "--save-retain-interval",
+)  # each with a value
 LOOK_EVERY = 0.01  # seconds
 SHOWN = 5  # differences of an item that are printed
 LAST_LINES = 8  # of a run that failed
@@ -65,7 +75,15 @@ class Plan:
 
     def command(self, save: Path, load: Path | None) -> list[str]:
         """The entry script's command line of one stretch."""
-        more = ["--save", save, "--save-interval", self.steps, "--exit-interval", 2 * self.steps, *(["--load", load] if load else [])]
+        more = [
+            "--save",
+            save,
+            "--save-interval",
+            self.steps,
+            "--exit-interval",
+            2 * self.steps,
+            *(["--load", load] if load else []),
+        ]
         return [sys.executable, str(self.entry), *self.flags, *map(str, more)]
 
 
@@ -76,12 +94,24 @@ class Ranks:
         self.output = output
         self._open = ExitStack()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = [f"WORLD_SIZE={count}", f"LOCAL_WORLD_SIZE={count}", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={self._store.port}",
-                  "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RESTART_COUNT=0"]
+        shared = [
+            f"WORLD_SIZE={count}",
+            f"LOCAL_WORLD_SIZE={count}",
+            "MASTER_ADDR=127.0.0.1",
+            f"MASTER_PORT={self._store.port}",
+            "TORCHELASTIC_USE_AGENT_STORE=True",
+            "TORCHELASTIC_RESTART_COUNT=0",
+        ]
         file: IO[bytes] = self._open.enter_context(output.open("wb"))
         self._processes = [
-            subprocess.Popen(["env", *([f"RANK={rank}", f"LOCAL_RANK={rank}", *shared] if count > 1 else []), *command], cwd=ROOT, stdout=file,
-                             stderr=subprocess.STDOUT) for rank in range(count)]
+            subprocess.Popen(
+                ["env", *([f"RANK={rank}", f"LOCAL_RANK={rank}", *shared] if count > 1 else []), *command],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(count)
+        ]
 
     def __enter__(self) -> Ranks:
         return self
@@ -109,7 +139,7 @@ class Ranks:
         if any(codes):
             lines = self.output.read_text(errors="replace").splitlines()
             errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error: ", line)]
-            shown = lines[errors[-1]:][:LAST_LINES] if errors else lines[-LAST_LINES:]
+            shown = lines[errors[-1] :][:LAST_LINES] if errors else lines[-LAST_LINES:]
             raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in shown)]))
 
 
@@ -133,7 +163,9 @@ def run_straight(plan: Plan) -> Path:
         ranks.finish("the run of 2N steps")
     for iteration in (plan.steps, 2 * plan.steps):
         if not iteration_folder(save, iteration).is_dir():
-            raise RunFailed(f"the run of 2N steps has no checkpoint of iteration {iteration}; its flags end it earlier: choose a smaller --steps")
+            raise RunFailed(
+                f"the run of 2N steps has no checkpoint of iteration {iteration}; its flags end it earlier: choose a smaller --steps"
+            )
     return save
 
 
@@ -163,8 +195,13 @@ def run_resumed(plan: Plan, load: Path) -> Path:
 def without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
     """A folder whose checkpoint of iteration N lacks some names."""
     saved = open_saved(iteration_folder(folder, plan.steps))
-    rewrite(Without(saved, patterns), plan.work / "without", iteration=plan.steps, settings=saved.settings,
-            world_size=saved.description.world_size)
+    rewrite(
+        Without(saved, patterns),
+        plan.work / "without",
+        iteration=plan.steps,
+        settings=saved.settings,
+        world_size=saved.description.world_size,
+    )
     return plan.work / "without"
 
 
@@ -183,7 +220,10 @@ def report(columns: dict[str, list[Verdict]]) -> list[str]:
         if not any(one.count or one.missing for one in row):
             lines.append(f"{row[0].item.what:<{width}}       -  this run has none")
             continue
-        words = [f"{'equal' if one.is_equal else f'{len(one.missing)} MISSING' if one.missing else f'{len(one.differences)} DIFFER':<14}" for one in row]
+        words = [
+            f"{'equal' if one.is_equal else f'{len(one.missing)} MISSING' if one.missing else f'{len(one.differences)} DIFFER':<14}"
+            for one in row
+        ]
         lines.append(f"{row[0].item.what:<{width}}  {max(one.count for one in row):>6}  {'  '.join(words)}".rstrip())
     for title, found in columns.items():
         for one in found:
@@ -213,19 +253,43 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     if failure:
         print(failure)
     equal = not failure and all(one.is_equal for found in columns.values() for one in found)
-    print("the resumed run is the run that was not stopped, bit for bit" if equal else "THE RESUMED RUN IS NOT THE RUN THAT WAS NOT STOPPED")
+    print(
+        "the resumed run is the run that was not stopped, bit for bit"
+        if equal
+        else "THE RESUMED RUN IS NOT THE RUN THAT WAS NOT STOPPED"
+    )
     return equal
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own flags, and those of the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)"
+    )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
-    parser.add_argument("--entry", type=Path, default=ROOT / "pretrain_gpt.py", metavar="FILE", help="entry script (default: pretrain_gpt.py)")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="keep checkpoints and output here (default: a folder that is removed)")
-    parser.add_argument("--without", nargs="+", default=[], metavar="PATTERN",
-                        help="leave names like these out of the checkpoint before it is resumed: the check must then name them")
+    parser.add_argument(
+        "--entry",
+        type=Path,
+        default=ROOT / "pretrain_gpt.py",
+        metavar="FILE",
+        help="entry script (default: pretrain_gpt.py)",
+    )
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="keep checkpoints and output here (default: a folder that is removed)",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave names like these out of the checkpoint before it is resumed: the check must then name them",
+    )
     args, flags = parser.parse_known_args(arguments)
     for flag in OURS:
         if flag in flags or any(word.startswith(f"{flag}=") for word in flags):

@@ -15,7 +15,10 @@ import sys
 
 if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
     HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [os.path.dirname(os.path.dirname(HERE)), *(place for place in sys.path if os.path.realpath(place) != HERE)]
+    sys.path[:] = [
+        os.path.dirname(os.path.dirname(HERE)),
+        *(place for place in sys.path if os.path.realpath(place) != HERE),
+    ]
 
 import argparse
 import json
@@ -88,18 +91,32 @@ def meant(path: str, step: int | None, every: bool) -> Iterator[Source | Finding
 
 def report(finding: Finding, seconds: float) -> str:
     """One checkpoint in words."""
-    speed = f", {size_words(finding.size)} in {seconds:.1f} s ({size_words(finding.size / max(seconds, 1e-9))}/s)" if finding.size else ""
-    lines = [f"{finding.path}: {'sound' if not finding.problems else counted(len(finding.problems), 'problem')}, by {finding.how}{speed}"]
-    return "\n".join([*lines, *(f"  - {problem}" for problem in finding.problems), *(f"  ({remark})" for remark in finding.remarks)])
+    speed = (
+        f", {size_words(finding.size)} in {seconds:.1f} s ({size_words(finding.size / max(seconds, 1e-9))}/s)"
+        if finding.size
+        else ""
+    )
+    lines = [
+        f"{finding.path}: {'sound' if not finding.problems else counted(len(finding.problems), 'problem')}, by {finding.how}{speed}"
+    ]
+    return "\n".join(
+        [*lines, *(f"  - {problem}" for problem in finding.problems), *(f"  ({remark})" for remark in finding.remarks)]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
-    parser.add_argument("--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest")
+    parser.add_argument(
+        "--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest"
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="verify the checkpoint of this iteration")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads that read (default: one a processor, 8 at most)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads that read (default: one a processor, 8 at most)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a checkpoint")
     args = parser.parse_args(arguments)
     if args.threads is not None and args.threads < 1:
@@ -110,10 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             started = time.perf_counter()
             if not isinstance(one, Finding):
                 total = sum(whole(form.shape).size * form.dtype.itemsize for form in one.formats.values())
-                with tqdm(total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()) as bar:
+                with tqdm(
+                    total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
+                ) as bar:
                     one = verified(one, bar, args.threads)
             sound = sound and not one.problems
-            facts = {"path": one.path, "by": one.how, "problems": one.problems, "remarks": one.remarks, "bytes": one.size}
+            facts = {
+                "path": one.path,
+                "by": one.how,
+                "problems": one.problems,
+                "remarks": one.remarks,
+                "bytes": one.size,
+            }
             print(json.dumps(facts) if args.json else report(one, time.perf_counter() - started))
     if not sound:
         sys.exit(1)

@@ -16,21 +16,33 @@ class CompileConfig:
     """
 
     compile: bool = flag(
-        False, "compile the layers with torch.compile; parameters, checkpoints and random numbers stay as they are", role="free")
+        False,
+        "compile the layers with torch.compile; parameters, checkpoints and random numbers stay as they are",
+        role="free",
+    )
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = flag(
-        "default", "--compile: what the compiler aims at; the second also tries out matmuls at the start, for minutes", role="free")
+        "default",
+        "--compile: what the compiler aims at; the second also tries out matmuls at the start, for minutes",
+        role="free",
+    )
     compile_backend: Literal["inductor", "aot_eager"] = flag(
-        "inductor", "--compile: inductor makes kernels; aot_eager traces the same graphs and runs them as they are, to look for graph breaks",
-        role="free")
+        "inductor",
+        "--compile: inductor makes kernels; aot_eager traces the same graphs and runs them as they are, to look for graph breaks",
+        role="free",
+    )
 
 
 def compilation(config: CompileConfig) -> str:
     """What is wrong with these settings and how to mend it, a line each, or an empty string."""
     usual = CompileConfig()
-    given = [spelling(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)]
+    given = [
+        spelling(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
+    ]
     if not config.compile:
         return f"{' and '.join(given)}: for --compile only; add it" if given else ""
     if config.compile_backend != "inductor" and "--compile-mode" in given:
-        return (f"--compile-mode {config.compile_mode} is for kernels, and --compile-backend {config.compile_backend} makes none; "
-                "leave one of them out")
+        return (
+            f"--compile-mode {config.compile_mode} is for kernels, and --compile-backend {config.compile_backend} makes none; "
+            "leave one of them out"
+        )
     return ""

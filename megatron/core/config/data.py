@@ -19,17 +19,30 @@ class FillConfig:
     fim_data: bool = flag(False, "rearrange documents as prefix, suffix, middle", role="training")
     fim_rate: float = flag(0.5, "probability that a document is rearranged", role="training")
     fim_spm_rate: float = flag(0.5, "probability that the suffix of a rearranged document comes first", role="training")
-    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, by its text in the vocabulary", role="training")
+    fim_prefix_token: str = flag(
+        "<fim_prefix>", "token before the prefix, by its text in the vocabulary", role="training"
+    )
     fim_middle_token: str = flag("<fim_middle>", "token before the middle", role="training")
     fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix", role="training")
     fim_pad_token: str | None = flag(
-        None, "token that fills up a sample that became shorter; has no loss (default: the tokenizer's)", role="training")
-    fim_eod_token: str | None = flag(None, "token that ends documents (default: the tokenizer's end of document)", role="training")
+        None,
+        "token that fills up a sample that became shorter; has no loss (default: the tokenizer's)",
+        role="training",
+    )
+    fim_eod_token: str | None = flag(
+        None, "token that ends documents (default: the tokenizer's end of document)", role="training"
+    )
     fim_split_sample: str | None = flag(
-        None, "token that cuts a document into fragments; then these are rearranged, not the whole", role="training")
+        None, "token that cuts a document into fragments; then these are rearranged, not the whole", role="training"
+    )
     fim_fragment_rate: float | None = flag(
-        None, "probability that a fragment of a document chosen by --fim-rate is rearranged (default: 1)", role="training")
-    fim_no_prefix: str | None = flag(None, "documents and fragments that begin with this text stay as they are", role="training")
+        None,
+        "probability that a fragment of a document chosen by --fim-rate is rearranged (default: 1)",
+        role="training",
+    )
+    fim_no_prefix: str | None = flag(
+        None, "documents and fragments that begin with this text stay as they are", role="training"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +52,16 @@ class ChatConfig:
     --data-path names JSONL files, or weights and files in turn; a line holds {"messages": [{"role": ..., "content": ...}, ...]}.
     """
 
-    sft: bool = flag(False, "learn the assistant's answers; conversations are packed into samples and do not see each other", role="data")
+    sft: bool = flag(
+        False,
+        "learn the assistant's answers; conversations are packed into samples and do not see each other",
+        role="data",
+    )
     sft_tokenizer_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral"] = flag(
-        "tokenizer", "how a conversation is written; tokenizer: by the chat template of the tokenizer or of --chat-template",
-        role="training")
+        "tokenizer",
+        "how a conversation is written; tokenizer: by the chat template of the tokenizer or of --chat-template",
+        role="training",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +74,10 @@ class MaskingConfig:
     mask_prob: float = flag(0.15, "share of the tokens that are hidden", role="training")
     short_seq_prob: float = flag(0.1, "share of samples that aim at a random shorter length", role="data")
     bert_pair_task: Literal["sentence-order", "next-sentence"] = flag(
-        "sentence-order", "what the binary head learns: which text comes first, or whether the second follows the first at all",
-        role="training")
+        "sentence-order",
+        "what the binary head learns: which text comes first, or whether the second follows the first at all",
+        role="training",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +87,65 @@ class DataConfig:
     One of --mock-data, --data-path (or its file) or paths for each split.
     """
 
-    data_path: tuple[str, ...] | None = flag(None, "prefixes of .bin/.idx pairs, or weights and prefixes in turn", role="data")
+    data_path: tuple[str, ...] | None = flag(
+        None, "prefixes of .bin/.idx pairs, or weights and prefixes in turn", role="data"
+    )
     data_args_path: str | None = flag(None, "file with the words of --data-path", role="data")
     train_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for training only", role="data")
     valid_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for validation only", role="training")
     test_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for the test only", role="training")
     per_split_data_args_path: str | None = flag(None, "JSON file with keys train, valid and test", role="data")
     mock_data: bool = flag(False, "made-up samples instead of files", role="data")
-    split: str | None = flag(None, "shares of training, validation and test of --data-path (default: 969, 30, 1)", role="data")
+    split: str | None = flag(
+        None, "shares of training, validation and test of --data-path (default: 969, 30, 1)", role="data"
+    )
     data_cache_path: str | None = flag(
-        None, "folder for the index caches; left out: beside the data, and nowhere for object storage", role="free")
+        None, "folder for the index caches; left out: beside the data, and nowhere for object storage", role="free"
+    )
     mmap_bin_files: bool = flag(True, "do not map the .bin files into memory; read them", role="free")
-    object_storage_cache_path: str | None = flag(None, "local folder for the .idx files of data in object storage, such as "
-                                                       "s3://bucket/prefix; left out: each process holds them in memory", role="free")
+    object_storage_cache_path: str | None = flag(
+        None,
+        "local folder for the .idx files of data in object storage, such as "
+        "s3://bucket/prefix; left out: each process holds them in memory",
+        role="free",
+    )
     num_workers: int = flag(2, "threads that read samples ahead; 0: read in the training loop", role="free")
     dataloader_type: Literal["single", "cyclic", "external"] = flag(
-        "single", "single: in the shuffled order; cyclic: a new shuffle each epoch; external: as the script's own iterables give",
-        role="data")
-    data_sharding: bool = flag(True, "cyclic: one shuffle for all data-parallel ranks, not one of each rank's own part", role="data")
+        "single",
+        "single: in the shuffled order; cyclic: a new shuffle each epoch; external: as the script's own iterables give",
+        role="data",
+    )
+    data_sharding: bool = flag(
+        True, "cyclic: one shuffle for all data-parallel ranks, not one of each rank's own part", role="data"
+    )
     full_validation: bool = flag(
-        False, "each evaluation goes through the whole validation data once, instead of --eval-iters", role="training")
+        False, "each evaluation goes through the whole validation data once, instead of --eval-iters", role="training"
+    )
     warn_epochs: float = flag(4.0, "warn when a run goes through a source more often than this", role="free")
-    log_samples: str | None = flag(None, "folder for a JSON line a microbatch: which samples each rank read, and their hash", role="free")
+    log_samples: str | None = flag(
+        None, "folder for a JSON line a microbatch: which samples each rank read, and their hash", role="free"
+    )
     reset_position_ids: bool = flag(False, "positions start again after each end of document", role="training")
-    reset_attention_mask: bool = flag(False, "a token does not attend to earlier documents of its sequence", role="training")
+    reset_attention_mask: bool = flag(
+        False, "a token does not attend to earlier documents of its sequence", role="training"
+    )
     dataloader_inter_document_masking: bool = flag(
-        False, "documents of a sample are apart: --reset-attention-mask and --reset-position-ids in one", role="training")
+        False,
+        "documents of a sample are apart: --reset-attention-mask and --reset-position-ids in one",
+        role="training",
+    )
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document", role="training")
-    mid_level_dataset_surplus: float = flag(0.005, "share of extra samples prepared in each dataset of a blend", role="data")
-    allow_ambiguous_pad_tokens: bool = flag(False, "accept a padding id that is also another special token", role="free")
+    mid_level_dataset_surplus: float = flag(
+        0.005, "share of extra samples prepared in each dataset of a blend", role="data"
+    )
+    allow_ambiguous_pad_tokens: bool = flag(
+        False, "accept a padding id that is also another special token", role="free"
+    )
     blend_order: Literal["megatron", "exact"] = flag(
-        "megatron", "megatron: its order, whose counts can be two samples from the weights' shares; exact: never one away", role="data")
+        "megatron",
+        "megatron: its order, whose counts can be two samples from the weights' shares; exact: never one away",
+        role="data",
+    )
     num_dataset_builder_threads: int = flag(1, "threads that build the indices of a blend's datasets", role="free")
     fill: FillConfig = FillConfig()
     chat: ChatConfig = ChatConfig()
@@ -121,29 +170,64 @@ class TokenizerConfig:
     """
 
     tokenizer_type: str | None = flag(
-        None, "kind of tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, "
-        "GPTSentencePieceTokenizer, Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer or NullTokenizer", role="tokenizer")
-    vocab_file: str | None = flag(None, "vocabulary file: vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece*", role="tokenizer")
+        None,
+        "kind of tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, "
+        "GPTSentencePieceTokenizer, Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer or NullTokenizer",
+        role="tokenizer",
+    )
+    vocab_file: str | None = flag(
+        None, "vocabulary file: vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece*", role="tokenizer"
+    )
     merge_file: str | None = flag(None, "merges of a byte-level BPE: merges.txt", role="tokenizer")
-    tokenizer_model: str | None = flag(None, "model of the tokenizer: a SentencePiece .model, a rank file of tiktoken, or a "
-                                             "tokenizer.json or the folder that holds it", role="tokenizer")
-    vocab_size: int | None = flag(None, "NullTokenizer: number of ids, the last of which ends documents; TikTokenizer: number "
-                                        "of ids to keep, special tokens included", role="tokenizer")
-    vocab_extra_ids: int = flag(0, "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary", role="tokenizer")
+    tokenizer_model: str | None = flag(
+        None,
+        "model of the tokenizer: a SentencePiece .model, a rank file of tiktoken, or a "
+        "tokenizer.json or the folder that holds it",
+        role="tokenizer",
+    )
+    vocab_size: int | None = flag(
+        None,
+        "NullTokenizer: number of ids, the last of which ends documents; TikTokenizer: number "
+        "of ids to keep, special tokens included",
+        role="tokenizer",
+    )
+    vocab_extra_ids: int = flag(
+        0, "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary", role="tokenizer"
+    )
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "llama3", "cl100k", "o200k"] | None = flag(
-        None, "how TikTokenizer cuts text into words; left out: v2 for JSON, and for the published r50k_base, cl100k_base and o200k_base "
-        "their own", role="tokenizer")
-    tiktoken_num_special_tokens: int | None = flag(None, "ids that TikTokenizer keeps for special tokens, before those of a "
-                                                         "JSON rank file (default: 1000)", role="tokenizer")
+        None,
+        "how TikTokenizer cuts text into words; left out: v2 for JSON, and for the published r50k_base, cl100k_base and o200k_base "
+        "their own",
+        role="tokenizer",
+    )
+    tiktoken_num_special_tokens: int | None = flag(
+        None,
+        "ids that TikTokenizer keeps for special tokens, before those of a JSON rank file (default: 1000)",
+        role="tokenizer",
+    )
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
-        None, "names of TikTokenizer's special tokens, in the order of their ids", also=("--tiktoken-special-tokens",), role="tokenizer")
+        None,
+        "names of TikTokenizer's special tokens, in the order of their ids",
+        also=("--tiktoken-special-tokens",),
+        role="tokenizer",
+    )
     tokenizer_hf_include_special_tokens: bool = flag(
-        True, "HuggingFaceTokenizer does not put the special tokens of its tokenizer.json around each text",
-        off="--tokenizer-hf-no-include-special-tokens", role="tokenizer")
-    chat_template: str | None = flag(None, "Jinja template of a conversation: its text, or a file; left out: the one that "
-                                           "comes with the tokenizer", role="training")
-    null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer's end of document (default: --vocab-size less one)", role="tokenizer")
-    null_tokenizer_pad_id: int | None = flag(None, "NullTokenizer's padding (default, and -1: it has none)", role="tokenizer")
+        True,
+        "HuggingFaceTokenizer does not put the special tokens of its tokenizer.json around each text",
+        off="--tokenizer-hf-no-include-special-tokens",
+        role="tokenizer",
+    )
+    chat_template: str | None = flag(
+        None,
+        "Jinja template of a conversation: its text, or a file; left out: the one that comes with the tokenizer",
+        role="training",
+    )
+    null_tokenizer_eod_id: int | None = flag(
+        None, "NullTokenizer's end of document (default: --vocab-size less one)", role="tokenizer"
+    )
+    null_tokenizer_pad_id: int | None = flag(
+        None, "NullTokenizer's padding (default, and -1: it has none)", role="tokenizer"
+    )
 
     @property
     def known_size(self) -> int:
@@ -157,5 +241,9 @@ def null_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
     Before Megatron 0.18, and here as long, the tokenizer had one id more than --vocab-size: the end of document. saved: the
     checkpoint's settings, with `null_tokenizer_ids` in one of Megatron's.
     """
-    size = saved.get("true_vocab_size") if saved.get("tokenizer_type") == "NullTokenizer" else saved.get("null_tokenizer_ids")
+    size = (
+        saved.get("true_vocab_size")
+        if saved.get("tokenizer_type") == "NullTokenizer"
+        else saved.get("null_tokenizer_ids")
+    )
     return size if given is not None and size == given + 1 else given

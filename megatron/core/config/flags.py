@@ -133,17 +133,33 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     if kind is bool:
         on, off = names, ["--no-" + names[0][2:]] + ([field.metadata["off"]] if field.metadata["off"] else [])
         # The spelling that changes the default carries the help; its opposite is accepted but not listed.
-        group.add_argument(*(off[::-1] if field.default else on), dest=field.name, default=field.default,
-                           action="store_false" if field.default else "store_true",
-                           help=help_text)
-        group.add_argument(*(on if field.default else off), dest=field.name, default=field.default,
-                           action="store_true" if field.default else "store_false", help=argparse.SUPPRESS)
+        group.add_argument(
+            *(off[::-1] if field.default else on),
+            dest=field.name,
+            default=field.default,
+            action="store_false" if field.default else "store_true",
+            help=help_text,
+        )
+        group.add_argument(
+            *(on if field.default else off),
+            dest=field.name,
+            default=field.default,
+            action="store_true" if field.default else "store_false",
+            help=argparse.SUPPRESS,
+        )
         return
     element, many, choices = _describe(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_show(field.default)})"
-    group.add_argument(*names, dest=field.name, default=field.default, type=field.metadata["parse"] or element,
-                       choices=choices, nargs="*" if many else None, help=help_text + default,
-                       metavar=field.metadata["metavar"] or (None if choices else field.name.split("_")[-1].upper()))
+    group.add_argument(
+        *names,
+        dest=field.name,
+        default=field.default,
+        type=field.metadata["parse"] or element,
+        choices=choices,
+        nargs="*" if many else None,
+        help=help_text + default,
+        metavar=field.metadata["metavar"] or (None if choices else field.name.split("_")[-1].upper()),
+    )
 
 
 def _show(value: Any) -> str:

@@ -19,11 +19,17 @@ class GraphConfig:
     """
 
     cuda_graph_impl: Literal["none", "local"] = flag(
-        "none", "local: record the layers as CUDA graphs, one for each microbatch under way", role="free")
+        "none", "local: record the layers as CUDA graphs, one for each microbatch under way", role="free"
+    )
     cuda_graph_modules: tuple[Module, ...] = flag(
-        (), "halves of layers that are recorded, with the norm before each; left out: both, but no experts", also=("--cuda-graph-scope",),
-        role="free")
-    cuda_graph_warmup_steps: int = flag(3, "training steps before they are recorded, in which libraries make their plans", role="free")
+        (),
+        "halves of layers that are recorded, with the norm before each; left out: both, but no experts",
+        also=("--cuda-graph-scope",),
+        role="free",
+    )
+    cuda_graph_warmup_steps: int = flag(
+        3, "training steps before they are recorded, in which libraries make their plans", role="free"
+    )
 
     @property
     def modules(self) -> tuple[Module, ...]:

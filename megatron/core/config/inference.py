@@ -15,24 +15,44 @@ class InferenceConfig:
     Requests are decoded together, each with its own settings; new ones join and finished ones leave at every step.
     """
 
-    inference_max_requests: int = flag(32, "requests decoded together by each copy of the network; the others wait", also=(
-        "--inference-dynamic-batching-max-requests", "--inference-max-batch-size"))
+    inference_max_requests: int = flag(
+        32,
+        "requests decoded together by each copy of the network; the others wait",
+        also=("--inference-dynamic-batching-max-requests", "--inference-max-batch-size"),
+    )
     inference_max_waiting_requests: int = flag(1024, "requests that may wait; more are refused")
-    inference_max_seq_length: int | None = flag(None, "tokens of a prompt and its continuation; left out: the network's positions")
+    inference_max_seq_length: int | None = flag(
+        None, "tokens of a prompt and its continuation; left out: the network's positions"
+    )
     inference_dynamic_batching_buffer_size_gb: float | None = flag(
-        None, "GB of keys and values kept on each rank; left out: what all requests need at their longest, at most 4 GB")
-    inference_dynamic_batching_block_size: int = flag(16, "tokens whose keys and values are kept, shared and let go together")
+        None, "GB of keys and values kept on each rank; left out: what all requests need at their longest, at most 4 GB"
+    )
+    inference_dynamic_batching_block_size: int = flag(
+        16, "tokens whose keys and values are kept, shared and let go together"
+    )
     inference_dynamic_batching_max_tokens: int = flag(2048, "new tokens in one forward pass, of all requests together")
-    inference_dynamic_batching_prefix_caching: bool = flag(True, "texts that begin alike do not share the keys and values of their beginning")
-    enable_chunked_prefill: bool = flag(True, "do not read a prompt in several forward passes; it waits until it fits into one")
+    inference_dynamic_batching_prefix_caching: bool = flag(
+        True, "texts that begin alike do not share the keys and values of their beginning"
+    )
+    enable_chunked_prefill: bool = flag(
+        True, "do not read a prompt in several forward passes; it waits until it fits into one"
+    )
     inference_dynamic_batching_num_cuda_graphs: int | None = flag(
-        None, "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none")
+        None,
+        "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none",
+    )
     num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")
 
     def problems(self) -> Iterator[str]:
         """What cannot be."""
-        least = {"inference_max_requests": 1, "inference_max_waiting_requests": 0, "inference_dynamic_batching_block_size": 1,
-                 "inference_dynamic_batching_max_tokens": 1, "num_speculative_tokens": 0, "inference_dynamic_batching_num_cuda_graphs": 0}
+        least = {
+            "inference_max_requests": 1,
+            "inference_max_waiting_requests": 0,
+            "inference_dynamic_batching_block_size": 1,
+            "inference_dynamic_batching_max_tokens": 1,
+            "num_speculative_tokens": 0,
+            "inference_dynamic_batching_num_cuda_graphs": 0,
+        }
         for name, number in least.items():
             if (given := getattr(self, name)) is not None and given < number:
                 yield f"--{name.replace('_', '-')} {given} is too small; give {number} or more"
@@ -43,6 +63,8 @@ class InferenceConfig:
             yield f"--inference-dynamic-batching-buffer-size-gb {size} is no size; give a number above 0"
         together = self.inference_max_requests * (1 + self.num_speculative_tokens)
         if self.inference_dynamic_batching_max_tokens < together:
-            yield (f"--inference-dynamic-batching-max-tokens {self.inference_dynamic_batching_max_tokens} is less than "
-                   f"--inference-max-requests {self.inference_max_requests} x (1 + --num-speculative-tokens {self.num_speculative_tokens}) "
-                   f"= {together}; give {together} or more")
+            yield (
+                f"--inference-dynamic-batching-max-tokens {self.inference_dynamic_batching_max_tokens} is less than "
+                f"--inference-max-requests {self.inference_max_requests} x (1 + --num-speculative-tokens {self.num_speculative_tokens}) "
+                f"= {together}; give {together} or more"
+            )

@@ -29,14 +29,22 @@ class KernelConfig:
     """
 
     kernel: tuple[str, ...] = flag(
-        (), f"kernels to use, each as OPERATION=NAME, such as rms_norm=triton; operations: {', '.join(NAMED)}", role="free")
+        (),
+        f"kernels to use, each as OPERATION=NAME, such as rms_norm=triton; operations: {', '.join(NAMED)}",
+        role="free",
+    )
     cross_entropy_fusion_impl: Literal["auto", "native", "linear", "triton"] = flag(
-        "auto", "the loss of logits that are all there (native), or of blocks of them, which are made, used and forgotten (linear; triton: "
-        "with Triton's kernels for their softmax)", role="free")
+        "auto",
+        "the loss of logits that are all there (native), or of blocks of them, which are made, used and forgotten (linear; triton: "
+        "with Triton's kernels for their softmax)",
+        role="free",
+    )
 
     transformer_impl: Literal["local", "transformer_engine"] = flag(
-        "local", "transformer_engine: what that library can compute, which is attention, it computes where it is installed; layers are ours",
-        role="free")
+        "local",
+        "transformer_engine: what that library can compute, which is attention, it computes where it is installed; layers are ours",
+        role="free",
+    )
 
     @property
     def preferred(self) -> str:
@@ -46,7 +54,9 @@ class KernelConfig:
     @property
     def wishes(self) -> dict[str, str]:
         """Op -> the kernel that was asked for."""
-        return dict(word.split("=", 1) for word in self.kernel if "=" in word) | {"cross_entropy": self.cross_entropy_fusion_impl}
+        return dict(word.split("=", 1) for word in self.kernel if "=" in word) | {
+            "cross_entropy": self.cross_entropy_fusion_impl
+        }
 
     def problems(self, *, compiles: bool) -> Iterator[str]:
         """What is wrong with the words of --kernel. compiles: the layers are compiled."""

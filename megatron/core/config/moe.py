@@ -18,41 +18,68 @@ class MoEConfig:
     """
 
     num_experts: int | None = flag(None, "experts in each such layer; left out: none has any", role="network")
-    moe_layer_freq: str = flag("1", "layers with experts: every n-th from the first on, or a list such as [0]*1+[1]*26", role="network")
+    moe_layer_freq: str = flag(
+        "1", "layers with experts: every n-th from the first on, or a list such as [0]*1+[1]*26", role="network"
+    )
     moe_ffn_hidden_size: int | None = flag(None, "width of one expert; left out: --ffn-hidden-size", role="network")
     moe_router_topk: int = flag(2, "experts that each token uses", role="network")
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag("softmax", "how scores become weights", role="network")
-    moe_router_pre_softmax: bool = flag(False, "weights are shares among all experts, not among the chosen ones", role="network")
-    moe_router_topk_scaling_factor: float | None = flag(None, "factor of the weights of the chosen experts", role="network")
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
+        "softmax", "how scores become weights", role="network"
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "weights are shares among all experts, not among the chosen ones", role="network"
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor of the weights of the chosen experts", role="network"
+    )
     moe_router_num_groups: int | None = flag(None, "groups of experts of which a token uses only some", role="network")
     moe_router_group_topk: int | None = flag(None, "groups that each token may use", role="network")
     moe_router_group_score: Literal["sum", "max"] = flag(
-        "sum", "score of a group: the sum of its best (DeepSeek-V3), or the best (DeepSeek-V2)", role="network")
-    moe_router_enable_expert_bias: bool = flag(False, "balance by a number a expert that takes part in choosing only", role="network")
+        "sum", "score of a group: the sum of its best (DeepSeek-V3), or the best (DeepSeek-V2)", role="network"
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance by a number a expert that takes part in choosing only", role="network"
+    )
     moe_router_bias_update_rate: float = flag(0.001, "step of that number, after each optimizer step", role="training")
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(
-        None, "format of the router's scores; left out: fp32, or fp64 with --fp64", role="training")
-    moe_router_load_balancing_type: tuple[Balance, ...] = flag(("aux_loss",), "ways to keep the choice even", role="training")
+        None, "format of the router's scores; left out: fp32, or fp64 with --fp64", role="training"
+    )
+    moe_router_load_balancing_type: tuple[Balance, ...] = flag(
+        ("aux_loss",), "ways to keep the choice even", role="training"
+    )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "weight of each balancing loss", role="training")
     moe_z_loss_coeff: float | None = flag(None, "weight of the squared size of the router's scores", role="training")
     moe_input_jitter_eps: float | None = flag(None, "noise of the router's input, as a share of it", role="training")
     moe_router_force_load_balancing: bool = flag(False, "choose at random, for measurements", role="training")
-    moe_enable_routing_replay: bool = flag(False, "keep each choice of experts, so that a step can be run again with the same", role="free")
+    moe_enable_routing_replay: bool = flag(
+        False, "keep each choice of experts, so that a step can be run again with the same", role="free"
+    )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", "how tokens reach their experts; flex: by a library where one serves, else as alltoall", role="free")
+        "allgather",
+        "how tokens reach their experts; flex: by a library where one serves, else as alltoall",
+        role="free",
+    )
     moe_flex_dispatcher_backend: Literal["auto", "deepep", "alltoall"] = flag(
-        "auto", "what sends tokens with flex; auto: DeepEP where it is installed and fits, and the log says why not", role="free")
+        "auto",
+        "what sends tokens with flex; auto: DeepEP where it is installed and fits, and the log says why not",
+        role="free",
+    )
     moe_enable_deepep: bool = flag(False, "as --moe-flex-dispatcher-backend deepep", role="free")
-    moe_grouped_gemm: bool = flag(False, "experts of a rank are one grouped matmul; without it, one matmul each", role="free")
+    moe_grouped_gemm: bool = flag(
+        False, "experts of a rank are one grouped matmul; without it, one matmul each", role="free"
+    )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "width of the expert that every token uses; left out: none", role="network")
+        None, "width of the expert that every token uses; left out: none", role="network"
+    )
     moe_shared_expert_gate: bool = flag(False, "a sigmoid of the token weighs the shared expert", role="network")
     moe_shared_expert_overlap: bool = flag(False, "run the shared expert while tokens travel", role="free")
     moe_expert_capacity_factor: float | None = flag(
-        None, "tokens an expert takes, over its even share; left out: all that come", role="training")
+        None, "tokens an expert takes, over its even share; left out: all that come", role="training"
+    )
     moe_pad_expert_input_to_capacity: bool = flag(False, "fill every expert's input up to its capacity", role="free")
     moe_token_drop_policy: Literal["probs", "position"] = flag(
-        "probs", "what an expert over capacity drops: what has least weight, or what comes last", role="training")
+        "probs", "what an expert over capacity drops: what has least weight, or what comes last", role="training"
+    )
     moe_use_upcycling: bool = flag(False, "load a dense checkpoint, each expert a copy of its MLP", role="free")
     moe_upcycling_granularity: int = flag(1, "--moe-use-upcycling: experts that one MLP is cut into", role="free")
     moe_per_layer_logging: bool = flag(False, "report balance layer by layer", role="free")

@@ -12,7 +12,9 @@ def read_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ..
     try:
         found = _value(ast.parse(str(text).strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
-        raise ConfigError(f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}") from None
+        raise ConfigError(
+            f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}"
+        ) from None
     if isinstance(found, int):
         if found < 1:
             raise ConfigError(f"{flag} {text}: a number of layers is at least 1")

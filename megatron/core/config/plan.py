@@ -80,9 +80,16 @@ def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     if model.architecture == "t5":
         return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
     rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
-    return tuple(replace(row, mixer="mla" if model.mla.multi_latent_attention else "attention",
-                         window=model.window if windowed else None, rope=rope, mlp="moe" if moe else "dense")
-                 for row, windowed, rope, moe in zip(rows, _windowed(model), _rotated(model), _with_experts(model), strict=True))
+    return tuple(
+        replace(
+            row,
+            mixer="mla" if model.mla.multi_latent_attention else "attention",
+            window=model.window if windowed else None,
+            rope=rope,
+            mlp="moe" if moe else "dense",
+        )
+        for row, windowed, rope, moe in zip(rows, _windowed(model), _rotated(model), _with_experts(model), strict=True)
+    )
 
 
 def _windowed(model: ModelConfig) -> list[bool]:
@@ -90,13 +97,19 @@ def _windowed(model: ModelConfig) -> list[bool]:
     found = _pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
     if model.window_size is None:
         return [False] * model.num_layers
-    return [not found or bool(found[i]) if not isinstance(found, int) else (i + 1) % found != 0 for i in range(model.num_layers)]
+    return [
+        not found or bool(found[i]) if not isinstance(found, int) else (i + 1) % found != 0
+        for i in range(model.num_layers)
+    ]
 
 
 def _rotated(model: ModelConfig) -> list[bool]:
     """Layers whose queries and keys are rotated: all but every n-th, counted from one, or those with a 0 in the list."""
     found = _pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
-    return [not found or not found[i] if not isinstance(found, int) else (i + 1) % found != 0 for i in range(model.num_layers)]
+    return [
+        not found or not found[i] if not isinstance(found, int) else (i + 1) % found != 0
+        for i in range(model.num_layers)
+    ]
 
 
 def _with_experts(model: ModelConfig) -> list[bool]:
@@ -132,8 +145,10 @@ def partition(
     uneven = ends != (None, None)
     problems = _size_problems(len(layers), pp, vpp)
     if uneven + bool(counted) + (layout is not None) > 1:
-        problems.append("the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
-                        "--decoder-first/last-pipeline-num-layers, --account-for-embedding/loss-in-pipeline-split")
+        problems.append(
+            "the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
+            "--decoder-first/last-pipeline-num-layers, --account-for-embedding/loss-in-pipeline-split"
+        )
     refuse(problems)
     if layout is not None:
         stages = read_layout(layout)
@@ -165,12 +180,18 @@ def virtual_size(
 
     chunks_per_rank: --num-virtual-stages-per-pipeline-rank; layers_per_chunk: --num-layers-per-virtual-pipeline-stage.
     """
-    given = {"--num-virtual-stages-per-pipeline-rank": chunks_per_rank,
-             "--num-layers-per-virtual-pipeline-stage": layers_per_chunk, "--pipeline-model-parallel-layout": layout}
+    given = {
+        "--num-virtual-stages-per-pipeline-rank": chunks_per_rank,
+        "--num-layers-per-virtual-pipeline-stage": layers_per_chunk,
+        "--pipeline-model-parallel-layout": layout,
+    }
     named = [flag for flag, value in given.items() if value is not None]
     problems = [f"{' and '.join(named)} each say how many chunks a rank has; keep one"] if len(named) > 1 else []
-    problems += [f"{flag} {value} is not a positive number; leave it out for one chunk"
-                 for flag, value in given.items() if isinstance(value, int) and value < 1]
+    problems += [
+        f"{flag} {value} is not a positive number; leave it out for one chunk"
+        for flag, value in given.items()
+        if isinstance(value, int) and value < 1
+    ]
     problems += _size_problems(num_layers, pp, 1)
     refuse(problems)
     if layout is not None:
@@ -180,9 +201,13 @@ def virtual_size(
     if layers_per_chunk is not None:
         counted = account_for_embedding + account_for_loss
         if (num_layers + counted) % (pp * layers_per_chunk):
-            refuse([f"{_layers(num_layers, counted)} cannot be cut into chunks of "
+            refuse(
+                [
+                    f"{_layers(num_layers, counted)} cannot be cut into chunks of "
                     f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
-                    f"{pp}; choose {_near(num_layers, pp * layers_per_chunk, -counted)} layers"])
+                    f"{pp}; choose {_near(num_layers, pp * layers_per_chunk, -counted)} layers"
+                ]
+            )
         return (num_layers + counted) // (pp * layers_per_chunk)
     return chunks_per_rank or unsaid
 
@@ -216,31 +241,47 @@ def _even(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], 
     """The same count for every stage; `counted` places of it go to the embedding and the loss."""
     problems = []
     if (num_layers + counted) % (pp * vpp):
-        problems.append(f"{_layers(num_layers, counted)} cannot be divided over {_ranks(pp, vpp)}; choose "
-                        f"{_near(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
-                        "--pipeline-model-parallel-layout")
+        problems.append(
+            f"{_layers(num_layers, counted)} cannot be divided over {_ranks(pp, vpp)}; choose "
+            f"{_near(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
+            "--pipeline-model-parallel-layout"
+        )
     return problems, [(num_layers + counted) // (pp * vpp)] * (pp * vpp)
 
 
-def _uneven(num_layers: int, pp: int, vpp: int, given: tuple[int | None, int | None],
-            placement: Placement) -> tuple[list[str], list[int]]:
+def _uneven(
+    num_layers: int, pp: int, vpp: int, given: tuple[int | None, int | None], placement: Placement
+) -> tuple[list[str], list[int]]:
     """The counts given for the first and the last rank, each over its chunks; the others share the rest."""
     first, last = given
-    ends = {flag: value for flag, value in (("--decoder-first-pipeline-num-layers", first),
-                                            ("--decoder-last-pipeline-num-layers", last)) if value is not None}
-    problems = [f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose "
-                f"{_near(value, vpp)}" for flag, value in ends.items() if value < 1 or value % vpp]
+    ends = {
+        flag: value
+        for flag, value in (
+            ("--decoder-first-pipeline-num-layers", first),
+            ("--decoder-last-pipeline-num-layers", last),
+        )
+        if value is not None
+    }
+    problems = [
+        f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose {_near(value, vpp)}"
+        for flag, value in ends.items()
+        if value < 1 or value % vpp
+    ]
     words = " and ".join(f"{flag} {value}" for flag, value in ends.items())
     rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
     if ranks < 0:
         problems.append(f"{words} speak of {len(ends)} ranks, but --pipeline-model-parallel-size is {pp}")
     elif ranks == 0 and rest:
-        problems.append(f"{words} cover every rank of --pipeline-model-parallel-size {pp}, but leave {rest} of "
-                        f"--num-layers {num_layers}; choose --num-layers {num_layers - rest}")
+        problems.append(
+            f"{words} cover every rank of --pipeline-model-parallel-size {pp}, but leave {rest} of "
+            f"--num-layers {num_layers}; choose --num-layers {num_layers - rest}"
+        )
     elif ranks and (rest < 1 or rest % (ranks * vpp)):
-        problems.append(f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
-                        f"{_ranks(ranks, vpp)}; choose --num-layers "
-                        f"{_near(num_layers, ranks * vpp, num_layers - rest)}")
+        problems.append(
+            f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
+            f"{_ranks(ranks, vpp)}; choose --num-layers "
+            f"{_near(num_layers, ranks * vpp, num_layers - rest)}"
+        )
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
@@ -259,7 +300,8 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
     problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in found]
     if len(stages) != pp * vpp:
         problems += _multiple_problem(len(stages), pp) or [
-            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_ranks(pp, vpp)} make {pp * vpp}"]
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_ranks(pp, vpp)} make {pp * vpp}"
+        ]
     return problems
 
 
@@ -269,20 +311,26 @@ def _ahead_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> l
     layout = f"--pipeline-model-parallel-layout {'|'.join(stages)}"
     if not homes:
         return []
-    if len(homes) > 1 or "m" in letters[:letters.rfind("t")] or homes[0] < len(stages) - 2:
-        return [f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
-                "make goes to L only"]
+    if len(homes) > 1 or "m" in letters[: letters.rfind("t")] or homes[0] < len(stages) - 2:
+        return [
+            f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
+            "make goes to L only"
+        ]
     if len(stages) - 1 > homes[0] > 0 and home(homes[0], pp, placement)[0] == 0:
-        return [f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
-                "--pipeline-model-parallel-size 3 or more, or put m beside L"]
+        return [
+            f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
+            "--pipeline-model-parallel-size 3 or more, or put m beside L"
+        ]
     return []
 
 
 def _multiple_problem(stages: int, pp: int) -> list[str]:
     if stages % pp == 0:
         return []
-    return [f"--pipeline-model-parallel-layout has {stages} stages, which is not a multiple of "
-            f"--pipeline-model-parallel-size {pp}; write {_near(stages, pp)} stages"]
+    return [
+        f"--pipeline-model-parallel-layout has {stages} stages, which is not a multiple of "
+        f"--pipeline-model-parallel-size {pp}; write {_near(stages, pp)} stages"
+    ]
 
 
 def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
@@ -290,15 +338,28 @@ def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
     return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
 
 
-def _stages(layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int, placement: Placement) -> tuple[StageSpec, ...]:
+def _stages(
+    layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int, placement: Placement
+) -> tuple[StageSpec, ...]:
     """The stages with these many layers each, in order. ahead: the stage behind the last layer."""
     assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
     specs, start = [], 0
     for index, count in enumerate(counts):
-        own = tuple(layers[start:start + count])
+        own = tuple(layers[start : start + count])
         rank, chunk = home(index, pp, placement)
-        specs.append(StageSpec(index=index, count=len(counts), rank=rank, chunk=chunk, layers=own, has_embedding=index == 0,
-                               has_output=index == len(counts) - 1, has_mtp=index == ahead, placement=placement))
+        specs.append(
+            StageSpec(
+                index=index,
+                count=len(counts),
+                rank=rank,
+                chunk=chunk,
+                layers=own,
+                has_embedding=index == 0,
+                has_output=index == len(counts) - 1,
+                has_mtp=index == ahead,
+                placement=placement,
+            )
+        )
         start += count
     return tuple(specs)
 
@@ -325,6 +386,8 @@ def group_problem(pp: int, m: int, group: int) -> str:
         return f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"
     if m > group and 0 < m % group < pp:
         full = m - m % group
-        return (f"{flag} leaves a last group of {m % group} of {m} microbatches, smaller than --pipeline-model-parallel-size {pp}, "
-                f"which can deadlock; choose --global-batch-size so that a step has {full} or {full + pp} microbatches")
+        return (
+            f"{flag} leaves a last group of {m % group} of {m} microbatches, smaller than --pipeline-model-parallel-size {pp}, "
+            f"which can deadlock; choose --global-batch-size so that a step has {full} or {full + pp} microbatches"
+        )
     return ""

@@ -31,14 +31,19 @@ Kernel = Callable[..., Tensor]
 def over_context(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     """An attention kernel whose queries, keys and values are this rank's pieces. kind: a value of --cp-comm-type."""
     if mesh.blocks:
-        return BySize({1: kernel, **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.blocks if axis.group is not None}})
+        return BySize(
+            {
+                1: kernel,
+                **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.blocks if axis.group is not None},
+            }
+        )
     return kernel if mesh.cp.group is None else _over(kernel, mesh.cp, kind, mesh)
 
 
 def _over(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
     if kind in ("allgather", "all_gather"):
         return Gathered(kernel, axis)
-    alone = Axis("alone", ranks=axis.ranks[axis.rank:axis.rank + 1])
+    alone = Axis("alone", ranks=axis.ranks[axis.rank : axis.rank + 1])
     inner, outer = {"a2a": (axis, alone), "p2p": (alone, axis), "a2a+p2p": (mesh.cp_inner, mesh.cp_outer)}[kind]
     return Travelling(kernel, inner, outer)
 
@@ -49,7 +54,9 @@ class BySize:
 
     kernels: dict[int, Kernel]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         size = 1 if mask.length is None else mask.length // len(q)
         return self.kernels[size](q, k, v, mask, dropout, scores)
@@ -75,7 +82,9 @@ class Gathered:
     kernel: Kernel
     axis: Axis
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _cut(mask, scores, self.axis.size)
         order = cut.in_order(range(cut.size), q.device)
@@ -99,11 +108,13 @@ class Travelling:
     inner: Axis
     outer: Axis
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _cut(mask, scores, self.inner.size * self.outer.size)
         size, block = self.inner.size, self.outer.rank * self.inner.size
-        counts = cut.counts()[block:block + size]
+        counts = cut.counts()[block : block + size]
         order = cut.in_order(range(block, block + size), q.device)
         # Too few key heads to share out are repeated until there are enough; their gradients are summed.
         repeats = size // gcd(size, k.shape[2])
@@ -113,12 +124,16 @@ class Travelling:
         output = self._attend(q, k, v, replace(scores, sink=sink), mask, dropout, cut.coarser(size))
         return self._to_heads(output, counts, order)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: MaskSpec, dropout: float, cut: Zigzag) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: MaskSpec, dropout: float, cut: Zigzag
+    ) -> Tensor:
         if self.outer.group is None:
             return self.kernel(q, k, v, replace(mask, length=None, query_places=None), dropout, scores)
         seed = int(torch.randint(2**62, (), device=q.device)) if dropout else 0
-        scale = q.shape[-1]**-0.5 if scores.scale is None else scores.scale
-        ring = Ring(self.outer, cut, mask, scale, scores.softcap, dropout, seed, fused=self.kernel is not reference.attention)
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        ring = Ring(
+            self.outer, cut, mask, scale, scores.softcap, dropout, seed, fused=self.kernel is not reference.attention
+        )
         return ring_attention(q, k, v, scores.sink, ring)
 
     def _to_places(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
@@ -158,11 +173,18 @@ def _reach(queries: range, mask: MaskSpec, length: int) -> tuple[int, int]:
 def _of_places(mask: MaskSpec, queries: range, keys: range, device: torch.device) -> MaskSpec:
     """The mask of these queries and keys alone."""
     documents, padding = mask.documents, mask.padding
-    part = replace(mask, length=None, query_places=None, documents=None if documents is None else documents[:, keys.start:keys.stop],
-                   query_documents=None if documents is None else documents[:, queries.start:queries.stop],
-                   padding=None if padding is None else padding[:, keys.start:keys.stop])
+    part = replace(
+        mask,
+        length=None,
+        query_places=None,
+        documents=None if documents is None else documents[:, keys.start : keys.stop],
+        query_documents=None if documents is None else documents[:, queries.start : queries.stop],
+        padding=None if padding is None else padding[:, keys.start : keys.stop],
+    )
     if mask.window is None:  # under causality the last query stands at the last key, as kernels take it without places
         return part
-    return replace(part, query_places=torch.arange(queries.start, queries.stop, device=device),
-                   key_places=torch.arange(keys.start, keys.stop, device=device))
-
+    return replace(
+        part,
+        query_places=torch.arange(queries.start, queries.stop, device=device),
+        key_places=torch.arange(keys.start, keys.stop, device=device),
+    )

@@ -69,13 +69,13 @@ def assign(lengths: Sequence[int], *, ranks: int, limit: int, linear: float = 0.
         length = lengths[number]
         size = deserved(length, limit)
         assert size <= ranks, f"a sequence of {length} places does not fit on {ranks} ranks of {limit}"
-        first = min(range(0, ranks - size + 1, size), key=lambda first: (max(loads[first:first + size]), first))
+        first = min(range(0, ranks - size + 1, size), key=lambda first: (max(loads[first : first + size]), first))
         share, left = room.get((first, size), (-1, 0))
         if length > left:
             share, left = len(shares), size * limit
             shares.append((first, size, []))
         shares[share][2].append(number)
         room[first, size] = share, left - length
-        done = max(loads[first:first + size]) + cost(length, linear) / size
-        loads[first:first + size] = [done] * size
+        done = max(loads[first : first + size]) + cost(length, linear) / size
+        loads[first : first + size] = [done] * size
     return Assignment(tuple(Share(first, size, tuple(members)) for first, size, members in shares), tuple(loads))

@@ -62,7 +62,9 @@ class Ring:
                 block = replace(block, seen=self._seen(source, pair, q.device))
             if self.dropout:
                 generator = torch.Generator(q.device).manual_seed((self.seed + 4 * source + number) % 2**62)
-                drawn = torch.rand((*q.shape[:2], rows, columns), generator=generator, device=q.device, dtype=torch.float32)
+                drawn = torch.rand(
+                    (*q.shape[:2], rows, columns), generator=generator, device=q.device, dtype=torch.float32
+                )
                 block = replace(block, kept=(drawn >= self.dropout) / (1 - self.dropout))
             yield pair.queries, pair.keys, block
 
@@ -70,10 +72,14 @@ class Ring:
         queries = self.cut.places(self.axis.rank, device)[pair.queries]
         keys = self.cut.places(source, device)[pair.keys]
         documents, padding = self.mask.documents, self.mask.padding
-        part = replace(self.mask, query_places=queries, key_places=keys,
-                       query_documents=None if documents is None else documents[:, queries],
-                       documents=None if documents is None else documents[:, keys],
-                       padding=None if padding is None else padding[:, keys])
+        part = replace(
+            self.mask,
+            query_places=queries,
+            key_places=keys,
+            query_documents=None if documents is None else documents[:, queries],
+            documents=None if documents is None else documents[:, keys],
+            padding=None if padding is None else padding[:, keys],
+        )
         return part.visible(len(queries), len(keys), device)
 
 
@@ -165,7 +171,9 @@ class _Ring(Function):
             for own, theirs, block in ring.blocks(source, q):
                 found = blockwise_attention.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
                 output[:, :, own], lse[:, :, own] = blockwise_attention.merge(output[:, :, own], lse[:, :, own], *found)
-        if sink is not None:  # one more score, which takes weight and gives nothing; those who see nothing keep their zero
+        if (
+            sink is not None
+        ):  # one more score, which takes weight and gives nothing; those who see nothing keep their zero
             with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
             output = output * (lse - with_sink).exp()[..., None]
             lse = with_sink
@@ -188,8 +196,15 @@ class _Ring(Function):
             flat = parcel.empty(k, count, lse.dtype).zero_()
             dk, dv = parcel.open(flat, count)
             for own, theirs, block in ring.blocks(source, q):
-                found = blockwise_attention.backward(gradient[:, :, own], q[:, :, own], key[:, :, theirs], value[:, :, theirs],
-                                        output[:, :, own], lse[:, :, own], block)
+                found = blockwise_attention.backward(
+                    gradient[:, :, own],
+                    q[:, :, own],
+                    key[:, :, theirs],
+                    value[:, :, theirs],
+                    output[:, :, own],
+                    lse[:, :, own],
+                    block,
+                )
                 dq[:, :, own] += found[0]
                 dk[:, :, theirs] += found[1]
                 dv[:, :, theirs] += found[2]

@@ -51,12 +51,29 @@ class BERTDataset:
     loss_mask, padding_mask (0 where [PAD] stands; all int64 [L]), is_random and truncated (int64 scalars).
     """
 
-    def __init__(self, source: TokenSource, options: PairOptions, *, documents: range, num_samples: int | None, seed: int,
-                 split: str, cache: IndexCache = IndexCache(None)) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        options: PairOptions,
+        *,
+        documents: range,
+        num_samples: int | None,
+        seed: int,
+        split: str,
+        cache: IndexCache = IndexCache(None),
+    ) -> None:
         # [CLS] and two [SEP] are not the sentences'.
         rows = MapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
-        self.map = SentenceMap(source, rows, name=type(self).__name__, documents=documents, num_samples=num_samples,
-                               split=split, extra={}, cache=cache)
+        self.map = SentenceMap(
+            source,
+            rows,
+            name=type(self).__name__,
+            documents=documents,
+            num_samples=num_samples,
+            split=split,
+            extra={},
+            cache=cache,
+        )
         self.options, self.seed, self.prefix = options, seed, source.prefix
         self.description = {**self.map.description, "mask_prob": options.masking.probability, "pairs": options.pairs}
         self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
@@ -80,8 +97,14 @@ class BERTDataset:
                 return options.mask
             return int(random.randint(0, len(options.continues))) if random.random_sample() >= 0.5 else token
 
-        hidden = mask(ids, candidates(ids, options.continues, (options.cls, options.sep)), options.masking,
-                      target_length=target, replace=replace, random=random)
+        hidden = mask(
+            ids,
+            candidates(ids, options.continues, (options.cls, options.sep)),
+            options.masking,
+            target_length=target,
+            replace=replace,
+            random=random,
+        )
         size, used = options.sequence_length, len(ids)
         text, types, labels, loss_mask, padding_mask = (np.zeros(size, np.int64) for _ in range(5))
         text[:used], text[used:] = hidden.ids, options.pad
@@ -89,8 +112,15 @@ class BERTDataset:
         padding_mask[:used] = text[:used] != options.pad  # as in Megatron, a random id that is [PAD] is not attended to
         positions = list(hidden.labels)
         labels[positions], loss_mask[positions] = list(hidden.labels.values()), 1
-        return {"text": text, "types": types, "labels": labels, "is_random": np.array(is_random, np.int64),
-                "loss_mask": loss_mask, "padding_mask": padding_mask, "truncated": np.array(truncated, np.int64)}
+        return {
+            "text": text,
+            "types": types,
+            "labels": labels,
+            "is_random": np.array(is_random, np.int64),
+            "loss_mask": loss_mask,
+            "padding_mask": padding_mask,
+            "truncated": np.array(truncated, np.int64),
+        }
 
     def sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from, before words were hidden."""
@@ -130,7 +160,7 @@ class BERTDataset:
         return _TextRange(first, last, length, 0, length)
 
     def _ids(self, text: _TextRange) -> list[int]:
-        ids = self.map.ids(text.first, text.last)[text.low:text.high]
+        ids = self.map.ids(text.first, text.last)[text.low : text.high]
         check_ids(ids, len(self.options.continues), self.prefix)
         return ids
 
@@ -150,7 +180,9 @@ def _shorten(texts: list[_TextRange], target: int, random: np.random.RandomState
     """Take tokens away one by one, from the longer text (the last of equals), at its front or its back, until all fit."""
     excess = sum(text.length for text in texts) - target
     for draw in random.random_sample(max(0, excess)):
-        longer = texts[0] if len(texts) == 1 or texts[0].high - texts[0].low > texts[1].high - texts[1].low else texts[1]
+        longer = (
+            texts[0] if len(texts) == 1 or texts[0].high - texts[0].low > texts[1].high - texts[1].low else texts[1]
+        )
         if draw < 0.5:
             longer.low += 1
         else:
@@ -161,5 +193,7 @@ def check_ids(ids: list[int], vocab_size: int, prefix: str) -> None:
     """Refuse ids that the vocabulary does not have."""
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         token = min(ids) if min(ids) < 0 else max(ids)
-        raise DataError(f"{prefix} holds the id {token}, but the vocabulary has {vocab_size} ids; train with the tokenizer the "
-                        "data was written with")
+        raise DataError(
+            f"{prefix} holds the id {token}, but the vocabulary has {vocab_size} ids; train with the tokenizer the "
+            "data was written with"
+        )

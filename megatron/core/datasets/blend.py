@@ -51,8 +51,10 @@ class BlendedDataset:
         cache: IndexCache = IndexCache(None),
     ) -> None:
         if len(datasets) > MOST_DATASETS:
-            raise ConfigError(f"a blend of {len(datasets)} datasets; at most {MOST_DATASETS} can be numbered: join "
-                              "some with tools/merge_datasets.py")
+            raise ConfigError(
+                f"a blend of {len(datasets)} datasets; at most {MOST_DATASETS} can be numbered: join "
+                "some with tools/merge_datasets.py"
+            )
         self.datasets = tuple(datasets)
         self.description = {
             "class": type(self).__name__,
@@ -62,9 +64,14 @@ class BlendedDataset:
             "size": size,
         } | ({"order": "exact"} if exact else {})
         arrays = load_or_build(
-            cache, f"{type(self).__name__}-{split}", self.description,
+            cache,
+            f"{type(self).__name__}-{split}",
+            self.description,
             {"dataset_index": ((size,), np.int16), "dataset_sample_index": ((size,), np.int64)},
-            lambda: dict(zip(("dataset_index", "dataset_sample_index"), blend_order(np.array(weights), size, exact=exact))))
+            lambda: dict(
+                zip(("dataset_index", "dataset_sample_index"), blend_order(np.array(weights), size, exact=exact))
+            ),
+        )
         self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
         self.drawn = self.counts(size)
 
@@ -84,8 +91,10 @@ class BlendedDataset:
         """How many of the first `samples` samples come from each dataset. int64 [datasets]"""
         # In pieces: counting needs eight bytes for each sample it looks at, and every process does this.
         ends = [*range(0, samples, COUNTED_AT_ONCE), samples]
-        return sum((np.bincount(self.dataset_index[at:end], minlength=len(self.datasets)) for at, end in zip(ends, ends[1:])),
-                   np.zeros(len(self.datasets), np.int64))
+        return sum(
+            (np.bincount(self.dataset_index[at:end], minlength=len(self.datasets)) for at, end in zip(ends, ends[1:])),
+            np.zeros(len(self.datasets), np.int64),
+        )
 
     def sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from."""
@@ -112,7 +121,9 @@ def build_datasets(
     return build_splits(config, kind, (train_samples, valid_samples, test_samples))
 
 
-def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> tuple[SampleSet | BlendedDataset | None, ...]:
+def build_splits(
+    config: DataConfig, kind: DatasetKind, samples: Samples
+) -> tuple[SampleSet | BlendedDataset | None, ...]:
     """The training, validation and test dataset of a run, of any kind.
 
     samples: how many will be drawn of each; None for one pass over the data, 0 for no dataset. A dataset is None when it
@@ -151,8 +162,10 @@ def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Pref
     else:
         parts, weights, drawn = (dataset,), (1.0,), (count,)
     epochs = [number / part.samples_per_epoch for number, part in zip(drawn, parts)]
-    return [PrefixUsage(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
-            for part, weight, number, times in zip(parts, weights, drawn, epochs)]
+    return [
+        PrefixUsage(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
+        for part, weight, number, times in zip(parts, weights, drawn, epochs)
+    ]
 
 
 def _report(dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float) -> None:
@@ -163,16 +176,32 @@ def _report(dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int |
     logger.info("%s: %d samples from %d source%s", plan.name, total, len(uses), "" if len(uses) == 1 else "s")
     logger.info("  %s %11s %12s %9s %16s %9s", "source".ljust(width), "weight", "samples", "share", "tokens", "epochs")
     for use in uses:
-        logger.info("  %s %11.6g %12d %8.4f%% %16d %9.4g", use.prefix.ljust(width), use.weight, use.samples,
-                    100 * use.samples / max(1, total), use.tokens, use.epochs)
+        logger.info(
+            "  %s %11.6g %12d %8.4f%% %16d %9.4g",
+            use.prefix.ljust(width),
+            use.weight,
+            use.samples,
+            100 * use.samples / max(1, total),
+            use.tokens,
+            use.epochs,
+        )
     furthest = max(abs(use.samples - use.weight * total) for use in uses)
     if furthest > 1:
-        logger.info("  counts are up to %.2f samples from the weights' shares; --blend-order exact keeps them within one", furthest)
+        logger.info(
+            "  counts are up to %.2f samples from the weights' shares; --blend-order exact keeps them within one",
+            furthest,
+        )
     for use in uses:
         if use.epochs > most_epochs:
             # All ranks know it, and one says it: lines below a warning come from the first rank alone.
-            logger.info("WARNING: %s: %s is gone through %.1f times, more than --warn-epochs %g: give it a smaller weight, or more "
-                        "text", plan.name, use.prefix, use.epochs, most_epochs)
+            logger.info(
+                "WARNING: %s: %s is gone through %.1f times, more than --warn-epochs %g: give it a smaller weight, or more "
+                "text",
+                plan.name,
+                use.prefix,
+                use.epochs,
+                most_epochs,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +217,9 @@ class _Builder:
         """One split's dataset of (at least) so many samples; None where the default shares leave nothing for it."""
         prefixes, weights = plan.blend.prefixes, plan.blend.weights
         if self.config.split is None and plan.name != "train" and any(self._is_empty(plan, p) for p in prefixes):
-            logger.info("%s: no data, since the default --split leaves none of %s for it", plan.name, " ".join(prefixes))
+            logger.info(
+                "%s: no data, since the default --split leaves none of %s for it", plan.name, " ".join(prefixes)
+            )
             return None
         if weights is None and len(prefixes) == 1:
             return self._single(plan, prefixes[0], samples)
@@ -214,9 +245,11 @@ class _Builder:
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes)
         if samples is not None and samples > size and self.config.dataloader_type == "single":
-            raise ConfigError(f"{samples} {plan.name} samples are asked for, but the blend without weights goes "
-                              f"through its {len(sizes)} datasets once and has {size}; give weights, which repeat "
-                              "datasets as needed, or ask for fewer samples")
+            raise ConfigError(
+                f"{samples} {plan.name} samples are asked for, but the blend without weights goes "
+                f"through its {len(sizes)} datasets once and has {size}; give weights, which repeat "
+                "datasets as needed, or ask for fewer samples"
+            )
         return self._blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
 
     def _part(self, plan: SplitPlan, prefix: str) -> range:
@@ -229,19 +262,27 @@ class _Builder:
         return not self.kind.fits(self.sources[prefix], self._part(plan, prefix))
 
     def _single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
-        return self.kind.build(self.sources[prefix], self._part(plan, prefix), num_samples=samples, split=plan.name,
-                               cache=self._cache(prefix))
+        return self.kind.build(
+            self.sources[prefix],
+            self._part(plan, prefix),
+            num_samples=samples,
+            split=plan.name,
+            cache=self._cache(prefix),
+        )
 
     def _blended(
         self, plan: SplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
     ) -> BlendedDataset:
         chosen = self.config.data_cache_path
         cache = IndexCache(Path(chosen) if chosen else None)
-        return BlendedDataset(datasets, weights, size=size, split=plan.name,
-                              exact=self.config.blend_order == "exact", cache=cache)
+        return BlendedDataset(
+            datasets, weights, size=size, split=plan.name, exact=self.config.blend_order == "exact", cache=cache
+        )
 
     def _cache(self, prefix: str) -> IndexCache:
         if self.config.data_cache_path:
             return IndexCache(Path(self.config.data_cache_path))
-        beside = None if self.config.mock_data or is_remote(prefix) else Path(prefix) / "cache" / f"{self.kind.name}_indices"
+        beside = (
+            None if self.config.mock_data or is_remote(prefix) else Path(prefix) / "cache" / f"{self.kind.name}_indices"
+        )
         return IndexCache(beside, chosen=False)

@@ -74,7 +74,7 @@ def _draw(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
             if rule is _furthest_behind:
                 choices[lane], ends[:, lane] = _walk_one_lane(weights, int(times[lane]), start, steps)
             else:
-                drawn, end = _walk_lanes(weights, times[lane:lane + 1], start[:, None], steps, rule)
+                drawn, end = _walk_lanes(weights, times[lane : lane + 1], start[:, None], steps, rule)
                 choices[lane], ends[:, lane] = drawn[0], end[:, 0]
     return choices.reshape(-1)[:size]
 

@@ -58,11 +58,15 @@ class ChatDataset:
         first, stop = (int(source.document_indices[document]) for document in (documents.start, documents.stop))
         lengths = np.array(source.sequence_lengths[first:stop], np.int64)
         long = np.flatnonzero(lengths > sequence_length + 1)
-        unanswered = [place for place in long.tolist() if not (source.get(first + place, 1, sequence_length) >= 0).any()]
+        unanswered = [
+            place for place in long.tolist() if not (source.get(first + place, 1, sequence_length) >= 0).any()
+        ]
         retained = np.delete(np.arange(len(lengths)), unanswered)
         if len(retained) == 0:
-            raise DataError(f"the {split} split of {self.prefix} holds {len(lengths)} conversations, and none with an answer "
-                            f"within {sequence_length + 1} tokens; give it more, or a larger --seq-length")
+            raise DataError(
+                f"the {split} split of {self.prefix} holds {len(lengths)} conversations, and none with an answer "
+                f"within {sequence_length + 1} tokens; give it more, or a larger --seq-length"
+            )
         sizes = np.minimum(lengths[retained] - 1, sequence_length)
         self.description = {
             "class": type(self).__name__,
@@ -74,20 +78,33 @@ class ChatDataset:
             "sequence_length": sequence_length,
         }  # not the number of samples: the plan is the same for any
         arrays = load_or_build(
-            cache, f"{type(self).__name__}-{split}", self.description,
+            cache,
+            f"{type(self).__name__}-{split}",
+            self.description,
             {"order": ((len(retained),), np.int64), "last_of_pack": ((len(retained),), bool)},
-            lambda: dict(zip(("order", "last_of_pack"), plan_packs(sizes, sequence_length, seed))))
+            lambda: dict(zip(("order", "last_of_pack"), plan_packs(sizes, sequence_length, seed))),
+        )
         self._conversations = first + retained[arrays["order"]]
         ends = np.flatnonzero(arrays["last_of_pack"]) + 1
         self._packs = np.concatenate([[0], ends])
         epochs = max(1, -(-(num_samples or 0) // len(ends)))
-        self._order = np.concatenate([np.random.default_rng((seed, epoch, len(ends))).permutation(len(ends))
-                                      for epoch in range(epochs)])
+        self._order = np.concatenate(
+            [np.random.default_rng((seed, epoch, len(ends))).permutation(len(ends)) for epoch in range(epochs)]
+        )
         self._places = np.arange(sequence_length)
         self.tokens_per_epoch, self.samples_per_epoch = int(sizes.sum()), float(len(ends))
-        logger.info("%s (%s): %d conversations in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
-                    "left out since no answer is within the cut", self.prefix, split, len(retained), len(ends), sequence_length,
-                    100 * self.fill, len(long) - len(unanswered), len(unanswered))
+        logger.info(
+            "%s (%s): %d conversations in %d samples of %d tokens, %.1f %% of which are filled; %d are cut, %d are "
+            "left out since no answer is within the cut",
+            self.prefix,
+            split,
+            len(retained),
+            len(ends),
+            sequence_length,
+            100 * self.fill,
+            len(long) - len(unanswered),
+            len(unanswered),
+        )
 
     @property
     def fill(self) -> float:
@@ -116,8 +133,13 @@ class ChatDataset:
         positions = self._places - np.repeat([*starts, at], sizes)
         documents = np.repeat(np.arange(len(sizes)), sizes)
         # An id that is not learnt is kept as ~id, which is what is below zero.
-        return {"tokens": tokens ^ (tokens >> 63), "labels": labels ^ (labels >> 63), "loss_mask": loss_mask,
-                "position_ids": positions, "document_ids": documents}
+        return {
+            "tokens": tokens ^ (tokens >> 63),
+            "labels": labels ^ (labels >> 63),
+            "loss_mask": loss_mask,
+            "position_ids": positions,
+            "document_ids": documents,
+        }
 
     def sources(self, index: int) -> list[Span]:
         """Which conversations stand in the index-th sample; the last token of each is a label only, and not counted."""
@@ -132,7 +154,7 @@ class ChatDataset:
 
     def holding(self, document: int) -> np.ndarray:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
-        first, stop = self.source.document_indices[document:document + 2].tolist()
+        first, stop = self.source.document_indices[document : document + 2].tolist()
         local = np.flatnonzero((self._conversations >= first) & (self._conversations < stop))
         packs = np.searchsorted(self._packs, local, side="right") - 1
         return np.flatnonzero(np.isin(self._order, packs))
@@ -141,7 +163,7 @@ class ChatDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]
-        return self._conversations[self._packs[pack]:self._packs[pack + 1]].tolist()
+        return self._conversations[self._packs[pack] : self._packs[pack + 1]].tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +191,28 @@ class ChatKind:
         """Whether these lines hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
-    def build(self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> ChatDataset:
+    def build(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    ) -> ChatDataset:
         """Samples of these lines' conversations."""
-        return ChatDataset(source, part, sequence_length=self.sequence_length, num_samples=num_samples, seed=self.seed,
-                           split=split, cache=cache if self.encoder is None else self._cache(source.prefix))
+        return ChatDataset(
+            source,
+            part,
+            sequence_length=self.sequence_length,
+            num_samples=num_samples,
+            seed=self.seed,
+            split=split,
+            cache=cache if self.encoder is None else self._cache(source.prefix),
+        )
 
     def _cache(self, path: str) -> IndexCache:
         """Where the ids and the plan are kept: beside the file, whose name a folder cannot have."""
         chosen = self.config.data_cache_path
-        return IndexCache(Path(chosen)) if chosen else IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+        return (
+            IndexCache(Path(chosen))
+            if chosen
+            else IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+        )
 
 
 def chat_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatKind:

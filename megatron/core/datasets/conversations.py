@@ -24,7 +24,16 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import frame, named_tokens
-from megatron.core.datasets.templates import BOS, EOS, FORMATS, MARK_LIKE, EndlessTemplate, Message, Template, TemplateSegment
+from megatron.core.datasets.templates import (
+    BOS,
+    EOS,
+    FORMATS,
+    MARK_LIKE,
+    EndlessTemplate,
+    Message,
+    Template,
+    TemplateSegment,
+)
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 
 AT_ONCE = 256  # lines that are tokenized together
@@ -40,8 +49,10 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         text = tokenizer.chat_template if template == "tokenizer" else FORMATS[template]
         if text is None:
-            raise ConfigError("--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
-                              f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}")
+            raise ConfigError(
+                "--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
+                f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}"
+            )
         self.tokenizer, self._frame = tokenizer, frame(tokenizer)
         end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
         bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
@@ -53,7 +64,10 @@ class Encoder:
             self.marks[bos] = tokenizer.bos
         missing = sorted(word for word in words - self.marks.keys() if word.startswith("<|"))
         if missing:
-            logger.info("the vocabulary has no token %s; what the template writes so is spelled with several", ", ".join(missing))
+            logger.info(
+                "the vocabulary has no token %s; what the template writes so is spelled with several",
+                ", ".join(missing),
+            )
         self.template = Template(text, bos=bos, eos=eos, marks=list(self.marks))
         self.identity = {"tokenizer": fingerprint(tokenizer)["hash"], "template": text}
 
@@ -64,8 +78,12 @@ class Encoder:
         to a piece and the text before it when they are one text, as it does to the piece, they are taken from there:
         some tokenizers begin every text with a space.
         """
-        texts = [(piece.text, previous.text + piece.text if previous is not None and not previous.mark else None)
-                 for conversation in conversations for previous, piece in zip((None, *conversation), conversation) if not piece.mark]
+        texts = [
+            (piece.text, previous.text + piece.text if previous is not None and not previous.mark else None)
+            for conversation in conversations
+            for previous, piece in zip((None, *conversation), conversation)
+            if not piece.mark
+        ]
         together = [text for pair in texts for text in pair if text is not None]
         flat, lengths = self.tokenizer.encode_flat(together)
         before, after = self._frame
@@ -85,8 +103,8 @@ class Encoder:
                 alone = ids = next(encoded)
                 if before is not None:
                     joint = next(encoded)
-                    if np.array_equal(joint[:len(before)], before):
-                        ids = joint[len(before):]
+                    if np.array_equal(joint[: len(before)], before):
+                        ids = joint[len(before) :]
                 before = alone
             parts.append(ids if piece.answer else ~ids)
         return np.concatenate([np.empty(0, np.int32), *parts])
@@ -125,8 +143,8 @@ class Conversations:
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int32"""
-        first, last = self._starts[sequence:sequence + 2].tolist()
-        return self._ids[first + offset:last if length is None else min(last, first + offset + length)]
+        first, last = self._starts[sequence : sequence + 2].tolist()
+        return self._ids[first + offset : last if length is None else min(last, first + offset + length)]
 
 
 def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conversations:
@@ -134,11 +152,15 @@ def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conver
     try:
         state = os.stat(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be opened: {error.strerror}; --sft reads JSONL files, so give whole names") from error
+        raise DataError(
+            f"{path} cannot be opened: {error.strerror}; --sft reads JSONL files, so give whole names"
+        ) from error
     if path.endswith((".gz", ".zst")):
         raise DataError(f"{path} is compressed; --sft reads plain JSONL")
     description = {**encoder.identity, "file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
-    return Conversations(path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize(path, encoder)))
+    return Conversations(
+        path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize(path, encoder))
+    )
 
 
 def _tokenize(path: str, encoder: Encoder) -> Arrays:
@@ -171,7 +193,11 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
         message = "\n".join(f"  {path}, line {number}: {problem}" for number, problem in bad[:MOST_TOLD])
         more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
         raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{message}{more}")
-    return {"ids": np.frombuffer(ids, np.int32), "starts": np.frombuffer(starts, np.int64), "lines": np.frombuffer(lines, np.int64)}
+    return {
+        "ids": np.frombuffer(ids, np.int32),
+        "starts": np.frombuffer(starts, np.int64),
+        "lines": np.frombuffer(lines, np.int64),
+    }
 
 
 def _encoded(encoder: Encoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]) -> list[list[np.ndarray] | str]:

@@ -67,7 +67,9 @@ class FillInTheMiddle:
         split = self.marks.split
         if split is None or not (ids == split).any():
             return self._rearranged(ids, random)
-        return _each_part(ids, split, lambda part: self._rearranged(part, random) if random.random() < self.fragment_rate else part)
+        return _each_part(
+            ids, split, lambda part: self._rearranged(part, random) if random.random() < self.fragment_rate else part
+        )
 
     def _rearranged(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         text = self._whole_characters(ids)
@@ -85,7 +87,7 @@ class FillInTheMiddle:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         before, after = self.frame
         ids, lengths = self.tokenizer.encode_flat(texts)
-        return [part[before:len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+        return [part[before : len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
     def _whole_characters(self, ids: np.ndarray) -> str:
         """The text without the pieces of a character that the edges of the window cut through."""
@@ -105,24 +107,55 @@ def _each_part(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndar
     parts: list[np.ndarray] = []
     start = 0
     for stop in [*np.flatnonzero(ids == end).tolist(), len(ids)]:
-        parts += [change(ids[start:stop]) if stop > start else ids[start:stop], ids[stop:stop + 1]]
+        parts += [change(ids[start:stop]) if stop > start else ids[start:stop], ids[stop : stop + 1]]
         start = stop + 1
     return np.concatenate(parts)
 
 
 def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad: int) -> FillInTheMiddle:
     """What the settings describe; `ConfigError` when the vocabulary lacks a token. pad: where --fim-pad-token is not given."""
-    flags = {spelling(name): getattr(fill, name) for name in (
-        "fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_eod_token", "fim_pad_token", "fim_split_sample")}
+    flags = {
+        spelling(name): getattr(fill, name)
+        for name in (
+            "fim_prefix_token",
+            "fim_middle_token",
+            "fim_suffix_token",
+            "fim_eod_token",
+            "fim_pad_token",
+            "fim_split_sample",
+        )
+    }
     ids = named_tokens(tokenizer, [name for name in flags.values() if name is not None])
-    refuse(f"{flag} {name!r} is not one token of the vocabulary; add it to the tokenizer, or name one that is there"
-           for flag, name in flags.items() if name is not None and name not in ids)
+    refuse(
+        f"{flag} {name!r} is not one token of the vocabulary; add it to the tokenizer, or name one that is there"
+        for flag, name in flags.items()
+        if name is not None and name not in ids
+    )
     order = [fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token]
-    refuse(["--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
-            + ", ".join(order)] if len({*order}) < 3 else [])
+    refuse(
+        [
+            "--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
+            + ", ".join(order)
+        ]
+        if len({*order}) < 3
+        else []
+    )
     prefix, middle, suffix = (ids[name] for name in order)
-    marks = FIMTokens(prefix, middle, suffix, eod=ids.get(fill.fim_eod_token, tokenizer.eod),
-                  pad=ids.get(fill.fim_pad_token, pad), split=ids.get(fill.fim_split_sample))
-    return FillInTheMiddle(tokenizer, marks, seed, rate=fill.fim_rate, spm_rate=fill.fim_spm_rate,
-                           fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
-                           spared=fill.fim_no_prefix, frame=frame(tokenizer))
+    marks = FIMTokens(
+        prefix,
+        middle,
+        suffix,
+        eod=ids.get(fill.fim_eod_token, tokenizer.eod),
+        pad=ids.get(fill.fim_pad_token, pad),
+        split=ids.get(fill.fim_split_sample),
+    )
+    return FillInTheMiddle(
+        tokenizer,
+        marks,
+        seed,
+        rate=fill.fim_rate,
+        spm_rate=fill.fim_spm_rate,
+        fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
+        spared=fill.fim_no_prefix,
+        frame=frame(tokenizer),
+    )

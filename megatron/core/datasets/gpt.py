@@ -18,7 +18,14 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.datasets.index_map import IndexCache, build_indices, content_of, index_shapes, load_or_build, plan_epochs
+from megatron.core.datasets.index_map import (
+    IndexCache,
+    build_indices,
+    content_of,
+    index_shapes,
+    load_or_build,
+    plan_epochs,
+)
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samples import Sample, Span
 
@@ -83,9 +90,11 @@ class GPTDataset:
         tokens = int(lengths.sum(dtype=np.int64))
         size = options.sequence_length
         if tokens == 0 or (num_samples is None and tokens <= size):
-            raise DataError(f"the {split} split of {source.prefix} holds {len(sequences)} of its "
-                            f"{len(source.sequence_lengths)} sequences, with {tokens} tokens; samples of {size} tokens "
-                            f"need at least {size + 1}: give that split a larger share in --split, or none")
+            raise DataError(
+                f"the {split} split of {source.prefix} holds {len(sequences)} of its "
+                f"{len(source.sequence_lengths)} sequences, with {tokens} tokens; samples of {size} tokens "
+                f"need at least {size + 1}: give that split a larger share in --split, or none"
+            )
         plan = plan_epochs(tokens, num_samples, sequence_length=size, keep_partial=options.keep_partial)
         description = {
             "class": type(self).__name__,
@@ -100,8 +109,12 @@ class GPTDataset:
             "keep_partial": options.keep_partial,
         }
         arrays = load_or_build(
-            cache, f"{type(self).__name__}-{split}", description, index_shapes(len(sequences), plan),
-            lambda: build_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed))
+            cache,
+            f"{type(self).__name__}-{split}",
+            description,
+            index_shapes(len(sequences), plan),
+            lambda: build_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed),
+        )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
@@ -152,7 +165,7 @@ class GPTDataset:
         count = len(self.source.document_indices) - 1
         if not 0 <= document < count:
             raise DataError(f"{self.prefix} has no document {document}; it has documents 0 to {count - 1}")
-        sequences = range(*self.source.document_indices[document:document + 2].tolist())
+        sequences = range(*self.source.document_indices[document : document + 2].tolist())
         local = (self.document_index >= sequences.start) & (self.document_index < sequences.stop)
         positions = np.flatnonzero(local)
         positions = positions[self.source.sequence_lengths[self.document_index[positions]] > 0]
@@ -188,11 +201,13 @@ class GPTDataset:
                 window[filled : filled + len(ids)] = ids
                 filled += len(ids)
         except (IndexError, ValueError) as error:
-            raise DataError(f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
-                            "replaced while the run was going on, start again; else remove the index cache") from error
+            raise DataError(
+                f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
+                "replaced while the run was going on, start again; else remove the index cache"
+            ) from error
         self._check_ids(window[:filled])
         if self.rearrange is not None:
-            ids = self.rearrange(window[:filled], index)[:len(window)]
+            ids = self.rearrange(window[:filled], index)[: len(window)]
             filled = len(ids)
             window[:filled] = ids
         window[filled:] = self.options.pad
@@ -201,5 +216,7 @@ class GPTDataset:
     def _check_ids(self, ids: np.ndarray) -> None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.options.vocab_size:
-            raise DataError(f"{self.source.prefix} holds the id {low if low < 0 else high}, but the vocabulary has "
-                            f"{self.options.vocab_size} ids; train with the tokenizer the data was written with")
+            raise DataError(
+                f"{self.source.prefix} holds the id {low if low < 0 else high}, but the vocabulary has "
+                f"{self.options.vocab_size} ids; train with the tokenizer the data was written with"
+            )

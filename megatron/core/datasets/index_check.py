@@ -29,7 +29,9 @@ class DatasetFindings:
         self.count += result
 
 
-def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int) -> list[str]:
+def index_problems(
+    path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int
+) -> list[str]:
     """A sentence for each thing that is wrong between the arrays of an index; see `IndexedDataset` for what they are.
 
     path: what the index is called. itemsize: bytes of an id. Ends of the arrays are looked at by who opens it.
@@ -42,8 +44,10 @@ def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, document
         misplaced.add(np.append(starts[:1] != end, starts[1:] != ends[:-1]), first)
         end = int(ends[-1])
     if misplaced.count:
-        problems.append(f"{path}: {misplaced.count} sequences do not begin where the lengths before them end, first "
-                        f"sequence {misplaced.first}")
+        problems.append(
+            f"{path}: {misplaced.count} sequences do not begin where the lengths before them end, first "
+            f"sequence {misplaced.first}"
+        )
     for first in range(0, len(documents) - 1, AT_ONCE):
         starts = documents[first : first + AT_ONCE + 1]
         falling.add(starts[1:] < starts[:-1], first)
@@ -52,14 +56,19 @@ def index_problems(path: str, lengths: np.ndarray, offsets: np.ndarray, document
     return problems
 
 
-def sidecar_problems(prefix: str, facts: Sidecar, measured: Mapping[str, object], checksums: Mapping[str, str]) -> list[str]:
+def sidecar_problems(
+    prefix: str, facts: Sidecar, measured: Mapping[str, object], checksums: Mapping[str, str]
+) -> list[str]:
     """A sentence for each fact of a sidecar that the pair contradicts.
 
     measured: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by their endings.
     """
     path = sidecar_path(prefix)
-    problems = [f"{path} says {name} {getattr(facts, name)}, but the pair has {value}"
-                for name, value in measured.items() if getattr(facts, name) != value]
+    problems = [
+        f"{path} says {name} {getattr(facts, name)}, but the pair has {value}"
+        for name, value in measured.items()
+        if getattr(facts, name) != value
+    ]
     for ending, value in checksums.items():
         recorded = facts.checksums.get(ending)
         if recorded is not None and recorded.startswith(f"{CHECKSUM}:") and recorded != f"{CHECKSUM}:{value}":

@@ -257,8 +257,11 @@ class _CachedIndex:
             message = self._told()
             return None if message is None else {key: self._map(key, **message[key]) for key in self.shapes}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("index cache %s is damaged and is built again: %s", self.folder / self.stem,
-                           f"no {error}" if isinstance(error, KeyError) else error)
+            logger.warning(
+                "index cache %s is damaged and is built again: %s",
+                self.folder / self.stem,
+                f"no {error}" if isinstance(error, KeyError) else error,
+            )
             return None
 
     def _told(self) -> dict[str, Any] | None:
@@ -279,24 +282,28 @@ class _CachedIndex:
         size = math.prod(shape) * dtype.itemsize
         if len(content) != len(header) + size or content[: len(header)].tobytes() != header:
             raise ValueError(f"{path.name} is not an array of shape {tuple(shape)} and type {dtype}")
-        array = content[len(header):].view(dtype).reshape(shape)
+        array = content[len(header) :].view(dtype).reshape(shape)
         if not self._is_as_announced(key, array):
             raise ValueError(f"{key} has shape {array.shape}, not {self.shapes[key][0]}")
-        if size <= CHECKED_BYTES and xxhash.xxh3_128(content[len(header):]).hexdigest() != checksum:
+        if size <= CHECKED_BYTES and xxhash.xxh3_128(content[len(header) :]).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum than it was written with")
         return array
 
     def _is_as_announced(self, key: str, array: np.ndarray) -> bool:
         shape, dtype = self.shapes[key]
-        return array.dtype == dtype and array.ndim == len(shape) and all(
-            size in (None, result) for size, result in zip(shape, array.shape))
+        return (
+            array.dtype == dtype
+            and array.ndim == len(shape)
+            and all(size in (None, result) for size, result in zip(shape, array.shape))
+        )
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     """The first bytes of the .npy file of such an array."""
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False,
-                                                  "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
     return header.getvalue()
 
 

@@ -89,8 +89,15 @@ class IndexedDataset:
     check: off: the arrays of the index are not compared with each other, nor the pair with its sidecar.
     """
 
-    def __init__(self, prefix: str | Path, mmap: bool = True, *, cache: str | None = None, multimodal: bool = False,
-                 check: bool = True) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        mmap: bool = True,
+        *,
+        cache: str | None = None,
+        multimodal: bool = False,
+        check: bool = True,
+    ) -> None:
         self.prefix = str(prefix)
         self.mmap, self.cache, self.multimodal = mmap, cache, multimodal
         self._read_index()
@@ -99,8 +106,10 @@ class IndexedDataset:
         path = bin_path(prefix)
         expected, result = self.num_bytes, size_of(path)
         if result < expected:
-            raise DataError(f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
-                            "the pair is damaged or not of one run: write it again")
+            raise DataError(
+                f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
+                "the pair is damaged or not of one run: write it again"
+            )
         self._mapped = MappedFile(path) if mmap and not is_remote(path) else None
         self._reader = BlockReader(path, result) if is_remote(path) else None if mmap else FileReader(path)
 
@@ -112,8 +121,10 @@ class IndexedDataset:
         content = whole(path, self.cache)
         magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
         if magic.startswith(OLD_MAGIC):
-            raise DataError(f"{path} begins with {OLD_MAGIC!r}: it is of the format 'lazy' or 'cached' of the first "
-                            "Megatrons, which is no longer read; write the data again with tools/preprocess_data.py")
+            raise DataError(
+                f"{path} begins with {OLD_MAGIC!r}: it is of the format 'lazy' or 'cached' of the first "
+                "Megatrons, which is no longer read; write the data again with tools/preprocess_data.py"
+            )
         if magic != MAGIC:
             raise DataError(f"{path} begins with {magic!r}, not with {MAGIC!r}; it is not an index of this format")
         if version != VERSION:
@@ -122,15 +133,18 @@ class IndexedDataset:
             raise DataError(f"{path} has dtype code {code}; known codes are {sorted(DTYPES)}")
         expected = HEADER.size + (13 if self.multimodal else 12) * sequences + 8 * documents
         if len(content) < expected:
-            raise DataError(f"{path} has {size} bytes, but {sequences} sequences and {documents} document entries "
-                            f"need {expected}; it is truncated: write it again")
+            raise DataError(
+                f"{path} has {size} bytes, but {sequences} sequences and {documents} document entries "
+                f"need {expected}; it is truncated: write it again"
+            )
         self.dtype, self._index = DTYPES[code], content
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(content, np.int32, sequences, at)
         self._offsets = np.frombuffer(content, np.int64, sequences, at + 4 * sequences)
         self.document_indices = np.frombuffer(content, np.int64, documents, at + 12 * sequences)
-        self.sequence_modes = (np.frombuffer(content, np.int8, sequences, at + 12 * sequences + 8 * documents)
-                               if self.multimodal else None)
+        self.sequence_modes = (
+            np.frombuffer(content, np.int8, sequences, at + 12 * sequences + 8 * documents) if self.multimodal else None
+        )
         ends = (int(self.document_indices[0]), int(self.document_indices[-1])) if documents else None
         if ends != (0, sequences):
             raise DataError(f"{path} has a document array from {ends}, expected (0, {sequences}); write it again")
@@ -139,23 +153,36 @@ class IndexedDataset:
         shortest = int(self.sequence_lengths.min(initial=0))
         if shortest < 0:
             raise DataError(f"{path} has a sequence of {shortest} tokens; it is damaged: write it again")
-        first, end = (self._offsets.item(0), self._offsets.item(-1) + self.sequence_lengths.item(-1) * self.dtype.itemsize
-                      ) if sequences else (0, 0)
+        first, end = (
+            (self._offsets.item(0), self._offsets.item(-1) + self.sequence_lengths.item(-1) * self.dtype.itemsize)
+            if sequences
+            else (0, 0)
+        )
         if (first, end) != (0, self.num_bytes):
-            raise DataError(f"{path} lays its sequences from byte {first} to {end}, but their lengths take bytes 0 to "
-                            f"{self.num_bytes}; it is damaged: write it again")
+            raise DataError(
+                f"{path} lays its sequences from byte {first} to {end}, but their lengths take bytes 0 to "
+                f"{self.num_bytes}; it is damaged: write it again"
+            )
 
     def _check(self) -> None:
         """Raise `DataError` where the index contradicts itself, or the sidecar the pair."""
         path = idx_path(self.prefix)
-        problems = index_problems(path, self.sequence_lengths, self._offsets, self.document_indices, itemsize=self.dtype.itemsize)
+        problems = index_problems(
+            path, self.sequence_lengths, self._offsets, self.document_indices, itemsize=self.dtype.itemsize
+        )
         if problems:
-            raise DataError(f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again")
+            raise DataError(
+                f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again"
+            )
         facts = sidecar.read(self.prefix)
-        problems = sidecar_problems(self.prefix, facts, self.counts, {"idx": self.checksum}) if facts is not None else []
+        problems = (
+            sidecar_problems(self.prefix, facts, self.counts, {"idx": self.checksum}) if facts is not None else []
+        )
         if problems:
-            raise DataError(f"{'; '.join(problems)}; one of the files is damaged or of another run: write the pair again, or "
-                            f"remove {sidecar_path(self.prefix)} to use the pair without its checks")
+            raise DataError(
+                f"{'; '.join(problems)}; one of the files is damaged or of another run: write the pair again, or "
+                f"remove {sidecar_path(self.prefix)} to use the pair without its checks"
+            )
 
     @property
     def checksum(self) -> str:
@@ -165,7 +192,12 @@ class IndexedDataset:
     @property
     def counts(self) -> dict[str, int | str]:
         """What a sidecar says of a pair: documents, sequences, tokens and dtype."""
-        return {"documents": self.num_documents, "sequences": len(self), "dtype": str(self.dtype), "tokens": self.num_tokens}
+        return {
+            "documents": self.num_documents,
+            "sequences": len(self),
+            "dtype": str(self.dtype),
+            "tokens": self.num_tokens,
+        }
 
     @property
     def num_documents(self) -> int:
@@ -188,8 +220,10 @@ class IndexedDataset:
         if length is None:
             length = tokens - offset
         if offset < 0 or length < 0 or offset + length > tokens:
-            raise IndexError(f"tokens [{offset}, {offset + length}) of sequence {sequence} of {self.prefix}, "
-                             f"which has {tokens} tokens")
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) of sequence {sequence} of {self.prefix}, "
+                f"which has {tokens} tokens"
+            )
         if length == 0:
             return np.empty(0, self.dtype)
         start += offset * self.dtype.itemsize
@@ -204,9 +238,11 @@ class IndexedDataset:
         last = sequence + 1 == len(self._offsets)
         end = self.num_bytes if last else self._offsets.item(sequence + 1)
         if start < 0 or start + tokens * self.dtype.itemsize != end or end > self.num_bytes:
-            raise DataError(f"{idx_path(self.prefix)} gives sequence {sequence} {tokens} tokens of {self.dtype} from byte "
-                            f"{start}, but the next begins at byte {end} of {self.num_bytes}; the index is damaged: see "
-                            "tools/inspect_dataset.py --verify, and write it again")
+            raise DataError(
+                f"{idx_path(self.prefix)} gives sequence {sequence} {tokens} tokens of {self.dtype} from byte "
+                f"{start}, but the next begins at byte {end} of {self.num_bytes}; the index is damaged: see "
+                "tools/inspect_dataset.py --verify, and write it again"
+            )
         return start, tokens
 
     def offsets(self, first: int, last: int) -> np.ndarray:
@@ -364,7 +400,9 @@ class IndexedDatasetBuilder:
             sequences, lengths = lengths > 0, lengths[lengths > 0]
         assert lengths.sum() == len(ids) and sequences.sum() == len(lengths), "the lengths belong to these ids"
         if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
-            raise DataError(f"{self.prefix}: a sequence of {lengths.max()} tokens; the format ends at {LONGEST_SEQUENCE}")
+            raise DataError(
+                f"{self.prefix}: a sequence of {lengths.max()} tokens; the format ends at {LONGEST_SEQUENCE}"
+            )
         self._write_ids(ids)
         self._lengths.extend(lengths.astype(np.int32, copy=False))
         self._extend_documents(np.cumsum(sequences, dtype=np.int64), len(lengths))
@@ -398,15 +436,19 @@ class IndexedDatasetBuilder:
         allowed = np.iinfo(self.dtype)
         low, high = int(ids.min()), int(ids.max())
         if low < allowed.min or high > allowed.max:
-            raise DataError(f"{self.prefix}: id {low if low < allowed.min else high} does not fit {self.dtype}, which "
-                            f"holds {allowed.min} to {allowed.max}; the vocabulary size given is too small")
+            raise DataError(
+                f"{self.prefix}: id {low if low < allowed.min else high} does not fit {self.dtype}, which "
+                f"holds {allowed.min} to {allowed.max}; the vocabulary size given is too small"
+            )
 
     def add_index(self, prefix: str | Path) -> None:
         """Append every document of another pair of the same dtype."""
         other = IndexedDataset(prefix, multimodal=self._multimodal)
         if other.dtype != self.dtype:
-            raise DataError(f"{idx_path(prefix)} holds ids of type {other.dtype}, not {self.dtype} like the pairs "
-                            "before it; tokenize all parts with the same vocabulary")
+            raise DataError(
+                f"{idx_path(prefix)} holds ids of type {other.dtype}, not {self.dtype} like the pairs "
+                "before it; tokenize all parts with the same vocabulary"
+            )
         self._assert_between_documents()
         for first in range(0, len(other), COPY_ENTRIES):
             self._lengths.extend(other.sequence_lengths[first : first + COPY_ENTRIES])
@@ -444,8 +486,15 @@ class IndexedDatasetBuilder:
                 checksum.update(piece)
             sync(index)
         facts = Sidecar(
-            self.num_documents, self.num_sequences, self.num_tokens, str(self.dtype), self._tokenizer, self._level,
-            self._shard, {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"})
+            self.num_documents,
+            self.num_sequences,
+            self.num_tokens,
+            str(self.dtype),
+            self._tokenizer,
+            self._level,
+            self._shard,
+            {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"},
+        )
         with open(self._working("json"), "wb") as file:
             file.write(sidecar.encode(facts))
             sync(file)

@@ -48,13 +48,23 @@ class WindowKind:
 
     def fits(self, source: TokenSource, part: range) -> bool:
         """Whether these sequences hold one window and its last label."""
-        tokens = source.sequence_lengths[part.start:part.stop].sum(dtype="int64")
+        tokens = source.sequence_lengths[part.start : part.stop].sum(dtype="int64")
         return bool(tokens > self.options.sequence_length)
 
-    def build(self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> GPTDataset:
+    def build(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    ) -> GPTDataset:
         """Windows of these sequences."""
-        return GPTDataset(source, self.options, sequences=part, num_samples=num_samples, seed=self.seed, split=split,
-                          cache=cache, rearrange=self.rearrange)
+        return GPTDataset(
+            source,
+            self.options,
+            sequences=part,
+            num_samples=num_samples,
+            seed=self.seed,
+            split=split,
+            cache=cache,
+            rearrange=self.rearrange,
+        )
 
 
 def gpt_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> DatasetKind:
@@ -85,9 +95,12 @@ def pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:
 
 
 # What each entry script trains on, for tools that look at a run's data without running it.
-KINDS: Mapping[str, Callable[[RunConfig, Tokenizer], DatasetKind]] = MappingProxyType({
-    "gpt": lambda run, tokenizer: gpt_kind(run.data, sequence_length=run.train.seq_length, seed=run.train.seed,
-                                           tokenizer=tokenizer),
-    "bert": bert_kind,
-    "t5": t5_kind,
-})
+KINDS: Mapping[str, Callable[[RunConfig, Tokenizer], DatasetKind]] = MappingProxyType(
+    {
+        "gpt": lambda run, tokenizer: gpt_kind(
+            run.data, sequence_length=run.train.seq_length, seed=run.train.seed, tokenizer=tokenizer
+        ),
+        "bert": bert_kind,
+        "t5": t5_kind,
+    }
+)

@@ -29,25 +29,35 @@ def frame(tokenizer: Tokenizer) -> tuple[int, int]:
     empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
     for before in range(len(empty) + 1):
         after = len(empty) - before
-        if len(letter) > len(empty) and letter[:before] == empty[:before] and letter[len(letter) - after:] == empty[before:]:
+        if (
+            len(letter) > len(empty)
+            and letter[:before] == empty[:before]
+            and letter[len(letter) - after :] == empty[before:]
+        ):
             return before, after
-    raise ConfigError(f"the tokenizer gives {empty} to no text and {letter} to '1', so that it cannot tokenize a text in "
-                      "pieces, as --fim-data, --sft and the tasks do; choose another")
+    raise ConfigError(
+        f"the tokenizer gives {empty} to no text and {letter} to '1', so that it cannot tokenize a text in "
+        "pieces, as --fim-data, --sft and the tasks do; choose another"
+    )
 
 
 def bare_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The ids of each text, [t] each, without those that the tokenizer puts around it."""
     before, after = frame(tokenizer)
     ids, lengths = tokenizer.encode_flat(texts)
-    return [part[before:len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+    return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
 
 def refuse_frame(tokenizer: Tokenizer) -> None:
     """`ConfigError` for a tokenizer that puts ids around every text: as texts are sentences, samples would be full of them."""
     if not any(frame(tokenizer)):
         return
-    way_out = {"HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",
-               "SentencePieceTokenizer": "choose --tokenizer-type GPTSentencePieceTokenizer instead of Llama2Tokenizer"}
+    way_out = {
+        "HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",
+        "SentencePieceTokenizer": "choose --tokenizer-type GPTSentencePieceTokenizer instead of Llama2Tokenizer",
+    }
     formatted = " ".join(map(tokenizer.id_to_token, tokenizer.tokenize("1")))
-    raise ConfigError(f"the tokenizer makes '{formatted}' of '1', and would put the same around each sentence of a sample; "
-                      f"{way_out.get(type(tokenizer).__name__, 'choose another tokenizer')}, when sentences are written and in training")
+    raise ConfigError(
+        f"the tokenizer makes '{formatted}' of '1', and would put the same around each sentence of a sample; "
+        f"{way_out.get(type(tokenizer).__name__, 'choose another tokenizer')}, when sentences are written and in training"
+    )

@@ -56,7 +56,9 @@ def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
     tokens = [tokenizer.id_to_token(token) for token in range(tokenizer.vocab_size)]
     if any(token.startswith("\u2581") for token in tokens):
         special = {tokenizer.pad, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids}
-        return np.array([not token.startswith("\u2581") and number not in special for number, token in enumerate(tokens)])
+        return np.array(
+            [not token.startswith("\u2581") and number not in special for number, token in enumerate(tokens)]
+        )
     return np.array([token.startswith("##") for token in tokens])
 
 
@@ -73,8 +75,15 @@ def candidates(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) 
     return result
 
 
-def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target_length: int,
-         replace: Callable[[int], int], random: np.random.RandomState) -> Masked:
+def mask(
+    ids: list[int],
+    words: list[list[int]],
+    options: MaskOptions,
+    *,
+    target_length: int,
+    replace: Callable[[int], int],
+    random: np.random.RandomState,
+) -> Masked:
     """Hide about `options.probability` of the tokens, and no more than that share of `target_length`; none where it is short.
 
     words: positions that are hidden together. replace: what stands in the place of a hidden token; may draw.
@@ -90,7 +99,9 @@ def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target
             result.ids[position] = replace(ids[position])
     if options.permute:
         random.shuffle(order)
-        moved = sorted(p for span in _choose(order, words, options, requested, set(result.labels), random) for p in span)
+        moved = sorted(
+            p for span in _choose(order, words, options, requested, set(result.labels), random) for p in span
+        )
         sources = list(moved)
         random.shuffle(sources)
         result.labels.update((position, ids[position]) for position in moved)
@@ -99,8 +110,14 @@ def mask(ids: list[int], words: list[list[int]], options: MaskOptions, *, target
     return result
 
 
-def _choose(order: np.ndarray, words: list[list[int]], options: MaskOptions, target: float, covered: set[int],
-            random: np.random.RandomState) -> Iterator[list[int]]:
+def _choose(
+    order: np.ndarray,
+    words: list[list[int]],
+    options: MaskOptions,
+    target: float,
+    covered: set[int],
+    random: np.random.RandomState,
+) -> Iterator[list[int]]:
     """Runs of words from these starting places on, until `target` positions are found; none meets a covered one."""
     count, cumulative = 0, options.cumulative
     for start in order.tolist():
@@ -110,10 +127,10 @@ def _choose(order: np.ndarray, words: list[list[int]], options: MaskOptions, tar
             size = min(int(random.geometric(_GEOMETRIC)), options.max_ngram)
         else:  # what random.choice with these probabilities draws, without its checks
             size = bisect_right(cumulative, random.random_sample()) + 1
-        span = [position for word in words[start:start + size] for position in word]
+        span = [position for word in words[start : start + size] for position in word]
         while count + len(span) > target and size > 1:
             size -= 1
-            span = [position for word in words[start:start + size] for position in word]
+            span = [position for word in words[start : start + size] for position in word]
         if count + len(span) > target or not covered.isdisjoint(span):
             continue
         covered.update(span)

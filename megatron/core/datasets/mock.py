@@ -44,15 +44,17 @@ class MockConversations:
 
     def __init__(self, vocab_size: int, eod: int) -> None:
         self.vocab_size, self.eod = vocab_size, eod
-        self.sequence_lengths = np.random.default_rng(0).integers(4, CONVERSATION_LIMIT, NUM_CONVERSATIONS, dtype=np.int32)
+        self.sequence_lengths = np.random.default_rng(0).integers(
+            4, CONVERSATION_LIMIT, NUM_CONVERSATIONS, dtype=np.int32
+        )
         self.document_indices = np.arange(NUM_CONVERSATIONS + 1)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int64"""
         whole = int(self.sequence_lengths[sequence])
         ids = np.append(np.arange(1, whole) % self.vocab_size, self.eod)
-        ids[:whole // 2] = ~ids[:whole // 2]
-        return ids[offset:whole if length is None else offset + length]
+        ids[: whole // 2] = ~ids[: whole // 2]
+        return ids[offset : whole if length is None else offset + length]
 
 
 class MockSentences:

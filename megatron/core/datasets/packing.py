@@ -20,7 +20,7 @@ def plan_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray,
     pieces: list[int] = []
     last = np.zeros(len(sizes), bool)
     for start in range(0, len(order), WINDOW):
-        window = order[start:start + WINDOW]
+        window = order[start : start + WINDOW]
         longest_first = window[np.argsort(-sizes[window].astype(np.int64), kind="stable")]
         for pack in _packs(longest_first.tolist(), sizes[longest_first].tolist(), capacity):
             pieces += pack

@@ -60,19 +60,27 @@ def problems_of(
     if size > data.num_bytes:
         problems.append(f"{bin_path(prefix)} has {size} bytes, {size - data.num_bytes} more than its index describes")
     if facts is not None:
-        problems += sidecar_problems(data.prefix, facts, data.counts, {"bin": checksum.hexdigest(), "idx": data.checksum})
+        problems += sidecar_problems(
+            data.prefix, facts, data.counts, {"bin": checksum.hexdigest(), "idx": data.checksum}
+        )
     return problems
 
 
 def _index_problems(data: IndexedDataset) -> list[str]:
     """What is wrong with the index: its size, and its arrays."""
-    path, expected = idx_path(data.prefix), HEADER.size + (13 if data.multimodal else 12) * len(data) + 8 * len(data.document_indices)
+    path, expected = (
+        idx_path(data.prefix),
+        HEADER.size + (13 if data.multimodal else 12) * len(data) + 8 * len(data.document_indices),
+    )
     problems = []
     if size_of(path) != expected:
-        problems.append(f"{path} has {size_of(path)} bytes; {len(data)} sequences and {len(data.document_indices)} document "
-                        f"entries take {expected} (modes of images and text are read with --multimodal)")
-    return problems + index_problems(path, data.sequence_lengths, data.offsets(0, len(data)), data.document_indices,
-                                     itemsize=data.dtype.itemsize)
+        problems.append(
+            f"{path} has {size_of(path)} bytes; {len(data)} sequences and {len(data.document_indices)} document "
+            f"entries take {expected} (modes of images and text are read with --multimodal)"
+        )
+    return problems + index_problems(
+        path, data.sequence_lengths, data.offsets(0, len(data)), data.document_indices, itemsize=data.dtype.itemsize
+    )
 
 
 class _IdRange(DatasetFindings):
@@ -99,8 +107,10 @@ def _place_of_id(data: IndexedDataset, tokens: _IdRange) -> str:
     limit = "no ids" if tokens.vocab_size is None else f"outside the vocabulary of {tokens.vocab_size}"
     starts = data.offsets(0, len(data))
     sequence = int(np.searchsorted(starts, tokens.first * data.dtype.itemsize, side="right")) - 1
-    return (f"{bin_path(data.prefix)}: {tokens.count} numbers are {limit}, first {tokens.value} at token {tokens.first} of the "
-            f"file, in sequence {sequence}")
+    return (
+        f"{bin_path(data.prefix)}: {tokens.count} numbers are {limit}, first {tokens.value} at token {tokens.first} of the "
+        f"file, in sequence {sequence}"
+    )
 
 
 def document_lengths(data: IndexedDataset) -> np.ndarray:

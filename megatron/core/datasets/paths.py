@@ -59,8 +59,10 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
         return Blend(tuple(words), None)
     if None in weights:
         word = words[::2][weights.index(None)]
-        raise ConfigError(f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
-                          "expected; give 'weight prefix weight prefix ...' or prefixes only")
+        raise ConfigError(
+            f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
+            "expected; give 'weight prefix weight prefix ...' or prefixes only"
+        )
     prefixes = tuple(words[1::2])
     for weight, prefix in zip(weights, prefixes):
         if not (weight > 0 and math.isfinite(weight)):
@@ -105,8 +107,9 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
     }
     sources = [name for name, value in given.items() if value]
     if len(sources) != 1:
-        raise ConfigError(f"the data comes from {' and '.join(sources) or 'nowhere'}; give exactly one of "
-                          + "; ".join(given))
+        raise ConfigError(
+            f"the data comes from {' and '.join(sources) or 'nowhere'}; give exactly one of " + "; ".join(given)
+        )
     source = sources[0]
     if config.mock_data or config.data_path or config.data_args_path:
         if config.mock_data:
@@ -125,9 +128,13 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
 def check_data_files(config: DataConfig) -> None:
     """Refuse files that are named and cannot be opened, before ranks wait for each other. Objects of remote storage are not asked for."""
     plans = [] if config.mock_data else plan_splits(config)
-    prefixes = dict.fromkeys(prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix))
+    prefixes = dict.fromkeys(
+        prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix)
+    )
     problems = []
-    for path in (f"{prefix}{ending}" for prefix in prefixes for ending in (("",) if config.chat.sft else (".idx", ".bin"))):
+    for path in (
+        f"{prefix}{ending}" for prefix in prefixes for ending in (("",) if config.chat.sft else (".idx", ".bin"))
+    ):
         try:
             size_of(path)
         except DataError as error:

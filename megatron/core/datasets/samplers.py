@@ -33,13 +33,7 @@ def single(
 
 
 def cyclic(
-    num_samples: int,
-    *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    rank: int,
-    num_ranks: int,
-    sharded: bool = True,
+    num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int, sharded: bool = True
 ) -> Iterator[list[int]]:
     """A new random order every epoch, seeded by the epoch's number, for ever.
 
@@ -50,20 +44,26 @@ def cyclic(
     block = micro_batch_size * num_ranks
     epoch_samples = num_samples - num_samples % block
     if epoch_samples == 0:
-        raise DataError(f"{num_samples} samples are fewer than one block of micro batch {micro_batch_size} x "
-                        f"data-parallel size {num_ranks} = {block}; use more data or fewer ranks")
+        raise DataError(
+            f"{num_samples} samples are fewer than one block of micro batch {micro_batch_size} x "
+            f"data-parallel size {num_ranks} = {block}; use more data or fewer ranks"
+        )
     epoch, offset = divmod(consumed_samples, epoch_samples)
     if offset % block:
-        raise DataError(f"{consumed_samples} consumed samples end within a block of micro batch {micro_batch_size} x "
-                        f"data-parallel size {num_ranks} = {block}: with --dataloader-type cyclic, resume with the "
-                        "same micro batch and data-parallel size")
+        raise DataError(
+            f"{consumed_samples} consumed samples end within a block of micro batch {micro_batch_size} x "
+            f"data-parallel size {num_ranks} = {block}: with --dataloader-type cyclic, resume with the "
+            "same micro batch and data-parallel size"
+        )
     while True:
         if sharded:
             part = epoch_samples // num_ranks
             order = _shuffled(part, epoch)[offset // num_ranks :] + rank * part
         else:
             # Whole blocks only: all ranks must start the next epoch at the same step.
-            order = _shuffled(num_samples - num_samples % micro_batch_size, epoch)[offset:epoch_samples][rank::num_ranks]
+            order = _shuffled(num_samples - num_samples % micro_batch_size, epoch)[offset:epoch_samples][
+                rank::num_ranks
+            ]
         for micro_batch in order.reshape(-1, micro_batch_size):
             yield micro_batch.tolist()
         epoch, offset = epoch + 1, 0

@@ -49,11 +49,12 @@ class SentenceKind:
 
     def fits(self, source: TokenSource, part: range) -> bool:
         """Whether one of these documents makes a sample."""
-        bounds = source.document_indices[part.start:part.stop + 1]
+        bounds = source.document_indices[part.start : part.stop + 1]
         return len(bounds) > 1 and bool(usable_documents(source.sequence_lengths, bounds, self.least_sentences).any())
 
-    def build(self, source: TokenSource, part: range, *, num_samples: int | None, split: str,
-              cache: IndexCache) -> BERTDataset | T5Dataset:
+    def build(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    ) -> BERTDataset | T5Dataset:
         """Samples of these documents."""
         shared = {"documents": part, "num_samples": num_samples, "seed": self.seed, "split": split, "cache": cache}
         if isinstance(self.options, PairOptions):
@@ -66,11 +67,25 @@ def bert_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     masking, pairs = run.data.masking, run.model.bert_binary_head
     cls, sep, mask, pad = _special(tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding")
     options = PairOptions(
-        sequence_length=run.train.seq_length, short_seq_prob=masking.short_seq_prob, masking=MaskOptions(masking.mask_prob),
-        pairs=masking.bert_pair_task if pairs else None, continues=word_continuations(tokenizer), cls=cls, sep=sep, mask=mask,
-        pad=pad)
-    return SentenceKind(run.data, options, 2 if pairs else 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer),
-                        BERTDataset.__name__)
+        sequence_length=run.train.seq_length,
+        short_seq_prob=masking.short_seq_prob,
+        masking=MaskOptions(masking.mask_prob),
+        pairs=masking.bert_pair_task if pairs else None,
+        continues=word_continuations(tokenizer),
+        cls=cls,
+        sep=sep,
+        mask=mask,
+        pad=pad,
+    )
+    return SentenceKind(
+        run.data,
+        options,
+        2 if pairs else 1,
+        run.train.seed,
+        fingerprint(tokenizer),
+        _plain(tokenizer),
+        BERTDataset.__name__,
+    )
 
 
 def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
@@ -79,13 +94,24 @@ def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     bos, eos, pad = _special(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
     sentinels = tokenizer.additional_special_tokens_ids
     if not sentinels:
-        raise ConfigError("T5 needs sentinels in the place of the spans that it takes out; give --vocab-extra-ids, 100 is usual, "
-                          "also to tools/preprocess_data.py")
+        raise ConfigError(
+            "T5 needs sentinels in the place of the spans that it takes out; give --vocab-extra-ids, 100 is usual, "
+            "also to tools/preprocess_data.py"
+        )
     options = SpanOptions(
-        encoder_length=run.train.seq_length, decoder_length=run.train.decoder_seq_length or run.train.seq_length,
-        short_seq_prob=masking.short_seq_prob, masking=MaskOptions(masking.mask_prob, max_ngram=10, geometric=True),
-        continues=word_continuations(tokenizer), sentinels=sentinels, bos=bos, eos=eos, pad=pad)
-    return SentenceKind(run.data, options, 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer), T5Dataset.__name__)
+        encoder_length=run.train.seq_length,
+        decoder_length=run.train.decoder_seq_length or run.train.seq_length,
+        short_seq_prob=masking.short_seq_prob,
+        masking=MaskOptions(masking.mask_prob, max_ngram=10, geometric=True),
+        continues=word_continuations(tokenizer),
+        sentinels=sentinels,
+        bos=bos,
+        eos=eos,
+        pad=pad,
+    )
+    return SentenceKind(
+        run.data, options, 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer), T5Dataset.__name__
+    )
 
 
 def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
@@ -96,8 +122,10 @@ def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
     refuse_frame(tokenizer)
     lacking = [words for name, words in needed.items() if getattr(tokenizer, name) is None]
     if lacking:
-        raise ConfigError(f"{network} needs {', '.join(lacking)}, which {type(tokenizer).__name__} does not have; choose a "
-                          "--tokenizer-type that has them, such as BertWordPieceLowerCase")
+        raise ConfigError(
+            f"{network} needs {', '.join(lacking)}, which {type(tokenizer).__name__} does not have; choose a "
+            "--tokenizer-type that has them, such as BertWordPieceLowerCase"
+        )
     return [getattr(tokenizer, name) for name in needed]
 
 

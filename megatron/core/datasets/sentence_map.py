@@ -51,28 +51,51 @@ class SentenceMap:
     extra: what else the samples depend on, for the cache.
     """
 
-    def __init__(self, source: TokenSource, options: MapOptions, *, name: str, documents: range, num_samples: int | None,
-                 split: str, extra: Mapping[str, Any], cache: IndexCache = IndexCache(None)) -> None:
-        bounds = source.document_indices[documents.start:documents.stop + 1]
+    def __init__(
+        self,
+        source: TokenSource,
+        options: MapOptions,
+        *,
+        name: str,
+        documents: range,
+        num_samples: int | None,
+        split: str,
+        extra: Mapping[str, Any],
+        cache: IndexCache = IndexCache(None),
+    ) -> None:
+        bounds = source.document_indices[documents.start : documents.stop + 1]
         usable = usable_documents(source.sequence_lengths, bounds, options.least_sentences)
         if not usable.any():
-            raise DataError(f"the {split} split of {source.prefix} holds {len(documents)} of its "
-                            f"{len(source.document_indices) - 1} documents, and none of them has "
-                            f"{options.least_sentences} sentences or more, all of at most {LONGEST_SENTENCE} tokens; give that "
-                            "split a larger share in --split, or write the data with --split-sentences")
+            raise DataError(
+                f"the {split} split of {source.prefix} holds {len(documents)} of its "
+                f"{len(source.document_indices) - 1} documents, and none of them has "
+                f"{options.least_sentences} sentences or more, all of at most {LONGEST_SENTENCE} tokens; give that "
+                "split a larger share in --split, or write the data with --split-sentences"
+            )
         tokens = _tokens(source.sequence_lengths, bounds)[usable].sum()
         self.description = {
-            "class": name, "prefix": source.prefix,
+            "class": name,
+            "prefix": source.prefix,
             "documents": [documents.start, documents.stop, len(source.document_indices) - 1],
-            "sentences": len(source.sequence_lengths), "tokens": int(tokens),
-            "lengths": content_of(source.sequence_lengths[bounds[0]:bounds[-1]], bounds),
-            "num_samples": num_samples, "split": split,
-            "seed": options.seed, "max_length": options.max_length, "short_seq_prob": options.short_seq_prob,
-            "least_sentences": options.least_sentences, **extra,
+            "sentences": len(source.sequence_lengths),
+            "tokens": int(tokens),
+            "lengths": content_of(source.sequence_lengths[bounds[0] : bounds[-1]], bounds),
+            "num_samples": num_samples,
+            "split": split,
+            "seed": options.seed,
+            "max_length": options.max_length,
+            "short_seq_prob": options.short_seq_prob,
+            "least_sentences": options.least_sentences,
+            **extra,
         }
         shapes = {"sample_index": ((None, 3), row_type(len(source.sequence_lengths))), "epochs": ((1,), np.int64)}
-        arrays = load_or_build(cache, f"{name}-{split}", self.description, shapes,
-                               lambda: build_map(source.sequence_lengths, bounds, options, num_samples=num_samples))
+        arrays = load_or_build(
+            cache,
+            f"{name}-{split}",
+            self.description,
+            shapes,
+            lambda: build_map(source.sequence_lengths, bounds, options, num_samples=num_samples),
+        )
         self.rows, self.source, self.prefix = arrays["sample_index"], source, source.prefix
         self.tokens_per_epoch = int(tokens)
         self.samples_per_epoch = len(self.rows) / int(arrays["epochs"][0])
@@ -93,8 +116,10 @@ class SentenceMap:
         try:
             return [token for sentence in range(first, last) for token in self.source.get(sentence).tolist()]
         except (IndexError, ValueError) as error:
-            raise DataError(f"the index of {self.prefix} does not fit its data ({error}); if the files were replaced while "
-                            "the run was going on, start again; else remove the index cache") from error
+            raise DataError(
+                f"the index of {self.prefix} does not fit its data ({error}); if the files were replaced while "
+                "the run was going on, start again; else remove the index cache"
+            ) from error
 
     def spans(self, first: int, last: int, low: int, high: int, start: int) -> list[Span]:
         """Where tokens [low, high) of sentences [first, last) came from; they stand from position `start` on."""
@@ -110,14 +135,14 @@ class SentenceMap:
 
     def holding(self, document: int) -> np.ndarray:
         """The samples made of sentences of this document, in rising order. int64 [samples]"""
-        first, last = self.source.document_indices[document:document + 2].tolist()
+        first, last = self.source.document_indices[document : document + 2].tolist()
         return np.flatnonzero((self.rows[:, 0] >= first) & (self.rows[:, 0] < last))
 
 
 def usable_documents(lengths: np.ndarray, bounds: np.ndarray, least_sentences: int) -> np.ndarray:
     """Which documents make samples. bounds: each one's first sentence and, last, one past the last. bool [documents]"""
     count = np.diff(bounds)
-    long = np.flatnonzero(lengths[bounds[0]:bounds[-1]] > LONGEST_SENTENCE) + bounds[0]
+    long = np.flatnonzero(lengths[bounds[0] : bounds[-1]] > LONGEST_SENTENCE) + bounds[0]
     has_long = np.diff(np.searchsorted(long, bounds)) > 0
     return (count >= max(1, least_sentences)) & ~(has_long & (count > 1))
 
@@ -149,8 +174,14 @@ def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, n
     return {"sample_index": rows.astype(row_type(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
 
-def _cut(lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray, least: int, targets: Iterator[int],
-         rows: tuple[array, array, array]) -> None:
+def _cut(
+    lengths: np.ndarray,
+    firsts: np.ndarray,
+    lasts: np.ndarray,
+    least: int,
+    targets: Iterator[int],
+    rows: tuple[array, array, array],
+) -> None:
     """Append the rows of some documents, in order: each takes the fewest sentences that reach its target."""
     low, high = int(firsts[0]), int(lasts[-1])
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[low:high], dtype=np.int64)]).tolist()
@@ -208,11 +239,11 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
         x = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
         x = x ^ ((x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000))
         x = x ^ ((x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000))
-        draws[start:start + size] = x ^ (x >> np.uint64(43))
+        draws[start : start + size] = x ^ (x >> np.uint64(43))
     return draws[:count]
 
 
 def _tokens(lengths: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Tokens of each document. int64 [documents]"""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[bounds[0]:bounds[-1]], dtype=np.int64)])
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
     return np.diff(ends[bounds - bounds[0]])

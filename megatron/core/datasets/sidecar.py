@@ -60,7 +60,9 @@ def read(prefix: str | Path) -> Sidecar | None:
     path = sidecar_path(prefix)
     problem = _problem(content)
     if problem:
-        raise DataError(f"{path} {problem}; write the pair again, or remove the file to use the pair without its checks")
+        raise DataError(
+            f"{path} {problem}; write the pair again, or remove the file to use the pair without its checks"
+        )
     known = {name.name: content[name.name] for name in dataclasses.fields(Sidecar) if name.name in content}
     if known.get("shard") is not None:
         known["shard"] = tuple(known["shard"])
@@ -78,8 +80,10 @@ def _content(prefix: str | Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise DataError(f"{path} stands where a pair has its sidecar, but is not one JSON object; when it is damaged, "
-                        "write the pair again or remove it; when it belongs to something else, move it away")
+        raise DataError(
+            f"{path} stands where a pair has its sidecar, but is not one JSON object; when it is damaged, "
+            "write the pair again or remove it; when it belongs to something else, move it away"
+        )
     return content if content.get("format") == FORMAT else None
 
 
@@ -95,8 +99,9 @@ def _problem(content: Mapping[str, Any]) -> str | None:
     if content.get("level", "document") not in ("document", "sentence"):
         return f"has level {content['level']!r}, neither document nor sentence"
     shard = content.get("shard")
-    if shard is not None and not (isinstance(shard, list) and [type(part) for part in shard] == [int, int]
-                                  and 0 <= shard[0] < shard[1]):
+    if shard is not None and not (
+        isinstance(shard, list) and [type(part) for part in shard] == [int, int] and 0 <= shard[0] < shard[1]
+    ):
         return f"has shard {shard!r}, not [i, n] with 0 <= i < n"
     tokenizer = content.get("tokenizer")
     if tokenizer is not None and not (isinstance(tokenizer, dict) and isinstance(tokenizer.get("hash"), str)):
@@ -124,8 +129,10 @@ def check_place(prefix: str | Path) -> None:
     path = sidecar_path(prefix)
     raw = read_small(path, MOST_BYTES)
     if raw and FORMAT.encode() not in raw:  # a damaged sidecar may be replaced
-        raise DataError(f"{path} is in the way: a pair has its sidecar there, and this file is something else; choose "
-                        "another prefix, or move the file away")
+        raise DataError(
+            f"{path} is in the way: a pair has its sidecar there, and this file is something else; choose "
+            "another prefix, or move the file away"
+        )
 
 
 def check_tokenizer(prefix: str | Path, fingerprint: Fingerprint) -> None:
@@ -133,11 +140,15 @@ def check_tokenizer(prefix: str | Path, fingerprint: Fingerprint) -> None:
     sidecar = read(prefix)
     if sidecar is None or sidecar.tokenizer is None or sidecar.tokenizer["hash"] == fingerprint["hash"]:
         return
-    raise DataError(f"{prefix} was written with {tokenizer_name(sidecar.tokenizer)}, but the tokenizer given is "
-                    f"{tokenizer_name(fingerprint)}; give the tokenizer of the data, or write the data again")
+    raise DataError(
+        f"{prefix} was written with {tokenizer_name(sidecar.tokenizer)}, but the tokenizer given is "
+        f"{tokenizer_name(fingerprint)}; give the tokenizer of the data, or write the data again"
+    )
 
 
 def tokenizer_name(fingerprint: Fingerprint) -> str:
     """A tokenizer in a few words: kind, vocabulary, end of document, and the beginning of its hash."""
-    return (f"{fingerprint.get('kind', 'a tokenizer')} (vocabulary {fingerprint.get('vocab_size', 'unknown')}, end of "
-            f"document {fingerprint.get('eod', 'unknown')}, hash {str(fingerprint['hash'])[:12]})")
+    return (
+        f"{fingerprint.get('kind', 'a tokenizer')} (vocabulary {fingerprint.get('vocab_size', 'unknown')}, end of "
+        f"document {fingerprint.get('eod', 'unknown')}, hash {str(fingerprint['hash'])[:12]})"
+    )

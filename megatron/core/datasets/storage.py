@@ -104,14 +104,17 @@ def patiently(read: Callable[[], Answer], name: str) -> Answer:
         except DataError:
             raise
         except (ImportError, ValueError) as error:
-            raise DataError(f"{name} cannot be read: {error}; storage other than files needs its fsspec package, such "
-                            "as s3fs for s3:// and gcsfs for gs://") from error
+            raise DataError(
+                f"{name} cannot be read: {error}; storage other than files needs its fsspec package, such "
+                "as s3fs for s3:// and gcsfs for gs://"
+            ) from error
         except Exception as error:  # each storage service has errors of its own
             final = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError))
             if pause is None or final:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                raise DataError(f"{name} cannot be opened: {reason}" if final
-                                else f"{name} cannot be read: {reason}") from error
+                raise DataError(
+                    f"{name} cannot be opened: {reason}" if final else f"{name} cannot be read: {reason}"
+                ) from error
             logger.warning("%s cannot be read (%s); next try in %d s", name, error, pause)
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
@@ -139,6 +142,7 @@ class RemoteObject:
 
 def inspect_object(url: str) -> RemoteObject:
     """The present state of an object. Raises `DataError` when there is none, or it cannot be asked for."""
+
     def ask() -> RemoteObject:
         system, path = _file_system(url)
         return RemoteObject(url, int(system.info(path)["size"]), str(system.ukey(path)))
@@ -148,6 +152,7 @@ def inspect_object(url: str) -> RemoteObject:
 
 def fetch(url: str, start: int, end: int) -> bytes:
     """Bytes [start, end) of an object."""
+
     def ask() -> bytes:
         system, path = _file_system(url)
         content = system.cat_file(path, start=start, end=end)
@@ -230,8 +235,9 @@ def local_copy(url: str, folder: Path) -> Path:
             if inspect_object(url) != state:
                 raise DataError(f"{url} changed while it was fetched; start again when it is complete")
     except OSError as error:
-        raise DataError(f"{url} cannot be kept in {folder}: {error.strerror}; choose a folder with "
-                        "--object-storage-cache-path") from error
+        raise DataError(
+            f"{url} cannot be kept in {folder}: {error.strerror}; choose a folder with --object-storage-cache-path"
+        ) from error
     return copy
 
 
@@ -250,8 +256,10 @@ class MappedFile:
         """All bytes, to be read at once and not kept; `DataError` when the file has become shorter."""
         size = self._map.size() if self._map is not None else 0  # of the file as it is now: 0.3 us
         if size < len(self._bytes):
-            raise DataError(f"{self.path} has {size} bytes, and had {len(self._bytes)} when it was opened: it was cut or is written anew "
-                            "while it is read; put the whole file back and start again, and replace files by renaming")
+            raise DataError(
+                f"{self.path} has {size} bytes, and had {len(self._bytes)} when it was opened: it was cut or is written anew "
+                "while it is read; put the whole file back and start again, and replace files by renaming"
+            )
         return self._bytes
 
 
@@ -264,13 +272,15 @@ class FileReader:
 
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` on."""
+
         def ask() -> bytes:
             content = bytearray()
             while len(content) < count:
                 piece = os.pread(self._file.fileno(), count - len(content), start + len(content))
                 if not piece:
-                    raise DataError(f"{self.path} ends before byte {start + count}; "
-                                    "it has become shorter since it was opened")
+                    raise DataError(
+                        f"{self.path} ends before byte {start + count}; it has become shorter since it was opened"
+                    )
                 content += piece
             return bytes(content)
 

@@ -49,15 +49,35 @@ class T5Dataset:
     token) and truncated (int64 scalar).
     """
 
-    def __init__(self, source: TokenSource, options: SpanOptions, *, documents: range, num_samples: int | None, seed: int,
-                 split: str, cache: IndexCache = IndexCache(None)) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        options: SpanOptions,
+        *,
+        documents: range,
+        num_samples: int | None,
+        seed: int,
+        split: str,
+        cache: IndexCache = IndexCache(None),
+    ) -> None:
         # Two places are left free, as Megatron does.
         rows = MapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
-        self.map = SentenceMap(source, rows, name=type(self).__name__, documents=documents, num_samples=num_samples,
-                               split=split, extra={}, cache=cache)
+        self.map = SentenceMap(
+            source,
+            rows,
+            name=type(self).__name__,
+            documents=documents,
+            num_samples=num_samples,
+            split=split,
+            extra={},
+            cache=cache,
+        )
         self.options, self.seed, self.prefix = options, seed, source.prefix
-        self.description = {**self.map.description, "mask_prob": options.masking.probability,
-                            "decoder_length": options.decoder_length}
+        self.description = {
+            **self.map.description,
+            "mask_prob": options.masking.probability,
+            "decoder_length": options.decoder_length,
+        }
         self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
 
     def __len__(self) -> int:
@@ -71,11 +91,17 @@ class T5Dataset:
         whole = self.map.ids(first, last)
         ids = whole[:target]
         check_ids(ids, len(options.continues), self.prefix)
-        hidden = mask(ids, candidates(ids, options.continues, ()), options.masking, target_length=target,
-                      replace=lambda token: token, random=random)
+        hidden = mask(
+            ids,
+            candidates(ids, options.continues, ()),
+            options.masking,
+            target_length=target,
+            replace=lambda token: token,
+            random=random,
+        )
         encoder, decoder, at = [], [], 0
         for sentinel, span in zip(options.sentinels, self._fitting(hidden.spans)):
-            encoder += [*ids[at:span[0]], sentinel]
+            encoder += [*ids[at : span[0]], sentinel]
             decoder += [sentinel, *(ids[position] for position in span)]
             at = span[-1] + 1
         encoder += ids[at:]
@@ -83,8 +109,15 @@ class T5Dataset:
         text_enc, enc_mask = _padded(encoder or [options.pad], options.encoder_length, options.pad)
         text_dec, dec_mask = _padded([options.bos, *decoder], options.decoder_length, options.pad)
         labels, loss_mask = _padded([*decoder, options.eos], options.decoder_length, 0)
-        return {"text_enc": text_enc, "text_dec": text_dec, "labels": labels, "loss_mask": loss_mask, "enc_mask": enc_mask,
-                "dec_mask": dec_mask, "truncated": np.array(len(whole) > target, np.int64)}
+        return {
+            "text_enc": text_enc,
+            "text_dec": text_dec,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "enc_mask": enc_mask,
+            "dec_mask": dec_mask,
+            "truncated": np.array(len(whole) > target, np.int64),
+        }
 
     def sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from; positions are those of the text before spans are taken out."""
@@ -108,5 +141,5 @@ class T5Dataset:
 def _padded(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids filled up to `size`, and 1 where they are; int64 [size] each."""
     padded, used = np.full(size, pad, np.int64), np.zeros(size, np.int64)
-    padded[:len(ids)], used[:len(ids)] = ids, 1
+    padded[: len(ids)], used[: len(ids)] = ids, 1
     return padded, used

@@ -88,8 +88,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic whose result is bounded."""
-        sizes = [len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0 for value in (left, right)]
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+        sizes = [
+            len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0
+            for value in (left, right)
+        ]
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * right > MOST_BITS
+        ):
             raise BoundMet(f"{left} ** {right} is too large")
         if hasattr(left, "__len__") or hasattr(right, "__len__"):
             _measured(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])

@@ -39,43 +39,49 @@ MARK_LIKE = re.compile(r"<\|[^|<>\s]+\|>|</?\w+>|\[/?[A-Z_]+\]")
 Message = Mapping[str, Any]
 
 # One line each where the text is one line; {{ '\n' }} is the only way to end one, so that editors cannot change the text.
-FORMATS: Mapping[str, str] = MappingProxyType({
-    "chatml": (
-        "{% for message in messages %}"
-        "{% if message.tool_calls %}{{ raise_exception('chatml has no words for tool_calls') }}{% endif %}"
-        "{{ '<|im_start|>' + message.role + '\\n' }}"
-        "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-        "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"),
-    "llama3": (
-        "{{ bos_token }}{% for message in messages %}"
-        "{% if message.tool_calls %}{{ raise_exception('llama3 has no words for tool_calls here') }}{% endif %}"
-        "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
-        "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
-        "{% else %}{{ message.content | trim + '<|eot_id|>' }}{% endif %}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"),
-    "llama2": (
-        "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
-        "{% for message in (messages if system is none else messages[1:]) %}"
-        "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
-        "{{ raise_exception('llama2 has words for user and assistant in turn, after a system message, only') }}{% endif %}"
-        "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endgeneration %}"
-        "{% else %}{{ bos_token + '[INST] ' }}"
-        "{% if loop.first and system is not none %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}"
-        "{{ message.content | trim + ' [/INST]' }}{% endif %}"
-        "{% endfor %}"),
-    "mistral": (
-        "{% set system = messages[0].content if messages[0].role == 'system' else none %}{{ bos_token }}"
-        "{% for message in (messages if system is none else messages[1:]) %}"
-        "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
-        "{{ raise_exception('mistral has words for user and assistant in turn, after a system message, only') }}{% endif %}"
-        "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + eos_token }}{% endgeneration %}"
-        "{% else %}{{ '[INST] ' }}{% if loop.first and system is not none %}{{ system + '\\n\\n' }}{% endif %}"
-        "{{ message.content + ' [/INST]' }}{% endif %}"
-        "{% endfor %}"),
-})
+FORMATS: Mapping[str, str] = MappingProxyType(
+    {
+        "chatml": (
+            "{% for message in messages %}"
+            "{% if message.tool_calls %}{{ raise_exception('chatml has no words for tool_calls') }}{% endif %}"
+            "{{ '<|im_start|>' + message.role + '\\n' }}"
+            "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+            "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+            "{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        ),
+        "llama3": (
+            "{{ bos_token }}{% for message in messages %}"
+            "{% if message.tool_calls %}{{ raise_exception('llama3 has no words for tool_calls here') }}{% endif %}"
+            "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+            "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+            "{% else %}{{ message.content | trim + '<|eot_id|>' }}{% endif %}"
+            "{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+        ),
+        "llama2": (
+            "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
+            "{% for message in (messages if system is none else messages[1:]) %}"
+            "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+            "{{ raise_exception('llama2 has words for user and assistant in turn, after a system message, only') }}{% endif %}"
+            "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endgeneration %}"
+            "{% else %}{{ bos_token + '[INST] ' }}"
+            "{% if loop.first and system is not none %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}"
+            "{{ message.content | trim + ' [/INST]' }}{% endif %}"
+            "{% endfor %}"
+        ),
+        "mistral": (
+            "{% set system = messages[0].content if messages[0].role == 'system' else none %}{{ bos_token }}"
+            "{% for message in (messages if system is none else messages[1:]) %}"
+            "{% if message.tool_calls or message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+            "{{ raise_exception('mistral has words for user and assistant in turn, after a system message, only') }}{% endif %}"
+            "{% if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + eos_token }}{% endgeneration %}"
+            "{% else %}{{ '[INST] ' }}{% if loop.first and system is not none %}{{ system + '\\n\\n' }}{% endif %}"
+            "{{ message.content + ' [/INST]' }}{% endif %}"
+            "{% endfor %}"
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +108,18 @@ class Template:
             self._template = environment.from_text(text)
         except (TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
-        self._tells_answers = any(isinstance(block.call.node, nodes.ExtensionAttribute)
-                                  for block in environment.parse(text).find_all(nodes.CallBlock))
+        self._tells_answers = any(
+            isinstance(block.call.node, nodes.ExtensionAttribute)
+            for block in environment.parse(text).find_all(nodes.CallBlock)
+        )
         self._names = {"bos_token": bos, "eos_token": eos}
         self._marks = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """The conversation as one text; `DataError` when the template does not take it."""
-        return "".join(piece.text for piece in self._pieces(self._run(messages, tools, add_generation_prompt), answers=()))
+        return "".join(
+            piece.text for piece in self._pieces(self._run(messages, tools, add_generation_prompt), answers=())
+        )
 
     def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
@@ -126,11 +136,13 @@ class Template:
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._run(messages[:place], tools, True)
-                through = self._run(messages[:place + 1], tools, False)
+                through = self._run(messages[: place + 1], tools, False)
                 if not (through.startswith(before) and whole.startswith(through)):
-                    raise DataError(f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
-                                    "so that what the answer adds cannot be told; put {% generation %} ... {% endgeneration %} "
-                                    "around the answers in it")
+                    raise DataError(
+                        f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
+                        "so that what the answer adds cannot be told; put {% generation %} ... {% endgeneration %} "
+                        "around the answers in it"
+                    )
                 result.append((len(before), len(through)))
         return result
 
@@ -138,12 +150,26 @@ class Template:
         guarded = [_each_text(message, self._guard) for message in messages]
         try:
             with bounded():
-                return self._template.render(messages=guarded, tools=tools, documents=None,
-                                             add_generation_prompt=add_generation_prompt, **self._names)
+                return self._template.render(
+                    messages=guarded,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._names,
+                )
         except BoundMet as error:
             raise EndlessTemplate(f"the chat template does not take the conversation: {error}") from error
-        except (TemplateError, SecurityError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
-                RecursionError, MemoryError) as error:
+        except (
+            TemplateError,
+            SecurityError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
 
     def _guard(self, text: str) -> str:
@@ -163,7 +189,9 @@ class Template:
                 pieces.append(TemplateSegment(part, opened, mark))
 
         cuts = {place: None for place in edges}
-        cuts.update({result.start(): result for result in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)})
+        cuts.update(
+            {result.start(): result for result in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)}
+        )
         for place in sorted(cuts):
             result = cuts[place]
             add(text[begin:place], False)
@@ -189,8 +217,13 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_each_text(part, change) for part in value] if isinstance(value, list) else value
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -208,15 +208,16 @@ def advise(content: memoryview, start: int, length: int, advice: int) -> int:
         return 0
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     address = ctypes.addressof(ctypes.c_char.from_buffer(content))
-    return ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address + first), ctypes.c_size_t(start + length - first),
-                                                     ctypes.c_int(advice))
+    return ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(address + first), ctypes.c_size_t(start + length - first), ctypes.c_int(advice)
+    )
 
 
 def write_all(file: Writing, content: memoryview) -> None:
     """Add all of the bytes, however many a single write takes."""
     done = 0
     while done < len(content):
-        taken = file.write(content[done:done + _AT_ONCE])
+        taken = file.write(content[done : done + _AT_ONCE])
         if taken <= 0:
             raise OSError(errno.EIO, "a write took no bytes")
         done += taken

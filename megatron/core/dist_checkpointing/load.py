@@ -18,8 +18,14 @@ from megatron.core.parallel.mesh import Axis
 _ALONE = Axis("world")
 
 
-def load(state: Tree, source: Source, axis: Axis = _ALONE, *, complete: tuple[str, ...] = (),
-         instead: Mapping[str, str] | None = None) -> dict[str, Any]:
+def load(
+    state: Tree,
+    source: Source,
+    axis: Axis = _ALONE,
+    *,
+    complete: tuple[str, ...] = (),
+    instead: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Fill the tensors of the tree from a source; names that the tree lacks are left alone. Returns the other values.
 
     All ranks of the axis call this together, each with what it holds; all fail, or none, and before any tensor is changed
@@ -28,15 +34,20 @@ def load(state: Tree, source: Source, axis: Axis = _ALONE, *, complete: tuple[st
     """
     instead, tensors = instead or {}, placed(state)
     problems = [_unfit(instead.get(name, name), tensors.get(name), source) for name in state]
-    expected = sorted(name for name in (*source.formats, *source.values) if name.startswith(complete)) if complete else []
+    expected = (
+        sorted(name for name in (*source.formats, *source.values) if name.startswith(complete)) if complete else []
+    )
     here = sum(1 << place for place, name in enumerate(expected) if name in state)
     result = collectives.gather_objects((list(filter(None, problems)), here), axis)
     requested = 0
     for _, names in result:
         requested |= names
     message = list(dict.fromkeys(problem for theirs, _ in result for problem in theirs))
-    message += [f"{name}: unexpected, the checkpoint has it and this run does not"
-             for place, name in enumerate(expected) if not requested >> place & 1]
+    message += [
+        f"{name}: unexpected, the checkpoint has it and this run does not"
+        for place, name in enumerate(expected)
+        if not requested >> place & 1
+    ]
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
     failures = collectives.gather_objects(_fill(tensors, source, instead), axis)
@@ -51,7 +62,9 @@ def verify(source: Saved, axis: Axis = _ALONE) -> list[str]:
     return list(dict.fromkeys(problem for theirs in result for problem in theirs))
 
 
-def open_sound(steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK) -> tuple[Saved, list[str]]:
+def open_sound(
+    steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK
+) -> tuple[Saved, list[str]]:
     """The first of these checkpoints that is sound, and what is wrong with those before it: the same on all ranks.
 
     verified: every byte is read; otherwise only what opening reads. Raises `CheckpointError` with all that was found when
@@ -68,18 +81,27 @@ def open_sound(steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: boo
         seen = collectives.gather_objects((save, problems), axis)
         result = list(dict.fromkeys(problem for _, theirs in seen for problem in theirs))
         if not result and len({save for save, _ in seen}) > 1:
-            result = [f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"]
+            result = [
+                f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"
+            ]
         if not result and saved is not None:
             result = verify(saved, axis) if verified else []
             if not result:
                 return saved, refused
-        refused += [f"the checkpoint of iteration {step.iteration} is refused:", *(f"  {problem}" for problem in result)]
+        refused += [
+            f"the checkpoint of iteration {step.iteration} is refused:",
+            *(f"  {problem}" for problem in result),
+        ]
     raise CheckpointError("no checkpoint is sound", refused)
 
 
 def _fill(tensors: Mapping[str, Placed], source: Source, instead: Mapping[str, str]) -> str:
     """Read this rank's boxes; why that failed, or nothing."""
-    pairs = ((tensor, source.read(instead.get(name, name), box)) for name, value in tensors.items() for box, tensor in value.pieces)
+    pairs = (
+        (tensor, source.read(instead.get(name, name), box))
+        for name, value in tensors.items()
+        for box, tensor in value.pieces
+    )
     try:
         if isinstance(source, Saved):  # whose boxes are views as a rule, of which many may wait to be copied
             copy_all(pairs)

@@ -58,8 +58,15 @@ class FolderLock:
     def __init__(self, folder: str | Path, *, job: str = "", beat: float = BEAT, watch: float = WATCH) -> None:
         self.folder, self.path, self._beat, self._watch = Path(folder), Path(folder) / LOCK, beat, watch
         number = os.getpid()
-        self.owner = Owner(socket.gethostname(), _machine(), number, _birth(number), job, uuid.uuid4().hex,
-                           f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+        self.owner = Owner(
+            socket.gethostname(),
+            _machine(),
+            number,
+            _birth(number),
+            job,
+            uuid.uuid4().hex,
+            f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        )
         self._over = threading.Event()
         self._file = -1
 
@@ -77,8 +84,10 @@ class FolderLock:
                 note = self._clear(*self._read())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from None
-        raise CheckpointError(f"{self.path} changes its owner all the time: several jobs are started with --save {self.folder}; "
-                              "give each a folder of its own")
+        raise CheckpointError(
+            f"{self.path} changes its owner all the time: several jobs are started with --save {self.folder}; "
+            "give each a folder of its own"
+        )
 
     def demand(self) -> None:
         """Raise `CheckpointError` if another job owns the folder now. A lock that somebody removed is put back."""
@@ -89,8 +98,10 @@ class FolderLock:
                 return
             owner, _ = self._read()
         if owner is None or owner.token != self.owner.token:
-            raise CheckpointError(f"another job has taken --save {self.folder} over: {owner or 'nobody knows which'}; this one stood still, or "
-                                  "was started twice. It ends, so that the checkpoints of one do not replace the other's")
+            raise CheckpointError(
+                f"another job has taken --save {self.folder} over: {owner or 'nobody knows which'}; this one stood still, or "
+                "was started twice. It ends, so that the checkpoints of one do not replace the other's"
+            )
 
     def release(self) -> None:
         """Let others write."""
@@ -118,7 +129,9 @@ class FolderLock:
             new.unlink(missing_ok=True)
         self._over.set()  # of a file that was removed
         self._over, self._file = threading.Event(), os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        threading.Thread(target=_touch, args=(self._file, self._over, self._beat), name="heartbeat", daemon=True).start()
+        threading.Thread(
+            target=_touch, args=(self._file, self._over, self._beat), name="heartbeat", daemon=True
+        ).start()
         return True
 
     def _clear(self, owner: Owner | None, stamp: int) -> str:
@@ -165,8 +178,10 @@ class FolderLock:
         return False
 
     def _refusal(self, owner: Owner | None) -> CheckpointError:
-        return CheckpointError(f"--save {self.folder} is being written by another job: {owner or 'one that does not say who it is'}; end that one, "
-                               f"or give this one a folder of its own (who owns a folder is told by {LOCK} in it)")
+        return CheckpointError(
+            f"--save {self.folder} is being written by another job: {owner or 'one that does not say who it is'}; end that one, "
+            f"or give this one a folder of its own (who owns a folder is told by {LOCK} in it)"
+        )
 
     def _read(self) -> tuple[Owner | None, int]:
         """The owner, if the file tells it, and the time of its last heartbeat by the file's own clock; -1 without a file."""

@@ -21,8 +21,23 @@ from typing import Any
 from megatron.core.dist_checkpointing.store import MANIFEST, CheckpointError
 from megatron.core.parallel.boxes import Box
 
-WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1,
-          "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # safetensors' words for dtypes -> bytes an element
+WIDTHS = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}  # safetensors' words for dtypes -> bytes an element
 _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 
@@ -66,12 +81,21 @@ class Manifest:
 
     def text(self) -> bytes:
         """The content of manifest.json."""
-        tensors = {name: {"dtype": whole.dtype, "shape": whole.shape,
-                          "pieces": [[piece.file, piece.start, piece.box.offset, piece.box.shape, piece.hash] for piece in whole.pieces]}
-                   for name, whole in self.tensors.items()}
+        tensors = {
+            name: {
+                "dtype": whole.dtype,
+                "shape": whole.shape,
+                "pieces": [
+                    [piece.file, piece.start, piece.box.offset, piece.box.shape, piece.hash] for piece in whole.pieces
+                ],
+            }
+            for name, whole in self.tensors.items()
+        }
         files = {name: [facts.size, facts.header_length, facts.header_hash] for name, facts in self.files.items()}
-        return json.dumps({"save": self.save, "iteration": self.iteration, "files": files, "tensors": tensors, "values": self.values},
-                          separators=(",", ":")).encode()
+        return json.dumps(
+            {"save": self.save, "iteration": self.iteration, "files": files, "tensors": tensors, "values": self.values},
+            separators=(",", ":"),
+        ).encode()
 
 
 def file_name(rank: int) -> str:
@@ -88,7 +112,12 @@ def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """What a piece is called in its file: the tensor's name, and the ranges of the box where it is not the whole tensor."""
     if box.shape == tuple(shape):
         return name
-    return name + "[" + ",".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True)) + "]"
+    return (
+        name
+        + "["
+        + ",".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True))
+        + "]"
+    )
 
 
 def parsed(content: Mapping[str, Any]) -> Manifest:
@@ -97,15 +126,22 @@ def parsed(content: Mapping[str, Any]) -> Manifest:
         files = {name: _facts(name, *entry) for name, entry in content["files"].items()}
         tensors = {name: _whole(name, entry, files) for name, entry in content["tensors"].items()}
         save, iteration, values = content["save"], content["iteration"], content["values"]
-        _demand(isinstance(save, str) and _natural(iteration) and isinstance(values, dict), "save, iteration and values")
+        _demand(
+            isinstance(save, str) and _natural(iteration) and isinstance(values, dict), "save, iteration and values"
+        )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} is damaged, or was written by another program: {type(error).__name__}: {error}") from None
+        raise CheckpointError(
+            f"{MANIFEST} is damaged, or was written by another program: {type(error).__name__}: {error}"
+        ) from None
     return Manifest(save, iteration, files, tensors, values)
 
 
 def _facts(name: str, size: int, header_length: int, header_hash: str) -> FileFacts:
     _demand(is_file_name(name), f"the name of a file in this folder, not {name!r}")
-    _demand(_natural(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str), f"the size of {name}")
+    _demand(
+        _natural(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
+        f"the size of {name}",
+    )
     return FileFacts(size, header_length, header_hash)
 
 
@@ -115,9 +151,18 @@ def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) 
     pieces = []
     for file, start, offset, extent, hash_ in entry["pieces"]:
         box = Box(tuple(offset), tuple(extent))
-        _demand(_natural(start, *offset, *extent) and len(offset) == len(extent) == len(shape) and isinstance(hash_, str), f"a piece of {name}")
-        _demand(all(low + count <= size for low, count, size in zip(offset, extent, shape, strict=True)), f"a box inside {name}")
-        _demand(start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size, f"a place in {file} for {name}")
+        _demand(
+            _natural(start, *offset, *extent) and len(offset) == len(extent) == len(shape) and isinstance(hash_, str),
+            f"a piece of {name}",
+        )
+        _demand(
+            all(low + count <= size for low, count, size in zip(offset, extent, shape, strict=True)),
+            f"a box inside {name}",
+        )
+        _demand(
+            start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size,
+            f"a place in {file} for {name}",
+        )
         _demand(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
         pieces.append(StoredShard(file, start, box, hash_))
     _demand(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")

@@ -51,8 +51,11 @@ def offers(tensors: dict[str, Placed]) -> list[Offer]:
     """The boxes that this rank holds; a box that it holds twice counts once."""
     for name, one in tensors.items():
         assert one.dtype in WORDS, f"{name}: {one.dtype} is none of the dtypes of a checkpoint"
-    return [Offer(name, box, WORDS[one.dtype], tuple(one.shape)) for name, one in tensors.items()
-            for box in dict.fromkeys(box for box, _ in one.pieces)]
+    return [
+        Offer(name, box, WORDS[one.dtype], tuple(one.shape))
+        for name, one in tensors.items()
+        for box in dict.fromkeys(box for box, _ in one.pieces)
+    ]
 
 
 def share_out(ranks: Sequence[Sequence[Offer]]) -> list[list[Offer]]:
@@ -95,8 +98,9 @@ def ranges_of(rank: int, share: Sequence[Offer], header: bytes, hashes: Sequence
     return result
 
 
-def described(shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]], *, save: str,
-              iteration: int) -> tuple[dict[str, FileFacts], dict[str, StoredTensor]]:
+def described(
+    shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]], *, save: str, iteration: int
+) -> tuple[dict[str, FileFacts], dict[str, StoredTensor]]:
     """Files and tensors of the manifest. hashes: of each rank's header and boxes, as `shard.write_shard` returns them."""
     files: dict[str, FileFacts] = {}
     pieces: dict[str, list[StoredShard]] = {}
@@ -111,8 +115,12 @@ def described(shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]]
             pieces.setdefault(offer.name, []).append(StoredShard(one.file, one.start, offer.box, one.hash))
             facts.setdefault(offer.name, offer)
         files[head.file] = FileFacts(head.length + sum(one.length for one in rest), head.length, head.hash)
-    tensors = {name: StoredTensor(facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
-               for name in sorted(pieces)}
+    tensors = {
+        name: StoredTensor(
+            facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box))
+        )
+        for name in sorted(pieces)
+    }
     return files, tensors
 
 
@@ -122,4 +130,6 @@ def _demand_whole(offers: Sequence[Offer]) -> None:
         held[offer.name] = held.get(offer.name, 0) + offer.box.size
     for offer in offers:
         size = math.prod(offer.shape)
-        assert held[offer.name] == size, f"{offer.name}: the ranks' boxes hold {held[offer.name]} elements, the tensor has {size}"
+        assert held[offer.name] == size, (
+            f"{offer.name}: the ranks' boxes hold {held[offer.name]} elements, the tensor has {size}"
+        )

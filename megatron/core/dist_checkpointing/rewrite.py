@@ -29,7 +29,8 @@ class Cast:
         self.where, self.values, self.settings = source.where, source.values, source.settings
         self.formats: Mapping[str, Format] = {
             name: Format(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
-            for name, one in source.formats.items()}
+            for name, one in source.formats.items()
+        }
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -39,13 +40,23 @@ class Cast:
             return values
         made = values.to(dtype)
         if torch.finfo(dtype).max < torch.finfo(values.dtype).max and bool((made.isinf() & values.isfinite()).any()):
-            raise CheckpointError(f"{self.where}: {name} has values that {str(dtype).removeprefix('torch.')} cannot hold; choose "
-                                  "bfloat16 or float32")
+            raise CheckpointError(
+                f"{self.where}: {name} has values that {str(dtype).removeprefix('torch.')} cannot hold; choose "
+                "bfloat16 or float32"
+            )
         return made
 
 
-def rewrite(source: Source, folder: str | Path, *, iteration: int, settings: Mapping[str, Any], num_files: int = 1,
-            world_size: int = 1, files: Files = DISK) -> Path:
+def rewrite(
+    source: Source,
+    folder: str | Path,
+    *,
+    iteration: int,
+    settings: Mapping[str, Any],
+    num_files: int = 1,
+    world_size: int = 1,
+    files: Files = DISK,
+) -> Path:
     """Write every tensor and every value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its folder.
 
     settings: for its config.json, by field name. num_files: how many files share the tensors, about evenly.
@@ -61,11 +72,21 @@ def rewrite(source: Source, folder: str | Path, *, iteration: int, settings: Map
     save = uuid.uuid4().hex
     made = store.begin(folder, iteration, save, files=files)
     try:
-        hashes = [_written(made, rank, share, source, save=save, iteration=iteration, files=files) for rank, share in enumerate(shares)]
+        hashes = [
+            _written(made, rank, share, source, save=save, iteration=iteration, files=files)
+            for rank, share in enumerate(shares)
+        ]
         facts, tensors = plan.described(shares, hashes, save=save, iteration=iteration)
         manifest = Manifest(save, iteration, facts, tensors, source.values).text()
-        step, _ = store.commit(folder, iteration, save=save, manifest=manifest, sizes={name: one.size for name, one in facts.items()},
-                               description=Description(settings, world_size), files=files)
+        step, _ = store.commit(
+            folder,
+            iteration,
+            save=save,
+            manifest=manifest,
+            sizes={name: one.size for name, one in facts.items()},
+            description=Description(settings, world_size),
+            files=files,
+        )
     except BaseException as error:
         store.abandon(folder, iteration, save, files=files)
         if isinstance(error, OSError):
@@ -74,8 +95,9 @@ def rewrite(source: Source, folder: str | Path, *, iteration: int, settings: Map
     return step.folder
 
 
-def _written(folder: Path, rank: int, share: Sequence[Offer], source: Source, *, save: str, iteration: int,
-             files: Files) -> list[str]:
+def _written(
+    folder: Path, rank: int, share: Sequence[Offer], source: Source, *, save: str, iteration: int, files: Files
+) -> list[str]:
     if not share:
         return []
     header = plan.file_header(rank, share, save=save, iteration=iteration)

@@ -33,9 +33,23 @@ from megatron.core.dist_checkpointing.store import (
 )
 from megatron.core.parallel.boxes import Box, intersect
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
-          "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_THREADS = 8
 
@@ -43,8 +57,16 @@ _MOST_THREADS = 8
 class Saved:
     """A `Source`. commit: what seals it; description: the run that wrote it; manifest: all of its pieces."""
 
-    def __init__(self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files) -> None:
-        self.folder, self.where, self.commit, self.description, self.manifest = folder, str(folder), commit, description, manifest
+    def __init__(
+        self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files
+    ) -> None:
+        self.folder, self.where, self.commit, self.description, self.manifest = (
+            folder,
+            str(folder),
+            commit,
+            description,
+            manifest,
+        )
         self.values: Mapping[str, Any] = manifest.values
         self.formats = {name: Format(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()}
         self.settings = as_today(description.values, self.formats, self.where)
@@ -54,8 +76,12 @@ class Saved:
     @property
     def size(self) -> int:
         """Bytes on disk."""
-        return (sum(facts.size for facts in self.manifest.files.values()) + self.commit.manifest.size + self.commit.config.size
-                + len(self.commit.text()))
+        return (
+            sum(facts.size for facts in self.manifest.files.values())
+            + self.commit.manifest.size
+            + self.commit.config.size
+            + len(self.commit.text())
+        )
 
     def read(self, name: str, box: Box) -> Tensor:
         """See `Source`. A view of mapped memory where one saved piece holds the box, as it does in the layout that saved."""
@@ -78,15 +104,32 @@ class Saved:
 
     def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
         """Read the `part`th of `parts` equal parts of all bytes; everything that is wrong with them, in words."""
-        return shard.check(self._files, self.folder, _share(self._ranges(), part, parts), save=self.commit.save,
-                           threads=threads or min(_MOST_THREADS, os.cpu_count() or 1), maps=self._maps)
+        return shard.check(
+            self._files,
+            self.folder,
+            _share(self._ranges(), part, parts),
+            save=self.commit.save,
+            threads=threads or min(_MOST_THREADS, os.cpu_count() or 1),
+            maps=self._maps,
+        )
 
     def _ranges(self) -> list[Range]:
         """Every byte of every data file."""
-        headers = [Range(name, 0, facts.header_length, facts.header_hash, "its header") for name, facts in self.manifest.files.items()]
-        return headers + [Range(piece.file, piece.start, piece.box.size * DTYPES[whole.dtype].itemsize, piece.hash,
-                                key_of(name, piece.box, whole.shape))
-                          for name, whole in self.manifest.tensors.items() for piece in whole.pieces]
+        headers = [
+            Range(name, 0, facts.header_length, facts.header_hash, "its header")
+            for name, facts in self.manifest.files.items()
+        ]
+        return headers + [
+            Range(
+                piece.file,
+                piece.start,
+                piece.box.size * DTYPES[whole.dtype].itemsize,
+                piece.hash,
+                key_of(name, piece.box, whole.shape),
+            )
+            for name, whole in self.manifest.tensors.items()
+            for piece in whole.pieces
+        ]
 
     def _bytes(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
         """A piece, as a view of its file."""
@@ -135,9 +178,11 @@ def as_today(settings: Mapping[str, Any], names: Collection[str], where: str) ->
     if not any(name.startswith("model.") and name.endswith(".kv_layernorm.weight") for name in names):
         return settings
     if not settings.get("rotary_interleaved"):
-        raise CheckpointError(f"{where} was saved when --multi-latent-attention without --rotary-interleaved rotated the halves of a head; "
-                              "today it always rotates neighbouring channels, as Megatron does, so these weights are another network's: "
-                              "use the version that saved them, or train anew")
+        raise CheckpointError(
+            f"{where} was saved when --multi-latent-attention without --rotary-interleaved rotated the halves of a head; "
+            "today it always rotates neighbouring channels, as Megatron does, so these weights are another network's: "
+            "use the version that saved them, or train anew"
+        )
     return {**settings, "qk_layernorm": True, "rotary_interleaved": False}
 
 
@@ -160,14 +205,20 @@ def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
     except OSError as error:
         return [f"{folder} cannot be read: {error.strerror or error}"]
     problems = [f"{folder / name} is missing" for name in sorted(manifest.files.keys() - there)]
-    problems += [f"{folder / name} is no part of this checkpoint; another save left it, or it was put here: move it away"
-                 for name in sorted(there - manifest.files.keys()) if is_file_name(name)]
+    problems += [
+        f"{folder / name} is no part of this checkpoint; another save left it, or it was put here: move it away"
+        for name in sorted(there - manifest.files.keys())
+        if is_file_name(name)
+    ]
     for name, size in sorted(sizes.items()):
         expected = manifest.files[name].size
         if size != expected:
             message = shard.stray(files, folder, name, save=manifest.save)
-            problems.append(message or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
-                            f"says {expected}")
+            problems.append(
+                message
+                or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
+                f"says {expected}"
+            )
     return problems
 
 

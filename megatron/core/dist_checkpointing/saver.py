@@ -101,7 +101,9 @@ class BackgroundJob:
         try:
             self.result = self._action()
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self.failure = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+            self.failure = (
+                str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+            )
 
 
 class Snapshot:
@@ -124,9 +126,11 @@ class Snapshot:
         """Copies of the tensors' bytes, one after the other, of which changes to the tensors know nothing."""
         places, end = [], 0
         for tensor in tensors:
-            places.append(self._memory[end:end + tensor.nbytes])
+            places.append(self._memory[end : end + tensor.nbytes])
             end += tensor.nbytes
-        copy_all((place.view(tensor.dtype).view(tensor.shape), tensor) for place, tensor in zip(places, tensors, strict=True))
+        copy_all(
+            (place.view(tensor.dtype).view(tensor.shape), tensor) for place, tensor in zip(places, tensors, strict=True)
+        )
         for device in {tensor.device for tensor in tensors}:
             synchronize(device)
         return [memoryview(place.numpy()) for place in places]
@@ -152,9 +156,16 @@ class _InFlightSave:
 class Saver:
     """Writes the checkpoints of a run into a folder. Every method is called by all ranks of the axis together."""
 
-    def __init__(self, folder: str | Path, axis: Axis = _ALONE, *, rules: SaveRules = SaveRules(),
-                 device: torch.device = torch.device("cpu"),
-                 files: Files = DISK, lock: FolderLock | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        axis: Axis = _ALONE,
+        *,
+        rules: SaveRules = SaveRules(),
+        device: torch.device = torch.device("cpu"),
+        files: Files = DISK,
+        lock: FolderLock | None = None,
+    ) -> None:
         """lock: has been acquired; the first rank looks whether it still holds. Left out: nobody else can know the folder."""
         self.lock = lock if axis.is_first else None
         self.folder, self.axis, self.rules, self.device, self.files = Path(folder), axis, rules, device, files
@@ -193,7 +204,9 @@ class Saver:
         copied = threading.Event()
         contents = self._contents(sources, copied, aside=until_staged)
         job = BackgroundJob(lambda: self._write(iteration, save, share, contents), aside=self._copies)
-        self._in_flight = _InFlightSave(iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied)
+        self._in_flight = _InFlightSave(
+            iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied
+        )
         self._notes = []
         self._in_flight.blocked = time.perf_counter() - started
 
@@ -204,7 +217,9 @@ class Saver:
             self._in_flight.copied.wait()
             self._in_flight.blocked += time.perf_counter() - started
 
-    def _contents(self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool) -> Callable[[], Iterable[memoryview]]:
+    def _contents(
+        self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool
+    ) -> Callable[[], Iterable[memoryview]]:
         """What gives the bytes to write. aside: the copy is made by whoever asks for them, else before this returns."""
         if not self._copies:
             copied.set()
@@ -262,11 +277,15 @@ class Saver:
         """Whether this machine has the memory for its ranks' copies; has it reserved then."""
         size = sum(offer.length for offer in self._plan[1][self.axis.rank]) if self._plan else 0
         machine = socket.gethostname()
-        needed = sum(theirs for other, theirs in collectives.gather_objects((machine, size), self.axis) if other == machine)
+        needed = sum(
+            theirs for other, theirs in collectives.gather_objects((machine, size), self.axis) if other == machine
+        )
         free = _free_memory()
         if free is not None and needed > _MOST_OF_MEMORY * free:
-            self._notes.append(f"training waits for saves: a copy to write from takes {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} "
-                         "GB are free")
+            self._notes.append(
+                f"training waits for saves: a copy to write from takes {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} "
+                "GB are free"
+            )
             return False
         try:
             self._snapshot.reserve(size, self.device)
@@ -275,7 +294,9 @@ class Saver:
             return False
         return True
 
-    def _write(self, iteration: int, save: str, share: Sequence[Offer], contents: Callable[[], Iterable[memoryview]]) -> list[str]:
+    def _write(
+        self, iteration: int, save: str, share: Sequence[Offer], contents: Callable[[], Iterable[memoryview]]
+    ) -> list[str]:
         """Write this rank's file, if it has anything to write; the hashes of all that is in it."""
         taken = contents()
         if self.axis.is_first:  # first of all, since what died may have left no room
@@ -315,20 +336,33 @@ class Saver:
     def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:
         """On the first rank: commit what all have written, and delete what may go. Returns its size, and what went wrong beside."""
         try:
-            files, tensors = plan.described(in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration)
+            files, tensors = plan.described(
+                in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration
+            )
             manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).text()
             if self.lock is not None:
                 self.lock.demand()
-            step, note = store.commit(self.folder, in_flight.iteration, save=in_flight.save, manifest=manifest,
-                                      sizes={name: one.size for name, one in files.items()}, description=in_flight.description,
-                                      files=self.files)
+            step, note = store.commit(
+                self.folder,
+                in_flight.iteration,
+                save=in_flight.save,
+                manifest=manifest,
+                sizes={name: one.size for name, one in files.items()},
+                description=in_flight.description,
+                files=self.files,
+            )
         except Exception:
             store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             raise
         notes = [note] if note else []
         try:
-            doomed = store.doomed(self.folder, saved=in_flight.iteration, interval=self.rules.interval, keep_last=self.rules.keep_last,
-                                  files=self.files)
+            doomed = store.doomed(
+                self.folder,
+                saved=in_flight.iteration,
+                interval=self.rules.interval,
+                keep_last=self.rules.keep_last,
+                files=self.files,
+            )
             if doomed:
                 open_saved(step.folder, files=self.files)
                 notes += filter(None, [store.retain(self.folder, doomed, files=self.files)])
@@ -339,19 +373,35 @@ class Saver:
     def _end(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None, "a save is on its way"
-        return SaveOutcome(in_flight.iteration, store.iteration_folder(self.folder, in_flight.iteration), tuple(problems),
-                       (*in_flight.notes, *notes), size, in_flight.blocked, time.perf_counter() - in_flight.started)
+        return SaveOutcome(
+            in_flight.iteration,
+            store.iteration_folder(self.folder, in_flight.iteration),
+            tuple(problems),
+            (*in_flight.notes, *notes),
+            size,
+            in_flight.blocked,
+            time.perf_counter() - in_flight.started,
+        )
 
 
-def save(state: Tree, folder: str | Path, iteration: int, description: Description, axis: Axis = _ALONE, *,
-         files: Files = DISK) -> Path:
+def save(
+    state: Tree,
+    folder: str | Path,
+    iteration: int,
+    description: Description,
+    axis: Axis = _ALONE,
+    *,
+    files: Files = DISK,
+) -> Path:
     """Save a tree into SAVE `folder` at once; returns the checkpoint's own folder. Raises `CheckpointError` on all ranks."""
     saver = Saver(folder, axis, files=files)
     saver.start(state, iteration, description)
     outcome = saver.finish()
     assert outcome is not None, "a save that began ends"
     if outcome.problems:
-        raise CheckpointError(f"the checkpoint of iteration {iteration} cannot be written to {folder}", outcome.problems)
+        raise CheckpointError(
+            f"the checkpoint of iteration {iteration} cannot be written to {folder}", outcome.problems
+        )
     return outcome.folder
 
 

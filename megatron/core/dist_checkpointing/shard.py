@@ -54,7 +54,9 @@ class Range:
 
 def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
     """The first bytes of the file. The parts stand in it in the order given: wide elements first, so that all are aligned."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}}
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}
+    }
     end = 0
     for part in parts:
         entries[part.key] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.length]}
@@ -76,8 +78,15 @@ def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memo
         return [result.result() for result in hashes]
 
 
-def check(files: Files, folder: Path, ranges: Sequence[Range], *, save: str, threads: int,
-          maps: dict[str, memoryview] | None = None) -> list[str]:
+def check(
+    files: Files,
+    folder: Path,
+    ranges: Sequence[Range],
+    *,
+    save: str,
+    threads: int,
+    maps: dict[str, memoryview] | None = None,
+) -> list[str]:
     """Read ranges of a folder's files, which belong to the save `save`; what is wrong with them, in words.
 
     maps: name -> content of files that are mapped already; those that are mapped here are added.
@@ -91,10 +100,16 @@ def check(files: Files, folder: Path, ranges: Sequence[Range], *, save: str, thr
         try:
             maps[name] = maps[name] if name in maps else files.map(folder / name)
         except OSError as error:
-            bad.append((by_file.pop(name)[0], "is missing" if isinstance(error, FileNotFoundError) else _unreadable(error)))
+            bad.append(
+                (by_file.pop(name)[0], "is missing" if isinstance(error, FileNotFoundError) else _unreadable(error))
+            )
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         good = [one for group in by_file.values() for one in group]
-        bad += [(one, why) for one, why in zip(good, pool.map(lambda one: _wrong(files, maps[one.file], one), good), strict=True) if why]
+        bad += [
+            (one, why)
+            for one, why in zip(good, pool.map(lambda one: _wrong(files, maps[one.file], one), good), strict=True)
+            if why
+        ]
     problems = []
     for name in sorted({one.file for one, _ in bad}):
         mine = sorted(((one, why) for one, why in bad if one.file == name), key=lambda wrong: wrong[0].start)
@@ -117,7 +132,7 @@ def _wrong(files: Files, content: memoryview, one: Range) -> str:
         for place in range(one.start, stop, _AT_ONCE):
             length = min(_AT_ONCE, stop - place)
             files.fetch(content, place, length)
-            result.update(content[place:place + length])
+            result.update(content[place : place + length])
     except OSError as error:
         return _unreadable(error)
     if result.hexdigest() != one.hash:
@@ -145,4 +160,3 @@ def stray(files: Files, folder: Path, name: str, *, save: str) -> str:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
         pass
     return ""
-

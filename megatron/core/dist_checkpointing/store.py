@@ -48,9 +48,21 @@ _REMAINS = re.compile(r"(iter_\d{7,})\.(?:[0-9a-f]{1,8}\.)?(tmp|old|gone)")
 _SHOWN = 100  # problems an error prints; a wrong model misses thousands of names
 
 # What a user may choose anew for a checkpoint's model: kernels, dropout, initial values, and the padding of this layout.
-FREE = frozenset({"attention_backend", "kernel", "cross_entropy_fusion_impl", "hidden_dropout", "attention_dropout", "init_method_std",
-         "embedding_init_method_std", "init_method_xavier_uniform", "make_vocab_size_divisible_by", "padded_vocab_size",
-         "fp32_residual_connection"})
+FREE = frozenset(
+    {
+        "attention_backend",
+        "kernel",
+        "cross_entropy_fusion_impl",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "embedding_init_method_std",
+        "init_method_xavier_uniform",
+        "make_vocab_size_divisible_by",
+        "padded_vocab_size",
+        "fp32_residual_connection",
+    }
+)
 
 
 class CheckpointError(Exception):
@@ -95,8 +107,16 @@ class Commit:
 
     def text(self) -> str:
         """The file's content; its last line is the hash of the others."""
-        lines = [f"{_FIRST_LINE} {FORMAT_VERSION}", f"save {self.save}", f"iteration {self.iteration}", f"sequence {self.sequence}",
-                 *(f"{name} {committed.size} {committed.hash}" for name, committed in ((MANIFEST, self.manifest), (CONFIG, self.config)))]
+        lines = [
+            f"{_FIRST_LINE} {FORMAT_VERSION}",
+            f"save {self.save}",
+            f"iteration {self.iteration}",
+            f"sequence {self.sequence}",
+            *(
+                f"{name} {committed.size} {committed.hash}"
+                for name, committed in ((MANIFEST, self.manifest), (CONFIG, self.config))
+            ),
+        ]
         body = "".join(line + "\n" for line in lines)
         return f"{body}seal {hash_of(body.encode())}\n"
 
@@ -144,7 +164,9 @@ def check_writable(folder: str | Path) -> None:
 
 def why_unwritable(folder: str | Path) -> str:
     """Why no file can be made in a `--save` folder, as far as can be seen without making the folder; "" if nothing speaks against it."""
-    there = next(parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent))
+    there = next(
+        parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent)
+    )
     if not there.is_dir():
         return _unwritable(folder, f"{there} is no folder")
     return "" if os.access(there, os.W_OK | os.X_OK) else _unwritable(folder, os.strerror(errno.EACCES))
@@ -187,7 +209,9 @@ def tracked(folder: str | Path, *, files: Files = DISK) -> int | None:
         return None
 
 
-def candidates(folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK) -> list[SavedStep]:
+def candidates(
+    folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK
+) -> list[SavedStep]:
     """What may be loaded, in the order in which it is tried: newest first. Empty in a folder without checkpoints.
 
     step: this iteration and no other (`--ckpt-step`). required: the newest, which must be this one
@@ -199,18 +223,26 @@ def candidates(folder: str | Path, step: int | None = None, *, required: int | N
     if step is not None:
         chosen = [one for one in result.steps if one.iteration == step]
         if not chosen:
-            raise CheckpointError(f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}", complaints)
+            raise CheckpointError(
+                f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}",
+                complaints,
+            )
         return chosen
     if required is not None and (not result.steps or result.steps[0].iteration != required):
-        raise CheckpointError(f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration; "
-                              f"it has: {there}", complaints)
+        raise CheckpointError(
+            f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration; "
+            f"it has: {there}",
+            complaints,
+        )
     if not result.steps:
         texts = [text for _, text in result.damaged]
         if texts:
             raise CheckpointError(f"{folder} holds no complete checkpoint", texts)
         if any(entry.name == TRACKER for entry in _entries(folder, files)):
-            raise CheckpointError(f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
-                                  f"iter_... folder back, or remove {TRACKER} to start afresh")
+            raise CheckpointError(
+                f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
+                f"iter_... folder back, or remove {TRACKER} to start afresh"
+            )
     return list(result.steps[:1] if required is not None else result.steps)
 
 
@@ -259,8 +291,16 @@ def collect(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
             pass  # it is inert
 
 
-def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, sizes: Mapping[str, int], description: Description,
-           files: Files = DISK) -> tuple[SavedStep, str]:
+def commit(
+    folder: str | Path,
+    iteration: int,
+    *,
+    save: str,
+    manifest: bytes,
+    sizes: Mapping[str, int],
+    description: Description,
+    files: Files = DISK,
+) -> tuple[SavedStep, str]:
     """Declare the checkpoint begun for `iteration` complete: from here on it is the newest.
 
     All tensors must be written and durable. sizes: bytes of every file of theirs, without which nothing is committed. Returns the
@@ -270,7 +310,13 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, si
     made, former = being_written(folder, iteration, save), target.with_suffix(".old")
     config = _as_json({"world_size": description.world_size, "values": dict(description.values)})
     sequence = 1 + max((step.commit.sequence for step in walk(folder, files=files).steps), default=0)
-    done = Commit(save, iteration, sequence, CommittedFile(len(manifest), hash_of(manifest)), CommittedFile(len(config), hash_of(config)))
+    done = Commit(
+        save,
+        iteration,
+        sequence,
+        CommittedFile(len(manifest), hash_of(manifest)),
+        CommittedFile(len(config), hash_of(config)),
+    )
     try:
         _demand_sizes(made, sizes, files)
         for name, content in ((MANIFEST, manifest), (CONFIG, config), (COMMIT, done.text().encode())):
@@ -282,7 +328,9 @@ def commit(folder: str | Path, iteration: int, *, save: str, manifest: bytes, si
         files.rename(made, target)
         files.sync_folder(Path(folder))
     except OSError as error:
-        raise CheckpointError(f"the checkpoint of iteration {iteration} cannot be completed in {folder}: {error}") from None
+        raise CheckpointError(
+            f"the checkpoint of iteration {iteration} cannot be completed in {folder}: {error}"
+        ) from None
     try:
         if replaces:
             _delete(former, files)
@@ -299,10 +347,15 @@ def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
     """Refuse to commit a folder that lacks what its ranks have written."""
     there = {entry.name for entry in files.list(made) if not entry.is_folder}
     result = {name: files.size(made / name) if name in there else None for name in sizes}
-    wrong = [f"{name} has {'gone' if result[name] is None else f'{result[name]} bytes'}, where {size} were written"
-             for name, size in sizes.items() if result[name] != size]
+    wrong = [
+        f"{name} has {'gone' if result[name] is None else f'{result[name]} bytes'}, where {size} were written"
+        for name, size in sizes.items()
+        if result[name] != size
+    ]
     if wrong:
-        raise CheckpointError(f"{made} is not what the ranks have written; does another job write into this folder?", wrong)
+        raise CheckpointError(
+            f"{made} is not what the ranks have written; does another job write into this folder?", wrong
+        )
 
 
 def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
@@ -313,7 +366,9 @@ def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DIS
         pass  # it is inert, and the next save tries again
 
 
-def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK) -> list[SavedStep]:
+def doomed(
+    folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK
+) -> list[SavedStep]:
     """What retention deletes when iteration `saved` is committed: older ones that neither rule keeps. Links are kept.
 
     interval: multiples of it stay (`--save-retain-interval`). keep_last: so many stay, `saved` included
@@ -322,9 +377,14 @@ def doomed(folder: str | Path, *, saved: int, interval: int | None, keep_last: i
     if interval is None and keep_last is None:
         return []
     links = {entry.name for entry in _entries(folder, files) if entry.is_link}
-    older = sorted((step for step in walk(folder, files=files).steps if step.iteration < saved), key=lambda step: -step.iteration)
-    return [step for step in older[(keep_last or 1) - 1:]
-            if not (interval and step.iteration % interval == 0) and step.folder.name not in links]
+    older = sorted(
+        (step for step in walk(folder, files=files).steps if step.iteration < saved), key=lambda step: -step.iteration
+    )
+    return [
+        step
+        for step in older[(keep_last or 1) - 1 :]
+        if not (interval and step.iteration % interval == 0) and step.folder.name not in links
+    ]
 
 
 def retain(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DISK) -> str:
@@ -349,14 +409,25 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     text = content.decode("ascii", errors="replace")
     lines = [line.split(" ") for line in text.split("\n")]
-    body = text[:text.rfind("seal ")]
+    body = text[: text.rfind("seal ")]
     version = lines[0][-1]
-    if text.startswith(_FIRST_LINE) and version.isdigit() and int(version) > FORMAT_VERSION and f"{body}seal {hash_of(body.encode())}\n" == text:
-        raise CheckpointError(f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one")
+    if (
+        text.startswith(_FIRST_LINE)
+        and version.isdigit()
+        and int(version) > FORMAT_VERSION
+        and f"{body}seal {hash_of(body.encode())}\n" == text
+    ):
+        raise CheckpointError(
+            f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one"
+        )
     try:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
-        result = Commit(*fields["save"], int(*fields["iteration"]), int(*fields["sequence"]),
-                       *(CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)))
+        result = Commit(
+            *fields["save"],
+            int(*fields["iteration"]),
+            int(*fields["sequence"]),
+            *(CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)),
+        )
     except (KeyError, ValueError, TypeError, IndexError):
         result = None
     if result is None or result.text() != text:
@@ -374,8 +445,10 @@ def read_committed(folder: Path, name: str, committed: CommittedFile, *, files: 
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if (len(content), hash_of(content)) != (committed.size, committed.hash):
-        raise CheckpointError(f"{path} is {'cut short' if len(content) < committed.size else 'damaged'}, changed, or of another save: "
-                              f"it has not the bytes that {COMMIT} was put on")
+        raise CheckpointError(
+            f"{path} is {'cut short' if len(content) < committed.size else 'damaged'}, changed, or of another save: "
+            f"it has not the bytes that {COMMIT} was put on"
+        )
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -418,7 +491,9 @@ def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, An
             return describe(one).values
         except CheckpointError as error:
             problems.append(str(error))
-    raise CheckpointError(f"--use-checkpoint-args: {folder} holds no sound checkpoint to take the settings from", problems)
+    raise CheckpointError(
+        f"--use-checkpoint-args: {folder} holds no sound checkpoint to take the settings from", problems
+    )
 
 
 def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:

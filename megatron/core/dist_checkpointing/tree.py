@@ -54,17 +54,21 @@ def placed_tensor(tensor: Tensor) -> Placed:
 def placed_parameter(param: nn.Parameter, mesh: Mesh) -> Placed:
     """What this rank holds of a parameter."""
     spec, local = spec_of(param), param.detach()
-    return Placed(spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)])
+    return Placed(
+        spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)]
+    )
 
 
 def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
     """What this rank holds of a slot of the optimizer. tensor: flat, with an element for each of the segment's."""
     expected = segment.high - segment.low
-    assert tensor.shape == (expected,), f"a slot of {segment.spec.name} has shape {tuple(tensor.shape)}, not ({expected},)"
+    assert tensor.shape == (expected,), (
+        f"a slot of {segment.spec.name} has shape {tuple(tensor.shape)}, not ({expected},)"
+    )
     spec, flat_tensor = segment.spec, tensor.detach()
     placed = Placed(spec.shape, tensor.dtype)
     for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
-        values = flat_tensor[start - segment.low:stop - segment.low].view(box.shape)
+        values = flat_tensor[start - segment.low : stop - segment.low].view(box.shape)
         for piece in local_shards(spec, mesh):
             common = intersect(box, piece.local)
             if common is not None:

@@ -77,7 +77,7 @@ class Bucket:
         self.data = torch.zeros(size, dtype=params[0].dtype, device=device)
         self.grad = torch.zeros(size, dtype=grad_dtype, device=device)
         for param, start in zip(params, self.starts, strict=False):
-            view = self.data[start:start + param.numel()].view_as(param)
+            view = self.data[start : start + param.numel()].view_as(param)
             view.copy_(param.data)
             param.data = view
         widens = widens_products(device, self.data.dtype, grad_dtype)
@@ -85,8 +85,10 @@ class Bucket:
 
     def gradient_views(self) -> list[Tensor]:
         """Each parameter's gradient, in its shape."""
-        return [self.grad[start:start + param.numel()].view_as(param)
-                for param, start in zip(self.params, self.starts, strict=False)]
+        return [
+            self.grad[start : start + param.numel()].view_as(param)
+            for param, start in zip(self.params, self.starts, strict=False)
+        ]
 
     def owned(self, rank: int | None = None) -> tuple[int, int]:
         """The range of the buffer that this rank steps, or another of the axis."""
@@ -116,12 +118,25 @@ class Bucket:
         for param, start in zip(self.params, self.starts, strict=False):
             begin, end = max(low, start), min(high, start + param.numel())
             if begin < end:
-                yield Segment(spec_of(param), tuple(param.shape), begin - start, end - start,
-                              self.data[begin:end], self.grad[begin:end])
+                yield Segment(
+                    spec_of(param),
+                    tuple(param.shape),
+                    begin - start,
+                    end - start,
+                    self.data[begin:end],
+                    self.grad[begin:end],
+                )
 
 
-def make_buckets(module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool, bucket_size: int | None,
-                 others: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None) -> list[Bucket]:
+def make_buckets(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    grad_dtype: torch.dtype,
+    sharded: bool,
+    bucket_size: int | None,
+    others: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None,
+) -> list[Bucket]:
     """Move a stage's parameters into buckets. bucket_size: elements, or None for one bucket per format and axis.
 
     others: parameters that go into buckets of another kind, and what makes those.

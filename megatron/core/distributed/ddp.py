@@ -27,23 +27,45 @@ from megatron.core.parallel.mesh import Mesh
 class DataParallel:
     """The buckets of one stage, and the collectives over them."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype, sharded: bool, bucket_size: int | None,
-                 overlap_reduce: bool, overlap_gather: bool, average: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        grad_dtype: torch.dtype,
+        sharded: bool,
+        bucket_size: int | None,
+        overlap_reduce: bool,
+        overlap_gather: bool,
+        average: bool,
+    ) -> None:
         """sharded: every rank owns a range of each bucket (ZeRO-1). average: divide by the data-parallel size, inside the
         collective where its ranks are as many; those of experts may be more or fewer.
         """
         self.module, self.overlap_reduce, self.overlap_gather = module, overlap_reduce, overlap_gather
         self.divisor = mesh.dp_cp.size if average else None
         holders = holders_of(module) if sharded else {}
-        self.buckets = make_buckets(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size,
-                                    others=dict.fromkeys(holders, partial(RoundedBucket, holders=holders)))
+        self.buckets = make_buckets(
+            module,
+            mesh,
+            grad_dtype=grad_dtype,
+            sharded=sharded,
+            bucket_size=bucket_size,
+            others=dict.fromkeys(holders, partial(RoundedBucket, holders=holders)),
+        )
         self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
         self._reducing: list[collectives.Work] = []
         self._missing: list[int] | None = None
         self._launched = 0
         self._gathering: dict[int, list[collectives.Work]] = {}
-        self.before_reduction: Callable[[Bucket], None] = lambda bucket: None  # sees each bucket while it is this rank's alone
-        self._nodes = [self._listen(param, bucket_sum) for bucket in self.buckets for param, bucket_sum in zip(bucket.params, bucket.sums, strict=True)]
+        self.before_reduction: Callable[[Bucket], None] = lambda bucket: (
+            None
+        )  # sees each bucket while it is this rank's alone
+        self._nodes = [
+            self._listen(param, bucket_sum)
+            for bucket in self.buckets
+            for param, bucket_sum in zip(bucket.params, bucket.sums, strict=True)
+        ]
         if overlap_gather:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
@@ -53,7 +75,11 @@ class DataParallel:
     @property
     def whole(self) -> list[nn.Parameter]:
         """The parameters that this rank holds whole: all but those that it knows as others rounded them."""
-        return [param for param in self.module.parameters() if param not in self._place or self.buckets[self._place[param]].holds_values]
+        return [
+            param
+            for param in self.module.parameters()
+            if param not in self._place or self.buckets[self._place[param]].holds_values
+        ]
 
     @property
     def cut(self) -> list[Segment]:
@@ -106,7 +132,9 @@ class DataParallel:
             if bucket.sharded:
                 bucket.prepare()
                 low, high = bucket.owned()
-                self._gathering[index] = [collectives.start_all_gather(whole, whole[low:high], bucket.axis) for whole in bucket.gathered]
+                self._gathering[index] = [
+                    collectives.start_all_gather(whole, whole[low:high], bucket.axis) for whole in bucket.gathered
+                ]
         if not self.overlap_gather:
             self.finish_gather()
 
@@ -159,7 +187,9 @@ class DataParallel:
         self._reducing.append(_start(bucket, op))
 
 
-def _came(owner: ReferenceType[DataParallel], sums: ReferenceType[MainGrad], parameter: ReferenceType[nn.Parameter]) -> None:
+def _came(
+    owner: ReferenceType[DataParallel], sums: ReferenceType[MainGrad], parameter: ReferenceType[nn.Parameter]
+) -> None:
     """All that one backward pass says of a parameter was said: what autograd made of it is added, and it counts."""
     one, main_grad, param = owner(), sums(), parameter()
     if one is None or main_grad is None or param is None:

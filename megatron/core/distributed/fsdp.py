@@ -44,8 +44,17 @@ class FullySharded:
     since no other rank has the same experts.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, *, grad_dtype: torch.dtype, average: bool,
-                 keep_layers: bool, fill: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        mesh: Mesh,
+        *,
+        grad_dtype: torch.dtype,
+        average: bool,
+        keep_layers: bool,
+        fill: Callable[[nn.Module], Any],
+    ) -> None:
         """layers: parts of the module that are gathered by themselves; the rest is whole from the first to the last of a pass.
 
         average: divide by the data-parallel size after a sum. keep_layers: whole from the forward to the backward pass.
@@ -64,20 +73,38 @@ class FullySharded:
             specs = {path: spec_of(param) for path, param in fresh.items()}
             narrow = _widen(list(fresh.values()))
             policy = MixedPrecisionPolicy(narrow, grad_dtype, cast_forward_inputs=False)
-            fully_shard(part, mesh=ours, reshard_after_forward=part is not module and not keep_layers, mp_policy=policy,
-                        shard_placement_fn=lambda p: experts if spec_of(p).reduce_over == "edp" else None, ignored_params=stay)
+            fully_shard(
+                part,
+                mesh=ours,
+                reshard_after_forward=part is not module and not keep_layers,
+                mp_policy=policy,
+                shard_placement_fn=lambda p: experts if spec_of(p).reduce_over == "edp" else None,
+                ignored_params=stay,
+            )
             part.set_gradient_divide_factor(float(mesh.dp_cp.size) if average else 1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
             for path, spec in specs.items():
                 param, axis = part.get_parameter(path), mesh.axis(spec.reduce_over)
                 self.cut += _share(param, spec, axis, narrow)
-                self._owned.append(Ownership(spec, tuple(param.shape), tuple(_rows(param, axis.size, rank) for rank in range(axis.size))))
+                self._owned.append(
+                    Ownership(
+                        spec, tuple(param.shape), tuple(_rows(param, axis.size, rank) for rank in range(axis.size))
+                    )
+                )
         if experts:  # where those of a rank see no token, others still wait for it to sum their gradients
             module.set_reduce_scatter_unused_params(True)
         module.register_forward_hook(_let_go)
         self.whole = [param for param in module.parameters() if param in stay]
-        self._rest = DataParallel(nn.ParameterList(p for p in self.whole if p.requires_grad), mesh, grad_dtype=grad_dtype, sharded=False,
-                                  bucket_size=None, overlap_reduce=False, overlap_gather=False, average=average)
+        self._rest = DataParallel(
+            nn.ParameterList(p for p in self.whole if p.requires_grad),
+            mesh,
+            grad_dtype=grad_dtype,
+            sharded=False,
+            bucket_size=None,
+            overlap_reduce=False,
+            overlap_gather=False,
+            average=average,
+        )
 
     def segments(self) -> list[Segment]:
         """What this rank owns."""
@@ -120,8 +147,10 @@ Parallel = DataParallel | FullySharded
 def _placement(axis: Axis, mesh: Mesh) -> Any:
     """Rows over the ranks of this axis. Torch has had other axes for some parameters of a layer since 2.13."""
     if not hasattr(placements, "ShardPlacementResult"):
-        raise ConfigError(f"--use-torch-fsdp2 cuts experts over {axis.size} ranks and the rest over {mesh.dp_cp.size}, which torch "
-                          f"{torch.__version__} cannot; use torch 2.13, --expert-model-parallel-size 1, or --use-distributed-optimizer")
+        raise ConfigError(
+            f"--use-torch-fsdp2 cuts experts over {axis.size} ranks and the rest over {mesh.dp_cp.size}, which torch "
+            f"{torch.__version__} cannot; use torch 2.13, --expert-model-parallel-size 1, or --use-distributed-optimizer"
+        )
     device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type)
     return placements.ShardPlacementResult(Shard(0), placements.FSDPMeshInfo(device_mesh, shard_mesh_dim=0))
 

@@ -62,7 +62,7 @@ class _Matrix:
     def at(self, sizes: Tensor, first: int, rows: Tensor) -> Tensor:
         """Of the sizes of all, those of the blocks of some rows [r, k] from the first on: a view."""
         table = sizes[self.sizes].view(self.table)
-        return table if self.held.blocks is None else table[first // self.rows:-(-(first + len(rows)) // self.rows)]
+        return table if self.held.blocks is None else table[first // self.rows : -(-(first + len(rows)) // self.rows)]
 
     def part(self, low: int, high: int) -> tuple[int, int]:
         """Its own elements among those of the bucket from low to high; an empty range where there are none."""
@@ -75,7 +75,9 @@ class RoundedBucket(Bucket):
 
     holds_values = False
 
-    def __init__(self, params: list[nn.Parameter], axis: Axis, *, grad_dtype: torch.dtype, holders: dict[nn.Parameter, Holder]) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], axis: Axis, *, grad_dtype: torch.dtype, holders: dict[nn.Parameter, Holder]
+    ) -> None:
         super().__init__(params, axis, grad_dtype=grad_dtype, sharded=True)
         self.dtype, first = params[0].dtype, holders[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
@@ -87,7 +89,9 @@ class RoundedBucket(Bucket):
         block = self.recipe.block_of("weight")
         for start, param, holder in zip(self.starts, params, (holders[param] for param in params), strict=False):
             holder.held = self._add(self.data, start, param.shape, block)
-            turned = holder.held if self.turned is self.data else self._add(self.turned, start, param.shape, block[::-1])
+            turned = (
+                holder.held if self.turned is self.data else self._add(self.turned, start, param.shape, block[::-1])
+            )
             holder.turned = tuple(matrix.t() for matrix in turned)
             param.data = param.data.new_zeros(()).expand(param.shape)
 
@@ -99,7 +103,7 @@ class RoundedBucket(Bucket):
         table = (-(-rows // block[0]), -(-columns // block[1]))
         nothing = self.master.new_ones(table)
         for place in range(start, start + shape.numel(), rows * columns):
-            values = data[place:place + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
+            values = data[place : place + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
             scale, blocks = self.recipe.weight_scales(nothing.amax(), nothing)
             found.append(Quantised(values, scale, blocks, (1, 1) if blocks is None else block))
             before = self.matrices[-1].sizes.stop if self.matrices else 0
@@ -116,8 +120,11 @@ class RoundedBucket(Bucket):
         low, _ = self.owned()
         for segment in super().segments():
             start = self.starts[self._place(segment)] + segment.low - low
-            yield replace(segment, data=self.master[start:start + segment.high - segment.low],
-                          rounds_to=self.dtype if self.dtype != self.master.dtype else None)
+            yield replace(
+                segment,
+                data=self.master[start : start + segment.high - segment.low],
+                rounds_to=self.dtype if self.dtype != self.master.dtype else None,
+            )
 
     def prepare(self) -> None:
         """Round this rank's range anew. All ranks that hold a piece of these weights call it together."""
@@ -125,7 +132,9 @@ class RoundedBucket(Bucket):
         for matrix in self.matrices:
             if (own := self._own_rows(matrix)) is not None:
                 # What is no number would be lost in a maximum.
-                matrix.at(sizes, *own).copy_(self._sizes(matrix, own[1]).nan_to_num(nan=float("inf"), posinf=float("inf")))
+                matrix.at(sizes, *own).copy_(
+                    self._sizes(matrix, own[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
+                )
         collectives.all_reduce(sizes, self.axis, "max")
         largest = torch.stack([sizes[matrix.sizes].amax() for matrix in self.matrices])
         if self.recipe.needs_largest:
@@ -144,7 +153,9 @@ class RoundedBucket(Bucket):
         first, rows = own
         rounded = self.recipe.quantise("weight", rows, largest, matrix.at(sizes, first, rows), matrix.held.block)
         (low, high), before = matrix.part(*self.owned()), first * rows.shape[1]
-        matrix.data[matrix.start + low:matrix.start + high] = rounded.values.view(torch.uint8).view(-1)[low - before:high - before]
+        matrix.data[matrix.start + low : matrix.start + high] = rounded.values.view(torch.uint8).view(-1)[
+            low - before : high - before
+        ]
 
     def _own_rows(self, matrix: _Matrix) -> tuple[int, Tensor] | None:
         """The first row, and the rows of whole blocks that hold this rank's range of a matrix, zero where others own them."""
@@ -155,11 +166,13 @@ class RoundedBucket(Bucket):
         last = min(-(-high // (width * matrix.rows)) * matrix.rows, count)
         begin = matrix.start + low - self.owned()[0]
         rows = self.master.new_zeros((last - first) * width)
-        rows[low - first * width:high - first * width] = self.master[begin:begin + high - low]
+        rows[low - first * width : high - first * width] = self.master[begin : begin + high - low]
         return first, rows.view(-1, width)
 
     def _sizes(self, matrix: _Matrix, rows: Tensor) -> Tensor:
-        return fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_sizes(rows, matrix.held.block)
+        return (
+            fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_sizes(rows, matrix.held.block)
+        )
 
     def _place(self, segment: Segment) -> int:
         return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]

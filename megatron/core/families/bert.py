@@ -17,8 +17,15 @@ from megatron.core.config.model import ModelConfig
 from megatron.core.families.rules import Family, Row, Variant, concat, same
 from megatron.core.families.settings import TANH_GELU, Keys, classes_of, kept
 
-_SAYS_NOTHING = ("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-                 "pooler_size_per_head", "pooler_type")
+_SAYS_NOTHING = (
+    "classifier_dropout",
+    "directionality",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
 _AFTER = {"norm_after_residual": True, "embedding_layernorm": True}
 _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
@@ -39,49 +46,86 @@ def _in(config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str) -> tup
     for name in _SAYS_NOTHING:
         keys.pop(name)
     return {
-        "architecture": "bert", "num_layers": keys.whole("num_hidden_layers"), "hidden_size": hidden,
-        "ffn_hidden_size": keys.whole("intermediate_size"), "num_attention_heads": heads, "kv_channels": hidden // heads,
-        "max_position_embeddings": keys.whole("max_position_embeddings"), "true_vocab_size": keys.whole("vocab_size"),
-        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm",
-        "norm_epsilon": keys.real("layer_norm_eps", 1e-12), **norms, "add_bias_linear": True, "openai_gelu": activation in TANH_GELU,
-        "untie_embeddings_and_output_weights": False, "bert_binary_head": pairs in classes_of(config),
-        "init_method_std": keys.real("initializer_range", 0.02), "hidden_dropout": keys.real("hidden_dropout_prob", 0.1),
-        "attention_dropout": keys.real("attention_probs_dropout_prob", 0.1)}, keys.finish()
+        "architecture": "bert",
+        "num_layers": keys.whole("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": keys.whole("intermediate_size"),
+        "num_attention_heads": heads,
+        "kv_channels": hidden // heads,
+        "max_position_embeddings": keys.whole("max_position_embeddings"),
+        "true_vocab_size": keys.whole("vocab_size"),
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": keys.real("layer_norm_eps", 1e-12),
+        **norms,
+        "add_bias_linear": True,
+        "openai_gelu": activation in TANH_GELU,
+        "untie_embeddings_and_output_weights": False,
+        "bert_binary_head": pairs in classes_of(config),
+        "init_method_std": keys.real("initializer_range", 0.02),
+        "hidden_dropout": keys.real("hidden_dropout_prob", 0.1),
+        "attention_dropout": keys.real("attention_probs_dropout_prob", 0.1),
+    }, keys.finish()
 
 
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("hidden_act", "gelu_new")
     return {
-        **kept(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING), "vocab_size": model.true_vocab_size,
-        "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.ffn_hidden_size, "max_position_embeddings": model.max_position_embeddings, "type_vocab_size": 2,
+        **kept(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
+        "vocab_size": model.true_vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "type_vocab_size": 2,
         "hidden_act": (activation if activation in TANH_GELU else "gelu_new") if model.openai_gelu else "gelu",
-        "layer_norm_eps": model.norm_epsilon, "initializer_range": model.init_method_std,
-        "hidden_dropout_prob": model.hidden_dropout, "attention_probs_dropout_prob": model.attention_dropout,
-        "tie_word_embeddings": True}
+        "layer_norm_eps": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "hidden_dropout_prob": model.hidden_dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "tie_word_embeddings": True,
+    }
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
     ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
-    found = [Row(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
-             for name, there in (("word_embeddings", "word_embeddings"), ("position_embeddings", "position_embeddings"),
-                                 ("tokentype_embeddings", "token_type_embeddings"))]
+    found = [
+        Row(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
+        for name, there in (
+            ("word_embeddings", "word_embeddings"),
+            ("position_embeddings", "position_embeddings"),
+            ("tokentype_embeddings", "token_type_embeddings"),
+        )
+    ]
     if model.embedding_layernorm:
         found += _both("embedding.layernorm", "bert.embeddings.LayerNorm")
     if not after:
         found += _both(f"{ours}input_layernorm", f"{theirs}attention.ln")
     heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
-    found += [Row(f"{ours}self_attention.linear_qkv.{kind}", tuple(f"{name}.{kind}" for name in heads), concat(size, size, size))
-              for kind in ("weight", "bias")]
+    found += [
+        Row(
+            f"{ours}self_attention.linear_qkv.{kind}",
+            tuple(f"{name}.{kind}" for name in heads),
+            concat(size, size, size),
+        )
+        for kind in ("weight", "bias")
+    ]
     found += _both(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
-    found += (_both(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm") if after else
-              _both(f"{ours}pre_mlp_layernorm", f"{theirs}ln"))
+    found += (
+        _both(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
+        if after
+        else _both(f"{ours}pre_mlp_layernorm", f"{theirs}ln")
+    )
     found += _both(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
     found += _both(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
-    found += (_both(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm") if after else
-              _both("encoder.final_layernorm", "bert.encoder.ln"))
+    found += (
+        _both(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm")
+        if after
+        else _both("encoder.final_layernorm", "bert.encoder.ln")
+    )
     if model.bert_binary_head:
         found += _both("pooler.dense", "bert.pooler.dense")
     found.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
@@ -100,8 +144,11 @@ def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _variants(name: str) -> tuple[Variant, ...]:
-    return (Variant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)), Variant(f"{name}ForMaskedLM", _WORDS),
-            Variant(f"{name}Model", bare=True))
+    return (
+        Variant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
+        Variant(f"{name}ForMaskedLM", _WORDS),
+        Variant(f"{name}Model", bare=True),
+    )
 
 
 def _bert_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -113,11 +160,37 @@ def _megatron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 _SKIPPED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # counts and zeros, kept as buffers once
-_COPIES = (("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-           ("cls.predictions.decoder.bias", "cls.predictions.bias"))
+_COPIES = (
+    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+)
 _RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
 
-BERT = Family("bert", "BertForPreTraining", "bert", _bert_in, config_out, rows, base="bert.", skipped=_SKIPPED, copies=_COPIES,
-              renamed=_RENAMED, variants=_variants("Bert"), seen=_seen)
-MEGATRON_BERT = Family("megatron_bert", "MegatronBertForPreTraining", "megatron-bert", _megatron_in, config_out, rows, base="bert.",
-                       skipped=_SKIPPED, copies=_COPIES, renamed=_RENAMED, variants=_variants("MegatronBert"), seen=_seen)
+BERT = Family(
+    "bert",
+    "BertForPreTraining",
+    "bert",
+    _bert_in,
+    config_out,
+    rows,
+    base="bert.",
+    skipped=_SKIPPED,
+    copies=_COPIES,
+    renamed=_RENAMED,
+    variants=_variants("Bert"),
+    seen=_seen,
+)
+MEGATRON_BERT = Family(
+    "megatron_bert",
+    "MegatronBertForPreTraining",
+    "megatron-bert",
+    _megatron_in,
+    config_out,
+    rows,
+    base="bert.",
+    skipped=_SKIPPED,
+    copies=_COPIES,
+    renamed=_RENAMED,
+    variants=_variants("MegatronBert"),
+    seen=_seen,
+)

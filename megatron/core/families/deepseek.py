@@ -15,15 +15,34 @@ from typing import Any
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
-from megatron.core.families.llama import COPIES, SKIPPED, common_in, common_out, decoder_rows, gated_rows, layer, mlp_rows
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    common_in,
+    common_out,
+    decoder_rows,
+    gated_rows,
+    layer,
+    mlp_rows,
+)
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.qwen import FUSED
 from megatron.core.families.rules import Family, Row, same
 from megatron.core.families.settings import BALANCE, Keys, kept, pattern
 from megatron.core.models.describe import mtp_depths
 
-_SAYS_NOTHING = (*BALANCE, "ep_size", "moe_layer_freq", "topk_method", "scoring_func", "head_dim", "qk_head_dim",
-                 "num_nextn_predict_layers", "mlp_bias", "rope_interleave")
+_SAYS_NOTHING = (
+    *BALANCE,
+    "ep_size",
+    "moe_layer_freq",
+    "topk_method",
+    "scoring_func",
+    "head_dim",
+    "qk_head_dim",
+    "num_nextn_predict_layers",
+    "mlp_bias",
+    "rope_interleave",
+)
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
@@ -36,23 +55,40 @@ def _common_in(keys: Keys) -> dict[str, Any]:
     keys.one_of("rope_interleave", (True,), True)
     found = common_in(keys, latent=True)
     if found["norm_epsilon"] != _EPSILON:
-        keys.problems.append(f"rms_norm_eps: {found['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
-                             "vectors have, has")
+        keys.problems.append(
+            f"rms_norm_eps: {found['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
+            "vectors have, has"
+        )
     if found["group_query_attention"]:
-        keys.problems.append(f"num_key_value_heads: {found['num_query_groups']} has no counterpart here; num_attention_heads has")
-    dense, layers, width = keys.pop("first_k_dense_replace") or 0, found["num_layers"], keys.whole("moe_intermediate_size")
+        keys.problems.append(
+            f"num_key_value_heads: {found['num_query_groups']} has no counterpart here; num_attention_heads has"
+        )
+    dense, layers, width = (
+        keys.pop("first_k_dense_replace") or 0,
+        found["num_layers"],
+        keys.whole("moe_intermediate_size"),
+    )
     if not isinstance(dense, int) or not 0 <= dense < layers:
         keys.problems.append(f"first_k_dense_replace: {dense} is no number of layers from 0 to {layers - 1}")
         dense = 0
     return {
-        **found, "multi_latent_attention": True, "qk_layernorm": True,
-        "q_lora_rank": keys.whole_or_none("q_lora_rank"), "kv_lora_rank": keys.whole("kv_lora_rank"),
-        "qk_head_dim": keys.whole("qk_nope_head_dim"), "qk_pos_emb_head_dim": keys.whole("qk_rope_head_dim"),
+        **found,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": keys.whole_or_none("q_lora_rank"),
+        "kv_lora_rank": keys.whole("kv_lora_rank"),
+        "qk_head_dim": keys.whole("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": keys.whole("qk_rope_head_dim"),
         "v_head_dim": keys.whole("v_head_dim"),
-        "num_experts": keys.whole("n_routed_experts"), "moe_router_topk": keys.whole("num_experts_per_tok"),
-        "moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": width * keys.whole("n_shared_experts"),
+        "num_experts": keys.whole("n_routed_experts"),
+        "moe_router_topk": keys.whole("num_experts_per_tok"),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * keys.whole("n_shared_experts"),
         "moe_layer_freq": pattern([place >= dense for place in range(layers)]) if dense else "1",
-        "moe_router_topk_scaling_factor": None if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0 else factor}
+        "moe_router_topk_scaling_factor": None
+        if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0
+        else factor,
+    }
 
 
 def _groups_in(keys: Keys, score: str, *, used: bool) -> dict[str, Any]:
@@ -65,14 +101,23 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **kept(like, *_SAYS_NOTHING), **common_out(model, like), "q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_head_dim, "qk_rope_head_dim": mla.qk_pos_emb_head_dim, "v_head_dim": mla.v_head_dim,
-        "n_routed_experts": moe.num_experts, "num_experts_per_tok": moe.moe_router_topk, "moe_intermediate_size": width,
-        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width, "attention_bias": False,
+        **kept(like, *_SAYS_NOTHING),
+        **common_out(model, like),
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_head_dim,
+        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.moe_router_topk,
+        "moe_intermediate_size": width,
+        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
+        "attention_bias": False,
         "first_k_dense_replace": sum(plan.mlp == "dense" for plan in layer_rows(model)),
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
-        "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1)}
+        "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
+    }
 
 
 def _v2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -80,7 +125,11 @@ def _v2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     keys.one_of("norm_topk_prob", (False,), False)
-    return {**_common_in(keys), **_groups_in(keys, "max", used=method != "greedy"), "moe_router_pre_softmax": True}, keys.finish()
+    return {
+        **_common_in(keys),
+        **_groups_in(keys, "max", used=method != "greedy"),
+        "moe_router_pre_softmax": True,
+    }, keys.finish()
 
 
 def _v2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,16 +145,23 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found = {**_common_in(keys), **_groups_in(keys, "sum", used=True)}
     used, groups = found["moe_router_topk"], found.get("moe_router_group_topk")
     if groups and used // groups != 2:
-        keys.problems.append(f"topk_group: {groups} of num_experts_per_tok: {used}; here a group's score is the sum of its best "
-                             f"{used // groups}, there of its best 2")
+        keys.problems.append(
+            f"topk_group: {groups} of num_experts_per_tok: {used}; here a group's score is the sum of its best "
+            f"{used // groups}, there of its best 2"
+        )
     if used == 1:
-        keys.problems.append("num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart")
+        keys.problems.append(
+            "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
+        )
     return {**found, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, keys.finish()
 
 
 def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_common_out(model, like), "norm_topk_prob": True,
-            "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0)}
+    return {
+        **_common_out(model, like),
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0),
+    }
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -114,17 +170,27 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
     found = decoder_rows(model, _attention, mlps)
     for depth in range(mtp_depths(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        found += [Row(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same) for name in ("enorm", "hnorm", "eh_proj")]
+        found += [
+            Row(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same) for name in ("enorm", "hnorm", "eh_proj")
+        ]
         found += layer(model, f"{ours}mtp_model_layer.", theirs, _attention, mlps[layer_rows(model)[-1].mlp])
         found.append(Row(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
     return tuple(found)
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    queries = {"linear_q_proj": "q_proj"} if model.mla.q_lora_rank is None else {
-        "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
-    names = {**queries, "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm", "linear_kv_up_proj": "kv_b_proj",
-             "linear_proj": "o_proj"}
+    queries = (
+        {"linear_q_proj": "q_proj"}
+        if model.mla.q_lora_rank is None
+        else {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
+    )
+    names = {
+        **queries,
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+        "linear_proj": "o_proj",
+    }
     return [Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()]
 
 
@@ -132,19 +198,48 @@ def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     found = expert_rows(model, ours, theirs)
     if model.moe.moe_router_enable_expert_bias:
         found.append(Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
-    return found + gated_rows(f"{ours}shared_experts.", f"{theirs}shared_experts.", model.moe.moe_shared_expert_intermediate_size or 0)
+    return found + gated_rows(
+        f"{ours}shared_experts.", f"{theirs}shared_experts.", model.moe.moe_shared_expert_intermediate_size or 0
+    )
 
 
 def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    depths = sum(f"model.layers.{number}.eh_proj.weight" in names for number in range(settings["num_layers"], settings["num_layers"] + 16))
+    depths = sum(
+        f"model.layers.{number}.eh_proj.weight" in names
+        for number in range(settings["num_layers"], settings["num_layers"] + 16)
+    )
     return {**settings, "mtp_num_layers": depths or None}
 
 
 _BEYOND = re.compile(r"model\.layers\.(\d+)\.")
-_AGAIN = ((r"model\.layers\.\d+\.embed_tokens\.weight", "model.embed_tokens.weight"),
-          (r"model\.layers\.\d+\.shared_head\.head\.weight", "lm_head.weight"))
+_AGAIN = (
+    (r"model\.layers\.\d+\.embed_tokens\.weight", "model.embed_tokens.weight"),
+    (r"model\.layers\.\d+\.shared_head\.head\.weight", "lm_head.weight"),
+)
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", _v2_in, _v2_out, rows, base="model.", skipped=SKIPPED,
-                     copies=COPIES, fused=FUSED)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", _v3_in, _v3_out, rows, base="model.", skipped=SKIPPED,
-                     copies=(*COPIES, *_AGAIN), fused=FUSED, beyond=_BEYOND, seen=_seen)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    _v2_in,
+    _v2_out,
+    rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+    fused=FUSED,
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    _v3_in,
+    _v3_out,
+    rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=(*COPIES, *_AGAIN),
+    fused=FUSED,
+    beyond=_BEYOND,
+    seen=_seen,
+)

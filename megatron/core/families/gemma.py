@@ -20,8 +20,12 @@ _HEAD_SIZE = 256  # of a config.json that does not say
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _SAYS_NOTHING = ("cache_implementation", "sliding_window_size")  # the second is always the same as sliding_window
 _OFF = "use_bidirectional_attention"  # null or false, or the network is refused
-_NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",
-          "pre_mlp_layernorm": "pre_feedforward_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
+_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
 
 
 def _shared_in(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
@@ -32,14 +36,26 @@ def _shared_in(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
         activations.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
     keys.problems += activations.problems
     keys.one_of("attention_bias", (False,), False)
-    return keys, {**common_in(keys, tied=True), "swiglu": False, "geglu": True, "openai_gelu": True, "apply_layernorm_1p": True,
-                  "scale_embeddings": True}
+    return keys, {
+        **common_in(keys, tied=True),
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    }
 
 
 def _shared_out(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
     shared = {name: value for name, value in common_out(model, like).items() if name not in _ACTIVATIONS}
-    return {**kept(like, *_SAYS_NOTHING, _OFF), **shared, **named, "head_dim": model.kv_channels, "attention_bias": False}
+    return {
+        **kept(like, *_SAYS_NOTHING, _OFF),
+        **shared,
+        **named,
+        "head_dim": model.kv_channels,
+        "attention_bias": False,
+    }
 
 
 def _gemma_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -59,10 +75,20 @@ def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kinds = keys.pop("layer_types")
     seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else layer_kinds(keys, kinds, layers)
     scalar = keys.real("query_pre_attn_scalar", 256.0, positive=True)
-    caps = {ours: _cap(keys, config, theirs, usual) for ours, theirs, usual in (
-        ("attention_logit_softcap", "attn_logit_softcapping", 50.0), ("final_logit_softcap", "final_logit_softcapping", 30.0))}
-    return {**found, **windows_in(window, seen), **caps, "sandwich_norm": True,
-            "softmax_scale": None if scalar == found["kv_channels"] else scalar**-0.5}, keys.finish()
+    caps = {
+        ours: _cap(keys, config, theirs, usual)
+        for ours, theirs, usual in (
+            ("attention_logit_softcap", "attn_logit_softcapping", 50.0),
+            ("final_logit_softcap", "final_logit_softcapping", 30.0),
+        )
+    }
+    return {
+        **found,
+        **windows_in(window, seen),
+        **caps,
+        "sandwich_norm": True,
+        "softmax_scale": None if scalar == found["kv_channels"] else scalar**-0.5,
+    }, keys.finish()
 
 
 def _cap(keys: Keys, config: Mapping[str, Any], name: str, usual: float) -> float | None:
@@ -77,9 +103,14 @@ def _gemma2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     scalar = model.kv_channels if model.softmax_scale is None else round(model.softmax_scale**-2)
     usual = [layer % 2 == 0 for layer in range(model.num_layers)]
     named = {"layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers]}
-    return {**_shared_out(model, like, "hidden_activation"), "sliding_window": window or like.get("sliding_window", 4096),
-            "query_pre_attn_scalar": scalar, "attn_logit_softcapping": model.attention_logit_softcap,
-            "final_logit_softcapping": model.final_logit_softcap, **(named if "layer_types" in like or layers != usual else {})}
+    return {
+        **_shared_out(model, like, "hidden_activation"),
+        "sliding_window": window or like.get("sliding_window", 4096),
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": model.attention_logit_softcap,
+        "final_logit_softcapping": model.final_logit_softcap,
+        **(named if "layer_types" in like or layers != usual else {}),
+    }
 
 
 def _gemma2_rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -94,5 +125,17 @@ def _gemma2_rows(model: ModelConfig) -> tuple[Row, ...]:
     return (*found, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
 
 
-GEMMA = Family("gemma", "GemmaForCausalLM", "gemma", _gemma_in, _gemma_out, rows, base="model.", skipped=SKIPPED, copies=COPIES)
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", "gemma2", _gemma2_in, _gemma2_out, _gemma2_rows, base="model.", skipped=SKIPPED, copies=COPIES)
+GEMMA = Family(
+    "gemma", "GemmaForCausalLM", "gemma", _gemma_in, _gemma_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+)
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    "gemma2",
+    _gemma2_in,
+    _gemma2_out,
+    _gemma2_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+)

@@ -28,13 +28,23 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     dropout = keys.real("resid_pdrop", 0.1)
     keys.real("embd_pdrop", dropout)  # ours has one share for both
     return {
-        "num_layers": keys.whole("n_layer"), "hidden_size": hidden, "ffn_hidden_size": inner, "num_attention_heads": heads,
-        "kv_channels": hidden // heads, "max_position_embeddings": keys.whole("n_positions"),
-        "true_vocab_size": keys.whole("vocab_size"), "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm", "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5), "add_bias_linear": True,
-        "openai_gelu": activation in TANH_GELU, "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", True),
-        "init_method_std": keys.real("initializer_range", 0.02), "hidden_dropout": dropout,
-        "attention_dropout": keys.real("attn_pdrop", 0.1)}, keys.finish()
+        "num_layers": keys.whole("n_layer"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": inner,
+        "num_attention_heads": heads,
+        "kv_channels": hidden // heads,
+        "max_position_embeddings": keys.whole("n_positions"),
+        "true_vocab_size": keys.whole("vocab_size"),
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5),
+        "add_bias_linear": True,
+        "openai_gelu": activation in TANH_GELU,
+        "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", True),
+        "init_method_std": keys.real("initializer_range", 0.02),
+        "hidden_dropout": dropout,
+        "attention_dropout": keys.real("attn_pdrop", 0.1),
+    }, keys.finish()
 
 
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,31 +54,57 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     inner = model.ffn_hidden_size
     return {
         **kept(like, "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "embd_pdrop"),
-        "vocab_size": model.true_vocab_size, "n_positions": model.max_position_embeddings, "n_embd": model.hidden_size,
-        "n_layer": model.num_layers, "n_head": model.num_attention_heads,
+        "vocab_size": model.true_vocab_size,
+        "n_positions": model.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
         "n_inner": None if inner == 4 * model.hidden_size and not like.get("n_inner") else inner,
-        "activation_function": tanh if model.openai_gelu else "gelu", "layer_norm_epsilon": model.norm_epsilon,
-        "initializer_range": model.init_method_std, "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": like.get("embd_pdrop", model.hidden_dropout), "attn_pdrop": model.attention_dropout,
-        "tie_word_embeddings": model.ties_embeddings}
+        "activation_function": tanh if model.openai_gelu else "gelu",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": like.get("embd_pdrop", model.hidden_dropout),
+        "attn_pdrop": model.attention_dropout,
+        "tie_word_embeddings": model.ties_embeddings,
+    }
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters."""
-    found = [Row("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
-             Row("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same)]
-    for ours, theirs in (("input_layernorm", "ln_1"), ("self_attention.linear_qkv", "attn.c_attn"),
-                         ("self_attention.linear_proj", "attn.c_proj"), ("pre_mlp_layernorm", "ln_2"),
-                         ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj")):
+    found = [
+        Row("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
+        Row("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same),
+    ]
+    for ours, theirs in (
+        ("input_layernorm", "ln_1"),
+        ("self_attention.linear_qkv", "attn.c_attn"),
+        ("self_attention.linear_proj", "attn.c_proj"),
+        ("pre_mlp_layernorm", "ln_2"),
+        ("mlp.linear_fc1", "mlp.c_fc"),
+        ("mlp.linear_fc2", "mlp.c_proj"),
+    ):
         op = transpose if ".c_" in theirs else same
-        found += [Row(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
-                  Row(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same)]
-    found += [Row(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same) for kind in ("weight", "bias")]
+        found += [
+            Row(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
+            Row(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same),
+        ]
+    found += [
+        Row(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same) for kind in ("weight", "bias")
+    ]
     if not model.ties_embeddings:
         found.append(Row("output_layer.weight", ("lm_head.weight",), same))
     return tuple(found)
 
 
-GPT2 = Family("gpt2", "GPT2LMHeadModel", "gpt2", config_in, config_out, rows, base="transformer.",
-              skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once
-              copies=(("lm_head.weight", "transformer.wte.weight"),))
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "gpt2",
+    config_in,
+    config_out,
+    rows,
+    base="transformer.",
+    skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once
+    copies=(("lm_head.weight", "transformer.wte.weight"),),
+)

@@ -49,21 +49,35 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
     window = keys.whole("sliding_window", 128)
     return {
-        **found, "swiglu": False, "quick_geglu": True, "activation_func_clamp_value": keys.real("swiglu_limit", 7.0, positive=True),
-        "glu_linear_offset": 1.0, "add_bias_linear": True, "softmax_type": "learnable",
-        **windows_in(window, layer_kinds(keys, kinds, layers)), "num_experts": keys.whole("num_local_experts"),
-        "moe_ffn_hidden_size": found["ffn_hidden_size"], "moe_router_topk": used}, keys.finish()
+        **found,
+        "swiglu": False,
+        "quick_geglu": True,
+        "activation_func_clamp_value": keys.real("swiglu_limit", 7.0, positive=True),
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        **windows_in(window, layer_kinds(keys, kinds, layers)),
+        "num_experts": keys.whole("num_local_experts"),
+        "moe_ffn_hidden_size": found["ffn_hidden_size"],
+        "moe_router_topk": used,
+    }, keys.finish()
 
 
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     window, layers = windows_out(model)
     found = {
-        **kept(like, *_SAYS_NOTHING), **common_out(model, like), "head_dim": model.kv_channels, "attention_bias": True,
-        "swiglu_limit": model.activation_func_clamp_value, "sliding_window": window or like.get("sliding_window", 128),
+        **kept(like, *_SAYS_NOTHING),
+        **common_out(model, like),
+        "head_dim": model.kv_channels,
+        "attention_bias": True,
+        "swiglu_limit": model.activation_func_clamp_value,
+        "sliding_window": window or like.get("sliding_window", 128),
         "layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers],
-        "num_local_experts": model.moe.num_experts, "intermediate_size": model.moe.moe_ffn_hidden_size,
-        "num_experts_per_tok": model.moe.moe_router_topk}
+        "num_local_experts": model.moe.num_experts,
+        "intermediate_size": model.moe.moe_ffn_hidden_size,
+        "num_experts_per_tok": model.moe.moe_router_topk,
+    }
     alike = {"swiglu_alpha": 1.702, "experts_per_token": model.moe.moe_router_topk}
     return {**found, **{name: value for name, value in alike.items() if name in like}}
 
@@ -78,11 +92,23 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
 
 
 def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    return [*(Row(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
-            Row(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
-            Row(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
-            Row(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
-            Row(f"{ours}experts.linear_fc2.bias", (f"{theirs}experts.down_proj_bias",), same)]
+    return [
+        *(Row(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
+        Row(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
+        Row(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
+        Row(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
+        Row(f"{ours}experts.linear_fc2.bias", (f"{theirs}experts.down_proj_bias",), same),
+    ]
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", config_in, config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    "gpt_oss",
+    config_in,
+    config_out,
+    rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+)

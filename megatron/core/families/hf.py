@@ -47,9 +47,20 @@ SHARD_BYTES = 5_000_000_000
 PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
 
 _CONFIG, _WEIGHTS, _BIN = "config.json", "model.safetensors", "pytorch_model.bin"
-_CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
-            "chat_template.json")
+_CARRIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _HEADS = ("lm_head.", "cls.")  # beginnings of names that stand beside a family's base
 _WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 _CHUNK = 1 << 24  # elements that are looked at together where two large tensors are compared
@@ -74,14 +85,22 @@ class Loaded:
 class Folder:
     """An opened folder: a `Source` of our names. family: what it is in the words of its publishers."""
 
-    def __init__(self, where: Path, family: Family, config: Mapping[str, Any], settings: Mapping[str, Any],
-                 rows: Mapping[str, tuple[Row, list[Readable]]]) -> None:
+    def __init__(
+        self,
+        where: Path,
+        family: Family,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        rows: Mapping[str, tuple[Row, list[Readable]]],
+    ) -> None:
         self.where, self.family, self.settings = str(where), family, settings
         self.values: dict[str, Any] = {PUBLISHED: dict(config)}
         self._rows = rows
         self._last: tuple[tuple[str, int, int], Tensor] | None = None
         shapes = parameter_shapes(model_of(settings))
-        self.formats = {f"model.{name}": Format(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()}
+        self.formats = {
+            f"model.{name}": Format(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
+        }
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter, in the dtype of the files. The tensor read last is kept, for its other boxes.
@@ -93,7 +112,7 @@ class Folder:
         start, count, slices = 0, 0, box.slices()
         if row.op.each:
             start, count, slices = box.offset[0], box.shape[0], (slice(None), *slices[1:])
-            parts = parts[start * row.op.each:(start + count) * row.op.each]
+            parts = parts[start * row.op.each : (start + count) * row.op.each]
         if self._last is None or self._last[0] != (name, start, count):
             self._last = None  # before the next is made, so that there is only one
             self._last = ((name, start, count), row.op.ours([part.read() for part in parts]))
@@ -141,12 +160,23 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     settings, problems = _settings(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
-    flags = {field.name for field, _ in flag_fields(ModelConfig)} - {"hidden_dropout", "attention_dropout", "init_method_std"}
+    flags = {field.name for field, _ in flag_fields(ModelConfig)} - {
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+    }
     return {**{name: value for name, value in settings.items() if name in flags}, **folder_tokenizer(path)}
 
 
-def export(source: Source, folder: str | Path, *, family: str | None = None, like: str | Path | None = None,
-           shard_bytes: int = SHARD_BYTES, ids: Mapping[str, int | list[int] | None] = MappingProxyType({})) -> Family:
+def export(
+    source: Source,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    ids: Mapping[str, int | list[int] | None] = MappingProxyType({}),
+) -> Family:
     """Write the model of a source as a folder. The folder gets its name when it is complete. Returns the family.
 
     family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
@@ -157,22 +187,34 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
-    earlier = _read_json(Path(like) / _CONFIG) if like and (Path(like) / _CONFIG).is_file() else source.values.get(PUBLISHED, {})
+    earlier = (
+        _read_json(Path(like) / _CONFIG)
+        if like and (Path(like) / _CONFIG).is_file()
+        else source.values.get(PUBLISHED, {})
+    )
     embedding = source.formats.get(f"model.{WORD_EMBEDDING}", Format((0,), torch.float32))
-    model = model_of({"true_vocab_size": embedding.shape[0], **source.settings})  # a dialect without a tokenizer has its rows
+    model = model_of(
+        {"true_vocab_size": embedding.shape[0], **source.settings}
+    )  # a dialect without a tokenizer has its rows
     if family is None and earlier:
         family = family_of(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)
     variant, rows, formats = _planned(chosen, model, source)
-    config = {**ids, **_config(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
-              "architectures": [variant.architecture]}
+    config = {
+        **ids,
+        **_config(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
+        "architectures": [variant.architecture],
+    }
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         files = _cut(formats, shard_bytes)
-        places = {name: place for file, names in files.items()
-                  for name, place in create(made / file, {name: formats[name] for name in names}).items()}
+        places = {
+            name: place
+            for file, names in files.items()
+            for name, place in create(made / file, {name: formats[name] for name in names}).items()
+        }
         for row in rows:
             _write_row(row, source, places)
         if len(files) > 1:
@@ -192,7 +234,9 @@ def export(source: Source, folder: str | Path, *, family: str | None = None, lik
 
 def _settings(family: Family, config: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
-    settings, problems = family.config_in({name: value for name, value in config.items() if name != "quantization_config"})
+    settings, problems = family.config_in(
+        {name: value for name, value in config.items() if name != "quantization_config"}
+    )
     packed = why_not(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
@@ -200,7 +244,9 @@ def _settings(family: Family, config: Mapping[str, Any], names: Collection[str])
 
 def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     """Every tensor of the folder's files by its name there, and what is wrong with the files."""
-    kind = next((kind for kind in (_WEIGHTS, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()), None)
+    kind = next(
+        (kind for kind in (_WEIGHTS, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()), None
+    )
     if kind is None:
         return {}, [f"it has neither {_WEIGHTS} nor {_WEIGHTS}.index.json (nor {_BIN})"]
     problems: list[str] = []
@@ -221,8 +267,11 @@ def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
             problems.append(str(error))
             continue
         problems += [f"{one} is in {name} and in another file" for one in inside if one in found]
-        problems += [f"{name} lacks {one}, which the index promises" for one, file in promised.items()
-                     if file == name and one not in inside]
+        problems += [
+            f"{name} lacks {one}, which the index promises"
+            for one, file in promised.items()
+            if file == name and one not in inside
+        ]
         found |= inside
     return found, problems
 
@@ -233,8 +282,10 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
         return {}, [f"{path} is damaged: it has no weight_map of names to files"]
     outside = {file for file in weights.values() if Path(file).name != file}
-    return ({name: file for name, file in weights.items() if file not in outside},
-            [f"{path} names a file outside its folder: {file}" for file in sorted(outside)])
+    return (
+        {name: file for name, file in weights.items() if file not in outside},
+        [f"{path} names a file outside its folder: {file}" for file in sorted(outside)],
+    )
 
 
 def _read_bin(path: Path) -> dict[str, Loaded]:
@@ -257,8 +308,13 @@ def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Rea
     return found
 
 
-def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files: Mapping[str, Readable],
-             required: Variant | None) -> tuple[dict[str, tuple[Row, list[Readable]]], list[str]]:
+def _matched(
+    family: Family,
+    settings: Mapping[str, Any],
+    vocabulary: int,
+    files: Mapping[str, Readable],
+    required: Variant | None,
+) -> tuple[dict[str, tuple[Row, list[Readable]]], list[str]]:
     """Every parameter of ours with its row and what the files have for it.
 
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
@@ -279,8 +335,10 @@ def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files
     problems = [f"{name} is missing" for name in expected if name not in files]
     depth = model.num_layers + mtp_depths(model)
     if wanted > vocabulary:
-        problems.append(f"the tokenizer has {wanted} ids, and the embedding {vocabulary} rows; it is another model's, or "
-                        "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer")
+        problems.append(
+            f"the tokenizer has {wanted} ids, and the embedding {vocabulary} rows; it is another model's, or "
+            "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer"
+        )
     for name, stored in files.items():
         if name in expected:
             problems += _mismatch(name, stored.format, expected[name])
@@ -301,10 +359,14 @@ def _matched(family: Family, settings: Mapping[str, Any], vocabulary: int, files
 
 
 def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
-    problems = [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
+    problems = (
+        [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
+    )
     if format.dtype not in _WORDS:
-        problems.append(f"{name} holds {str(format.dtype).removeprefix('torch.')}, quantised or no weight; save it as float32, "
-                        "bfloat16 or float16 first")
+        problems.append(
+            f"{name} holds {str(format.dtype).removeprefix('torch.')}, quantised or no weight; save it as float32, "
+            "bfloat16 or float16 first"
+        )
     return problems
 
 
@@ -317,7 +379,9 @@ def _untied(name: str, copy: Readable, original_name: str, original: Readable | 
         if all(torch.equal(a, b) for a, b in pairs):
             return []
     what = f"the embedding, {original_name}," if original_name.endswith(".weight") else original_name
-    return [f"{name} differs from {what} and config.json says tie_word_embeddings: true; set it to false if that is wrong"]
+    return [
+        f"{name} differs from {what} and config.json says tie_word_embeddings: true; set it to false if that is wrong"
+    ]
 
 
 def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Variant, tuple[Row, ...], dict[str, Format]]:
@@ -325,16 +389,24 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
 
     Refuses a source that lacks parameters or has others; heads it may lack.
     """
-    there = {name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")}
+    there = {
+        name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")
+    }
     variant, lacking = family.fitting(there), family.without_heads(there)
     base = family.base if variant.bare else ""
-    rows = tuple(Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
-                 for row in expanded(family.rows(model), layers=model.num_layers) if not row.ours.startswith(lacking))
+    rows = tuple(
+        Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
+        for row in expanded(family.rows(model), layers=model.num_layers)
+        if not row.ours.startswith(lacking)
+    )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
     problems = [f"{name} is missing" for name in shapes if name not in there]
     problems += [f"{name} is unknown to the architecture" for name in there if name not in shapes]
-    problems += [f"{name} has shape {list(there[name].shape)}, and the settings say {list(shapes[name])}"
-                 for name in shapes if name in there and there[name].shape != shapes[name]]
+    problems += [
+        f"{name} has shape {list(there[name].shape)}, and the settings say {list(shapes[name])}"
+        for name in shapes
+        if name in there and there[name].shape != shapes[name]
+    ]
     if problems:
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = their_shapes(rows, shapes)
@@ -347,7 +419,9 @@ def _is_of(config: Mapping[str, Any], family: Family) -> bool:
     return bool(family.variant(named)) if named else config.get("model_type") == family.model_type
 
 
-def _config(family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]) -> dict[str, Any]:
+def _config(
+    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]
+) -> dict[str, Any]:
     """The config.json."""
     word = _WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
     config = {**family.config_out(model, like), "model_type": like.get("model_type", family.model_type)}
@@ -380,9 +454,13 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
     """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
     name = f"model.{row.ours}"
     shape, each = source.formats[name].shape, row.op.each
-    boxes = [Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for index in range(shape[0])] if each else [whole(shape)]
+    boxes = (
+        [Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for index in range(shape[0])]
+        if each
+        else [whole(shape)]
+    )
     for place, box in enumerate(boxes):
-        names = row.theirs[place * each:(place + 1) * each] if each else row.theirs
+        names = row.theirs[place * each : (place + 1) * each] if each else row.theirs
         for their_name, part in zip(names, row.op.theirs(source.read(name, box)), strict=True):
             write(places[their_name], part)
 
@@ -390,14 +468,20 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
 def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> str:
     elements = {name: whole(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
-    index = {"metadata": {"total_parameters": sum(elements.values()), "total_size": size},
-             "weight_map": {name: file for file, names in files.items() for name in names}}
+    index = {
+        "metadata": {"total_parameters": sum(elements.values()), "total_size": size},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
     """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
-    found = {name: config[name] for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id") if name in config}
+    found = {
+        name: config[name]
+        for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+        if name in config
+    }
     if found.get("eos_token_id") is not None:
         _write_text(folder / "generation_config.json", json.dumps(found, indent=2, sort_keys=True) + "\n")
 

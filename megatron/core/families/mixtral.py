@@ -10,24 +10,45 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.model import ModelConfig
-from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows, window_in, window_out
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    attention_rows,
+    common_in,
+    common_out,
+    decoder_rows,
+    window_in,
+    window_out,
+)
 from megatron.core.families.rules import Family, Row, concat, per_expert, same
 from megatron.core.families.settings import BALANCE, Keys, kept
 
-_FUSED = ((r"(model\.layers\.\d+\.)mlp\.experts\.gate_up_proj", (r"\1block_sparse_moe.experts.{e}.w1.weight",
-                                                               r"\1block_sparse_moe.experts.{e}.w3.weight")),
-          (r"(model\.layers\.\d+\.)mlp\.experts\.down_proj", (r"\1block_sparse_moe.experts.{e}.w2.weight",)))
+_FUSED = (
+    (
+        r"(model\.layers\.\d+\.)mlp\.experts\.gate_up_proj",
+        (r"\1block_sparse_moe.experts.{e}.w1.weight", r"\1block_sparse_moe.experts.{e}.w3.weight"),
+    ),
+    (r"(model\.layers\.\d+\.)mlp\.experts\.down_proj", (r"\1block_sparse_moe.experts.{e}.w2.weight",)),
+)
 
 
-def expert_rows(model: ModelConfig, ours: str, theirs: str,
-                parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[Row]:
+def expert_rows(
+    model: ModelConfig, ours: str, theirs: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Row]:
     """A router and its experts, expert by expert. parts: what gate, up and down are called."""
     moe, (gate, up, down) = model.moe, parts
     width, each = moe.moe_ffn_hidden_size, [f"{theirs}experts.{expert}." for expert in range(moe.num_experts)]
-    return [Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
-            Row(f"{ours}experts.linear_fc1.weight", tuple(f"{expert}{part}.weight" for expert in each for part in (gate, up)),
-                per_expert(concat(width, width), 2)),
-            Row(f"{ours}experts.linear_fc2.weight", tuple(f"{expert}{down}.weight" for expert in each), per_expert(same, 1))]
+    return [
+        Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
+        Row(
+            f"{ours}experts.linear_fc1.weight",
+            tuple(f"{expert}{part}.weight" for expert in each for part in (gate, up)),
+            per_expert(concat(width, width), 2),
+        ),
+        Row(
+            f"{ours}experts.linear_fc2.weight", tuple(f"{expert}{down}.weight" for expert in each), per_expert(same, 1)
+        ),
+    ]
 
 
 def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -36,16 +57,27 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found = common_in(keys, base=1e6)
     for name in BALANCE:
         keys.pop(name)
-    return {**found, **window_in(keys, found), "num_experts": keys.whole("num_local_experts", 8),
-            "moe_ffn_hidden_size": found["ffn_hidden_size"], "moe_router_topk": keys.whole("num_experts_per_tok", 2)}, keys.finish()
+    return {
+        **found,
+        **window_in(keys, found),
+        "num_experts": keys.whole("num_local_experts", 8),
+        "moe_ffn_hidden_size": found["ffn_hidden_size"],
+        "moe_router_topk": keys.whole("num_experts_per_tok", 2),
+    }, keys.finish()
 
 
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
-    return {**kept(like, *BALANCE), **common_out(model, like), **window_out(model, like),
-            "head_dim": like.get("head_dim") if plain else model.kv_channels, "num_local_experts": model.moe.num_experts,
-            "intermediate_size": model.moe.moe_ffn_hidden_size, "num_experts_per_tok": model.moe.moe_router_topk}
+    return {
+        **kept(like, *BALANCE),
+        **common_out(model, like),
+        **window_out(model, like),
+        "head_dim": like.get("head_dim") if plain else model.kv_channels,
+        "num_local_experts": model.moe.num_experts,
+        "intermediate_size": model.moe.moe_ffn_hidden_size,
+        "num_experts_per_tok": model.moe.moe_router_topk,
+    }
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -57,5 +89,16 @@ def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return expert_rows(model, ours, theirs.replace("mlp.", "block_sparse_moe."), ("w1", "w3", "w2"))
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", "mixtral", config_in, config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES,
-                 renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),), fused=_FUSED)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "mixtral",
+    config_in,
+    config_out,
+    rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+    renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
+    fused=_FUSED,
+)

@@ -18,7 +18,12 @@ def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys({"rms_norm_eps": 1e-5, **config})
     keys.one_of("attention_bias", (False,), False)
     found = common_in(keys)
-    return {**found, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}, keys.finish()
+    return {
+        **found,
+        "norm_after_sublayer": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+    }, keys.finish()
 
 
 def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,4 +42,6 @@ def _rows(model: ModelConfig) -> tuple[Row, ...]:
     return (*found, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", "olmo2", _config_in, _config_out, _rows, base="model.", skipped=SKIPPED, copies=COPIES)
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", "olmo2", _config_in, _config_out, _rows, base="model.", skipped=SKIPPED, copies=COPIES
+)

@@ -54,12 +54,19 @@ class Made:
 def why_not(quantised: Any) -> str:
     """Why weights that were quantised so (`quantization_config`) cannot be read; nothing if they can."""
     method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
-    return "" if method in (None, "mxfp4", "fp8") else (
-        f"quantization_config: the weights are quantised ({method}); mxfp4 and fp8 are read here; save others as float32, "
-        "bfloat16 or float16 first")
+    return (
+        ""
+        if method in (None, "mxfp4", "fp8")
+        else (
+            f"quantization_config: the weights are quantised ({method}); mxfp4 and fp8 are read here; save others as float32, "
+            "bfloat16 or float16 first"
+        )
+    )
 
 
-def plain(files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]) -> dict[str, Readable]:
+def plain(
+    files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]
+) -> dict[str, Readable]:
     """The tensors as rows name them. quantised: `quantization_config`; fused: see `Family`."""
     block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
     found = dict(files)
@@ -76,7 +83,9 @@ def plain(files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[s
     return found
 
 
-def _widen(found: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]) -> None:
+def _widen(
+    found: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]
+) -> None:
     """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
     made = one(found[packed], found[scales]) if packed in found and scales in found else None
     if made is not None:
@@ -87,7 +96,12 @@ def _widen(found: dict[str, Readable], packed: str, scales: str, whole: str, one
 def _four_bits(blocks: Readable, scales: Readable) -> Made | None:
     """blocks: bytes [e, rows, groups, 16] of two codes each, the lower bits first; scales: [e, rows, groups]."""
     shape = blocks.format.shape
-    if len(shape) != 4 or shape[3] * 2 != _GROUP or scales.format.shape != shape[:3] or blocks.format.dtype != torch.uint8:
+    if (
+        len(shape) != 4
+        or shape[3] * 2 != _GROUP
+        or scales.format.shape != shape[:3]
+        or blocks.format.dtype != torch.uint8
+    ):
         return None
     return Made(Format((shape[0], shape[2] * _GROUP, shape[1]), torch.bfloat16), (blocks, scales), _from_four_bits)
 
@@ -97,7 +111,9 @@ def _from_four_bits(parts: Sequence[Tensor]) -> Tensor:
     blocks, scales = parts
     pairs = torch.tensor([(_FOUR_BITS[byte % 16], _FOUR_BITS[byte // 16]) for byte in range(256)])
     made = torch.empty(blocks.shape[0], blocks.shape[2] * _GROUP, blocks.shape[1], dtype=torch.bfloat16)
-    for expert, (bytes_, exponents) in enumerate(zip(blocks, scales, strict=True)):  # one at a time: codes take much more room
+    for expert, (bytes_, exponents) in enumerate(
+        zip(blocks, scales, strict=True)
+    ):  # one at a time: codes take much more room
         values = pairs[bytes_.int()].flatten(2)
         made[expert] = torch.ldexp(values, exponents.int()[..., None] - _BIAS).flatten(1).t()
     return made
@@ -114,7 +130,11 @@ def _squares(weight: Readable, scales: Readable, block: tuple[int, int]) -> Made
 
 def _from_squares(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
     weight, scales = parts
-    wide = scales.float().repeat_interleave(block[0], 0)[:weight.shape[0]].repeat_interleave(block[1], 1)[:, :weight.shape[1]]
+    wide = (
+        scales.float()
+        .repeat_interleave(block[0], 0)[: weight.shape[0]]
+        .repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    )
     return (weight.float() * wide).bfloat16()
 
 
@@ -131,4 +151,4 @@ def _part(found: dict[str, Readable], name: str, names: Sequence[str]) -> None:
 
 
 def _cut(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
-    return parts[0][expert, start:start + rows]
+    return parts[0][expert, start : start + rows]

@@ -15,15 +15,27 @@ from typing import Any
 
 from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
-from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows, gated_rows, mlp_rows, rows
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    attention_rows,
+    common_in,
+    common_out,
+    decoder_rows,
+    gated_rows,
+    mlp_rows,
+    rows,
+)
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.rules import Family, Row, same
 from megatron.core.families.settings import BALANCE, Keys, kept, pattern, windows_in, windows_out
 
 Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
-FUSED = ((r"(model\.layers\.\d+\.mlp\.experts\.)gate_up_proj", (r"\1{e}.gate_proj.weight", r"\1{e}.up_proj.weight")),
-         (r"(model\.layers\.\d+\.mlp\.experts\.)down_proj", (r"\1{e}.down_proj.weight",)))
+FUSED = (
+    (r"(model\.layers\.\d+\.mlp\.experts\.)gate_up_proj", (r"\1{e}.gate_proj.weight", r"\1{e}.up_proj.weight")),
+    (r"(model\.layers\.\d+\.mlp\.experts\.)down_proj", (r"\1{e}.down_proj.weight",)),
+)
 
 
 def _late(layer: int, first: int) -> bool:
@@ -46,7 +58,9 @@ def _windows_in(keys: Keys, layers: int, windowed: Windowed) -> dict[str, Any]:
         seen = layer_kinds(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
-            keys.problems.append("layer_types: sliding_attention with use_sliding_window: False; set it to True, or take the others")
+            keys.problems.append(
+                "layer_types: sliding_attention with use_sliding_window: False; set it to True, or take the others"
+            )
         return {}
     if not isinstance(window, int) or window < 1:
         keys.problems.append(f"sliding_window: {window} is not a positive whole number, and use_sliding_window is True")
@@ -59,8 +73,10 @@ def layer_kinds(keys: Keys, kinds: Any, layers: int) -> list[bool]:
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(kinds, Sequence) or len(kinds) != layers or set(kinds) - set(known):
         others = sorted({str(kind) for kind in kinds} - set(known)) if isinstance(kinds, Sequence) else [str(kinds)]
-        keys.problems.append(f"layer_types: {', '.join(others) or len(kinds)} is not built here; {layers} times full_attention or "
-                             "sliding_attention is")
+        keys.problems.append(
+            f"layer_types: {', '.join(others) or len(kinds)} is not built here; {layers} times full_attention or "
+            "sliding_attention is"
+        )
         return [False] * layers
     return [known[kind] for kind in kinds]
 
@@ -102,8 +118,13 @@ def _qwen3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**kept(like), **common_out(model, like), "head_dim": model.kv_channels, "attention_bias": False,
-            **_windows_out(model, like, _late)}
+    return {
+        **kept(like),
+        **common_out(model, like),
+        "head_dim": model.kv_channels,
+        "attention_bias": False,
+        **_windows_out(model, like, _late),
+    }
 
 
 def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
@@ -111,12 +132,18 @@ def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
     step, without = keys.whole("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
     if not any(sparse):
-        keys.problems.append(f"decoder_sparse_step: {step} with mlp_only_layers: {without} leaves no layer with experts")
+        keys.problems.append(
+            f"decoder_sparse_step: {step} with mlp_only_layers: {without} leaves no layer with experts"
+        )
     fewer, more = keys.pop("num_local_experts"), keys.pop("num_experts")  # one setting by two names
     inner = Keys({"num_experts": more if fewer is None else fewer})
-    found = {"num_experts": inner.whole("num_experts"), "moe_layer_freq": "1" if all(sparse) else pattern(sparse),
-             "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"), "moe_router_topk": keys.whole("num_experts_per_tok"),
-             "moe_router_pre_softmax": not keys.switch("norm_topk_prob", False)}
+    found = {
+        "num_experts": inner.whole("num_experts"),
+        "moe_layer_freq": "1" if all(sparse) else pattern(sparse),
+        "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
+        "moe_router_topk": keys.whole("num_experts_per_tok"),
+        "moe_router_pre_softmax": not keys.switch("norm_topk_prob", False),
+    }
     keys.problems += inner.problems
     for name in BALANCE:
         keys.pop(name)
@@ -130,24 +157,39 @@ def _experts_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         step = 1
     earlier = [layer for layer in like.get("mlp_only_layers") or [] if layer < len(sparse)]
     without = [layer for layer, has in enumerate(sparse) if not has and ((layer + 1) % step == 0 or layer in earlier)]
-    return {**{name: like[name] for name in BALANCE if name in like}, "decoder_sparse_step": step,
-            **({"mlp_only_layers": without} if without or "mlp_only_layers" in like else {}),
-            "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
-            "moe_intermediate_size": moe.moe_ffn_hidden_size, "num_experts_per_tok": moe.moe_router_topk,
-            "norm_topk_prob": not moe.moe_router_pre_softmax}
+    return {
+        **{name: like[name] for name in BALANCE if name in like},
+        "decoder_sparse_step": step,
+        **({"mlp_only_layers": without} if without or "mlp_only_layers" in like else {}),
+        "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
+        "moe_intermediate_size": moe.moe_ffn_hidden_size,
+        "num_experts_per_tok": moe.moe_router_topk,
+        "norm_topk_prob": not moe.moe_router_pre_softmax,
+    }
 
 
 def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     found = common_in(keys)
-    return {**found, **_windows_in(keys, found["num_layers"], _every_other), **_experts_in(keys, found["num_layers"]),
-            "add_qkv_bias": keys.switch("qkv_bias", True), "moe_shared_expert_gate": True,
-            "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size")}, keys.finish()
+    return {
+        **found,
+        **_windows_in(keys, found["num_layers"], _every_other),
+        **_experts_in(keys, found["num_layers"]),
+        "add_qkv_bias": keys.switch("qkv_bias", True),
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
+    }, keys.finish()
 
 
 def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    found = {**kept(like), **common_out(model, like), **_windows_out(model, like, _every_other), **_experts_out(model, like),
-             **_head_size(model, like), "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size}
+    found = {
+        **kept(like),
+        **common_out(model, like),
+        **_windows_out(model, like, _every_other),
+        **_experts_out(model, like),
+        **_head_size(model, like),
+        "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
+    }
     return found if model.add_qkv_bias and "qkv_bias" not in like else {**found, "qkv_bias": model.add_qkv_bias}
 
 
@@ -155,13 +197,23 @@ def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     keys = Keys(config)
     keys.one_of("attention_bias", (False,), False)
     found = common_in(keys)
-    return {**found, **_windows_in(keys, found["num_layers"], _all), **_experts_in(keys, found["num_layers"]),
-            "qk_layernorm": True}, keys.finish()
+    return {
+        **found,
+        **_windows_in(keys, found["num_layers"], _all),
+        **_experts_in(keys, found["num_layers"]),
+        "qk_layernorm": True,
+    }, keys.finish()
 
 
 def _qwen3_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**kept(like), **common_out(model, like), "head_dim": model.kv_channels, "attention_bias": False,
-            **_windows_out(model, like, _all), **_experts_out(model, like)}
+    return {
+        **kept(like),
+        **common_out(model, like),
+        "head_dim": model.kv_channels,
+        "attention_bias": False,
+        **_windows_out(model, like, _all),
+        **_experts_out(model, like),
+    }
 
 
 def moe_rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -178,11 +230,33 @@ def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return found
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2_in, _qwen2_out, rows, base="model.", skipped=SKIPPED,
-               copies=COPIES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3_in, _qwen3_out, rows, base="model.", skipped=SKIPPED,
-               copies=COPIES)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe_in, _qwen2_moe_out, moe_rows, base="model.",
-                   skipped=SKIPPED, copies=COPIES, fused=FUSED)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe_in, _qwen3_moe_out, moe_rows, base="model.",
-                   skipped=SKIPPED, copies=COPIES, fused=FUSED)
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2_in, _qwen2_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+)
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3_in, _qwen3_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    _qwen2_moe_in,
+    _qwen2_moe_out,
+    moe_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+    fused=FUSED,
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _qwen3_moe_in,
+    _qwen3_moe_out,
+    moe_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+    fused=FUSED,
+)

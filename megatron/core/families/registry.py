@@ -24,12 +24,33 @@ from megatron.core.families.rules import Family
 from megatron.core.families.settings import classes_of
 from megatron.core.families.t5 import T5
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, GEMMA, GEMMA2, OLMO2,
-    BERT, MEGATRON_BERT, T5)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GPT_OSS,
+        GEMMA,
+        GEMMA2,
+        OLMO2,
+        BERT,
+        MEGATRON_BERT,
+        T5,
+    )
+}
 
 # What is told by rows of layers, by the words of a tokenizer and by the tensors' names instead.
-_ELSEWHERE = frozenset(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "true_vocab_size", "bert_binary_head"))
+_ELSEWHERE = frozenset(
+    ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "true_vocab_size", "bert_binary_head")
+)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -62,8 +83,12 @@ def fitting_family(model: ModelConfig, asked: str | None = None) -> Family:
         if not unsaid:
             return family
         problems.append(f"{family.name}: {'; '.join(unsaid)}")
-    raise CheckpointError("no published architecture known here computes what this network does" if asked is None else
-                          f"{asked} does not compute what this network does", problems)
+    raise CheckpointError(
+        "no published architecture known here computes what this network does"
+        if asked is None
+        else f"{asked} does not compute what this network does",
+        problems,
+    )
 
 
 def differences(model: ModelConfig, family: Family) -> list[str]:
@@ -75,8 +100,11 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
     types = {model.rope.position_embedding_type, again.rope.position_embedding_type}
     if types <= {"rope", "yarn"} and model.rope.is_yarn == again.rope.is_yarn:
         silent |= {"position_embedding_type", "rope_type"}  # two ways to say yarn
-    unsaid = [f"{spelling(name)} is {mine[name]}, there {back[name]}" for name in mine
-              if name not in silent and mine[name] != back[name]]
+    unsaid = [
+        f"{spelling(name)} is {mine[name]}, there {back[name]}"
+        for name in mine
+        if name not in silent and mine[name] != back[name]
+    ]
     layers = [(a, b) for a, b in zip(_layers(model), _layers(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]
     return unsaid or problems
@@ -94,4 +122,7 @@ def _silent(model: ModelConfig) -> frozenset[str]:
 
 def _layers(model: ModelConfig) -> list[LayerPlan]:
     """The rows of the network; to the right of the query causality leaves a window nothing to say."""
-    return [replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan for plan in layer_rows(model)]
+    return [
+        replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan
+        for plan in layer_rows(model)
+    ]

@@ -97,8 +97,14 @@ class Family:
 
     def fitting(self, names: Collection[str]) -> Variant:
         """The class that holds a network with these parameters (our names): the first whose heads are all there."""
-        return next((variant for variant in self.variants if all(any(name.startswith(head) for name in names)
-                                                                 for head in variant.heads)), Variant(self.architecture))
+        return next(
+            (
+                variant
+                for variant in self.variants
+                if all(any(name.startswith(head) for name in names) for head in variant.heads)
+            ),
+            Variant(self.architecture),
+        )
 
     def without_heads(self, names: Collection[str], required: Variant | None = None) -> tuple[str, ...]:
         """Beginnings of the heads (ours) of which none of the names is, and which the class required does not have."""
@@ -132,8 +138,9 @@ def interleaved(heads: int, groups: int, size: int) -> Op:
 
 def per_expert(op: Op, each: int) -> Op:
     """Ours has a leading dimension of experts; theirs has, expert by expert, `each` parts that `op` makes one of."""
+
     def ours(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([op.ours(parts[start:start + each]) for start in range(0, len(parts), each)])
+        return torch.stack([op.ours(parts[start : start + each]) for start in range(0, len(parts), each)])
 
     return Op(ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each)
 
@@ -173,7 +180,10 @@ def faults(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
     shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.
     """
     problems = [f"{name} is in no row" for name in shapes if name not in {row.ours for row in rows}]
-    for side, names in (("ours", [row.ours for row in rows]), ("theirs", [name for row in rows for name in row.theirs])):
+    for side, names in (
+        ("ours", [row.ours for row in rows]),
+        ("theirs", [name for row in rows for name in row.theirs]),
+    ):
         problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
     for row in rows:
         if row.ours not in shapes:

@@ -15,19 +15,79 @@ from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
-IGNORED = frozenset((
-    "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
-    "chunk_size_feed_forward", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "is_decoder", "is_llama_config",
-    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
-    "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "reorder_and_upcast_attn", "repetition_penalty", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
-    "encoder_no_repeat_ngram_size", "remove_invalid_values", "exponential_decay_length_penalty",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
-    "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_cache"))
+IGNORED = frozenset(
+    (
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "is_llama_config",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "max_sequence_length",
+        "min_length",
+        "model_type",
+        "n_ctx",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "bad_words_ids",
+        "encoder_no_repeat_ngram_size",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    )
+)
 
 # Keys that say how experts are balanced while they are trained.
 BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux")
@@ -62,7 +122,9 @@ class Keys:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
             return float(value)
-        self.problems.append(f"{name}: {_shown(value)} is not a {'positive number' if positive else 'number from 0 on'}")
+        self.problems.append(
+            f"{name}: {_shown(value)} is not a {'positive number' if positive else 'number from 0 on'}"
+        )
         return 1.0
 
     def switch(self, name: str, default: bool) -> bool:
@@ -76,8 +138,10 @@ class Keys:
         """A value that must be one of those allowed."""
         value = self._taken(name, default)
         if value not in allowed:
-            self.problems.append(f"{name}: {_shown(value)} {why or 'has no counterpart here'}; "
-                                 f"{' or '.join(_shown(one) for one in allowed)} has")
+            self.problems.append(
+                f"{name}: {_shown(value)} {why or 'has no counterpart here'}; "
+                f"{' or '.join(_shown(one) for one in allowed)} has"
+            )
         return value
 
     def pop(self, name: str) -> Any:
@@ -86,8 +150,12 @@ class Keys:
 
     def finish(self) -> list[str]:
         """All problems, those of keys that nobody asked for included."""
-        strangers = [f"{name}: {_shown(value)} is unknown here and may change the network; if it does not, take it out of "
-                     "config.json" for name, value in self._left.items() if value not in (None, False, {}, [])]
+        strangers = [
+            f"{name}: {_shown(value)} is unknown here and may change the network; if it does not, take it out of "
+            "config.json"
+            for name, value in self._left.items()
+            if value not in (None, False, {}, [])
+        ]
         return self.problems + strangers
 
     def _taken(self, name: str, default: Any) -> Any:
@@ -111,16 +179,22 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     inner = Keys({"rope_theta": given_base, **given})
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": inner.real("rope_theta", base, positive=True),
-                             **({"rope_type": "rope"} if latent else {})}
+    found: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": inner.real("rope_theta", base, positive=True),
+        **({"rope_type": "rope"} if latent else {}),
+    }
     inner.one_of("partial_rotary_factor", (1.0,), 1.0)
     if kind == "linear":
         found["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
     elif kind == "llama3":
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": inner.real("factor", positive=True),
-                  "rope_scaling_low_freq_factor": inner.real("low_freq_factor"),
-                  "rope_scaling_high_freq_factor": inner.real("high_freq_factor"),
-                  "rope_scaling_original_length": inner.whole("original_max_position_embeddings")}
+        found |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": inner.real("factor", positive=True),
+            "rope_scaling_low_freq_factor": inner.real("low_freq_factor"),
+            "rope_scaling_high_freq_factor": inner.real("high_freq_factor"),
+            "rope_scaling_original_length": inner.whole("original_max_position_embeddings"),
+        }
         if found["rope_scaling_high_freq_factor"] <= found["rope_scaling_low_freq_factor"]:
             inner.problems.append("high_freq_factor must be larger than low_freq_factor")
     elif kind == "yarn":
@@ -133,16 +207,28 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
 
 
 def _yarn_in(keys: Keys) -> dict[str, Any]:
-    factor, mscale, every = keys.real("factor", positive=True), keys.real("mscale", 0.0), keys.real("mscale_all_dim", 0.0)
+    factor, mscale, every = (
+        keys.real("factor", positive=True),
+        keys.real("mscale", 0.0),
+        keys.real("mscale_all_dim", 0.0),
+    )
     if bool(mscale) != bool(every) and (mscale, every) != (1.0, 0.0):
         keys.problems.append(f"mscale: {mscale:g} with mscale_all_dim: {every:g}; either both are given or neither")
-    grown = (_grown(factor, mscale or 1.0) / _grown(factor, every))
+    grown = _grown(factor, mscale or 1.0) / _grown(factor, every)
     stated = keys.real("attention_factor", grown)
     if not math.isclose(stated, grown, rel_tol=1e-6):
-        keys.problems.append(f"attention_factor: {stated:g} has no counterpart here; {grown:g}, which follows from the factor, has")
-    return {"rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": keys.whole("original_max_position_embeddings"),
-            "yarn_beta_fast": keys.real("beta_fast", 32.0), "yarn_beta_slow": keys.real("beta_slow", 1.0),
-            "yarn_correction_range_round_to_int": keys.switch("truncate", True), "mscale": mscale or 1.0, "mscale_all_dim": every}
+        keys.problems.append(
+            f"attention_factor: {stated:g} has no counterpart here; {grown:g}, which follows from the factor, has"
+        )
+    return {
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": keys.whole("original_max_position_embeddings"),
+        "yarn_beta_fast": keys.real("beta_fast", 32.0),
+        "yarn_beta_slow": keys.real("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": keys.switch("truncate", True),
+        "mscale": mscale or 1.0,
+        "mscale_all_dim": every,
+    }
 
 
 def _grown(factor: float, mscale: float) -> float:
@@ -155,16 +241,30 @@ def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
     if rope.rope_type == "yarn":
         usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
-        said = {"beta_fast": rope.yarn_beta_fast, "beta_slow": rope.yarn_beta_slow,
-                "truncate": rope.yarn_correction_range_round_to_int, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        said = {
+            "beta_fast": rope.yarn_beta_fast,
+            "beta_slow": rope.yarn_beta_slow,
+            "truncate": rope.yarn_correction_range_round_to_int,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        }
         paired = {"mscale"} if rope.mscale_all_dim else set()
-        scaling = {"rope_type": "yarn", "factor": rope.rotary_scaling_factor,
-                   "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
-                   **{name: value for name, value in said.items() if value != usual[name] or name in earlier or name in paired}}
+        scaling = {
+            "rope_type": "yarn",
+            "factor": rope.rotary_scaling_factor,
+            "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
+            **{
+                name: value for name, value in said.items() if value != usual[name] or name in earlier or name in paired
+            },
+        }
     elif rope.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": rope.rope_scaling_factor,
-                   "low_freq_factor": rope.rope_scaling_low_freq_factor, "high_freq_factor": rope.rope_scaling_high_freq_factor,
-                   "original_max_position_embeddings": rope.rope_scaling_original_length}
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.rope_scaling_factor,
+            "low_freq_factor": rope.rope_scaling_low_freq_factor,
+            "high_freq_factor": rope.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": rope.rope_scaling_original_length,
+        }
     elif rope.rotary_seq_len_interpolation_factor:
         scaling = {"rope_type": "linear", "factor": rope.rotary_seq_len_interpolation_factor}
     if like.get("rope_parameters"):

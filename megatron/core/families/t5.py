@@ -20,8 +20,12 @@ from megatron.core.families.settings import Keys, kept
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
 _MLP: dict[str, tuple[dict[str, bool], str]] = {
-    "relu": ({"relu": True}, "relu"), "gated-gelu": ({"geglu": True, "openai_gelu": True}, "gelu_new"),
-    "gated-silu": ({"swiglu": True}, "silu"), "gelu": ({}, "gelu"), "gelu_new": ({"openai_gelu": True}, "gelu_new")}
+    "relu": ({"relu": True}, "relu"),
+    "gated-gelu": ({"geglu": True, "openai_gelu": True}, "gelu_new"),
+    "gated-silu": ({"swiglu": True}, "silu"),
+    "gelu": ({}, "gelu"),
+    "gelu_new": ({"openai_gelu": True}, "gelu_new"),
+}
 _CHOICES = ("relu", "geglu", "swiglu", "openai_gelu")
 _LENGTH = 512  # of the texts that the published ones were trained on; their positions allow any
 _HEAD = "lm_head.weight"
@@ -39,21 +43,36 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     tied = keys.switch("tie_word_embeddings", True)
     scaled = keys.switch("scale_decoder_outputs", tied)
     if scaled and not tied:
-        keys.problems.append("tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here")
+        keys.problems.append(
+            "tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here"
+        )
     dropout = keys.real("dropout_rate", 0.1)
     keys.pop("initializer_factor")
     keys.pop("classifier_dropout")
     return {
-        "architecture": "t5", "num_layers": layers, "encoder_num_layers": layers,
-        "decoder_num_layers": keys.whole("num_decoder_layers", layers), "hidden_size": keys.whole("d_model"),
-        "ffn_hidden_size": keys.whole("d_ff"), "num_attention_heads": heads, "kv_channels": keys.whole("d_kv"),
-        "true_vocab_size": keys.whole("vocab_size"), "max_position_embeddings": keys.whole("n_positions", _LENGTH),
+        "architecture": "t5",
+        "num_layers": layers,
+        "encoder_num_layers": layers,
+        "decoder_num_layers": keys.whole("num_decoder_layers", layers),
+        "hidden_size": keys.whole("d_model"),
+        "ffn_hidden_size": keys.whole("d_ff"),
+        "num_attention_heads": heads,
+        "kv_channels": keys.whole("d_kv"),
+        "true_vocab_size": keys.whole("vocab_size"),
+        "max_position_embeddings": keys.whole("n_positions", _LENGTH),
         "position_embedding_type": "relative",
         "relative_attention_num_buckets": keys.whole("relative_attention_num_buckets", 32),
-        "relative_attention_max_distance": keys.whole("relative_attention_max_distance", 128), "normalization": "RMSNorm",
-        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-6), "add_bias_linear": False, "softmax_scale": 1.0,
-        **{name: mlp.get(name, False) for name in _CHOICES}, "untie_embeddings_and_output_weights": not tied,
-        "scale_tied_logits": scaled, "hidden_dropout": dropout, "attention_dropout": dropout}, keys.finish()
+        "relative_attention_max_distance": keys.whole("relative_attention_max_distance", 128),
+        "normalization": "RMSNorm",
+        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-6),
+        "add_bias_linear": False,
+        "softmax_scale": 1.0,
+        **{name: mlp.get(name, False) for name in _CHOICES},
+        "untie_embeddings_and_output_weights": not tied,
+        "scale_tied_logits": scaled,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+    }, keys.finish()
 
 
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,13 +84,23 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_decoder_outputs" in like or (model.ties_embeddings and not model.scale_tied_logits):
         ends = {"tie_word_embeddings": True, "scale_decoder_outputs": model.scale_tied_logits and model.ties_embeddings}
     return {
-        **kept(like, "initializer_factor", "classifier_dropout", "n_positions"), "vocab_size": model.true_vocab_size,
-        "d_model": model.hidden_size, "d_kv": model.kv_channels, "d_ff": model.ffn_hidden_size, "num_layers": model.num_layers,
-        "num_decoder_layers": model.decoder_num_layers, "num_heads": model.num_attention_heads,
+        **kept(like, "initializer_factor", "classifier_dropout", "n_positions"),
+        "vocab_size": model.true_vocab_size,
+        "d_model": model.hidden_size,
+        "d_kv": model.kv_channels,
+        "d_ff": model.ffn_hidden_size,
+        "num_layers": model.num_layers,
+        "num_decoder_layers": model.decoder_num_layers,
+        "num_heads": model.num_attention_heads,
         "relative_attention_num_buckets": model.rope.relative_attention_num_buckets,
-        "relative_attention_max_distance": model.rope.relative_attention_max_distance, "dropout_rate": model.hidden_dropout,
-        "layer_norm_epsilon": model.norm_epsilon, "feed_forward_proj": kind, "is_encoder_decoder": True,
-        **{name: value for name, value in derived.items() if name in like}, **ends}
+        "relative_attention_max_distance": model.rope.relative_attention_max_distance,
+        "dropout_rate": model.hidden_dropout,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "feed_forward_proj": kind,
+        "is_encoder_decoder": True,
+        **{name: value for name, value in derived.items() if name in like},
+        **ends,
+    }
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -89,26 +118,42 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
 def _layer(model: ModelConfig, half: str, layer: int) -> list[Row]:
     ours, theirs, size = f"{half}.layers.{layer}", f"{half}.block.{layer}.layer", model.query_size
     last = 2 if half == "decoder" else 1
-    found = [_row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
-             _row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",))]
+    found = [
+        _row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
+        _row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
+    ]
     if layer == 0:
-        found.append(_row(f"{half}_relative_pos_emb.relative_attention_bias", f"{theirs}.0.SelfAttention", ("relative_attention_bias",)))
+        found.append(
+            _row(
+                f"{half}_relative_pos_emb.relative_attention_bias",
+                f"{theirs}.0.SelfAttention",
+                ("relative_attention_bias",),
+            )
+        )
     found.append(_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
     if half == "decoder":
-        found += [_row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
-                  _row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
-                  _row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
-                  _row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",))]
+        found += [
+            _row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
+            _row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
+            _row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
+            _row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
+        ]
     wide = ("wi_0", "wi_1") if model.gated else ("wi",)
-    return [*found, _row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
-            _row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
-            _row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",))]
+    return [
+        *found,
+        _row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
+        _row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
+        _row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
+    ]
 
 
 def _row(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> Row:
     """A weight; several parts, of a size each, are laid end to end."""
-    return Row(f"{ours}.weight", tuple(f"{theirs}.{part}.weight" for part in parts),
-               concat(*[size] * len(parts)) if len(parts) > 1 else same)
+    return Row(
+        f"{ours}.weight",
+        tuple(f"{theirs}.{part}.weight" for part in parts),
+        concat(*[size] * len(parts)) if len(parts) > 1 else same,
+    )
 
 
 def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -117,8 +162,22 @@ def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 T5 = Family(
-    "t5", "T5ForConditionalGeneration", "t5", config_in, config_out, rows, base="",
-    skipped=re.compile(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),  # never read by anyone
-    copies=((_HEAD, "shared.weight"), ("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
+    "t5",
+    "T5ForConditionalGeneration",
+    "t5",
+    config_in,
+    config_out,
+    rows,
+    base="",
+    skipped=re.compile(
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    ),  # never read by anyone
+    copies=(
+        (_HEAD, "shared.weight"),
+        ("encoder.embed_tokens.weight", "shared.weight"),
+        ("decoder.embed_tokens.weight", "shared.weight"),
+    ),
     renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
-    variants=(Variant("T5ForConditionalGeneration"), Variant("T5WithLMHeadModel")), seen=_seen)
+    variants=(Variant("T5ForConditionalGeneration"), Variant("T5WithLMHeadModel")),
+    seen=_seen,
+)

@@ -24,9 +24,20 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _WRITTEN = {dtype: word for word, dtype in _DTYPES.items()}
 _ORDER = tuple(_DTYPES.values())  # a file holds its widest floats first, then names in order
 _LONGEST_HEADER = 100_000_000
@@ -52,7 +63,9 @@ class Stored:
         first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with self.path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), self.start - first + self.length, offset=first, access=mmap.ACCESS_COPY)
+                mapped = mmap.mmap(
+                    file.fileno(), self.start - first + self.length, offset=first, access=mmap.ACCESS_COPY
+                )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
         flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.length)
@@ -68,8 +81,10 @@ def read_header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise CheckpointError(f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone "
-                                      f"would have {length}")
+                raise CheckpointError(
+                    f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone "
+                    f"would have {length}"
+                )
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -87,8 +102,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{path} is damaged: its tensors overlap or leave bytes between them at {end}")
         end += stored.length
     if end != size:
-        raise CheckpointError(f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header "
-                              f"promises {end}")
+        raise CheckpointError(
+            f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header promises {end}"
+        )
     return found
 
 
@@ -111,7 +127,9 @@ def create(path: Path, formats: Mapping[str, Format]) -> dict[str, Stored]:
 
 def write(place: Stored, tensor: Tensor) -> None:
     """Put a tensor where `create` left room for it."""
-    assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), "a tensor goes where its like has room"
+    assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), (
+        "a tensor goes where its like has room"
+    )
     if not place.length:
         return
     content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
@@ -131,15 +149,21 @@ def _stored(name: str, entry: Any, path: Path, base: int) -> Stored:
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the place of {name} is no list of whole numbers")
     if word not in _DTYPES:
-        raise ValueError(f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16")
+        raise ValueError(
+            f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
+        )
     stored = Stored(Format(tuple(shape), _DTYPES[word]), path, base + offsets[0])
     if stored.length != offsets[1] - offsets[0]:
-        raise ValueError(f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}")
+        raise ValueError(
+            f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}"
+        )
     return stored
 
 
 def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+    return isinstance(value, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+    )
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

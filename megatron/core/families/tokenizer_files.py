@@ -28,7 +28,11 @@ def folder_tokenizer(folder: Path) -> dict[str, Any]:
         return all((folder / name).is_file() for name in names) and not (folder / "tokenizer.json").is_file()
 
     if has("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
-        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
+        return {
+            "tokenizer_type": "GPT2BPETokenizer",
+            "vocab_file": str(here / "vocab.json"),
+            "merge_file": str(here / "merges.txt"),
+        }
     if has("vocab.txt") and kind in (None, "BertTokenizer"):
         case = "LowerCase" if _config(folder).get("do_lower_case", True) else "Case"
         return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}

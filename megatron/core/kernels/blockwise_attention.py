@@ -40,14 +40,16 @@ class Block:
 
     def suits_flash(self, q: Tensor) -> bool:
         """Whether torch's flash kernel can compute the block: on a CPU, and of plain scores."""
-        return self.fused and q.device.type == "cpu" and self.softcap is None and self.seen is None and self.kept is None
+        return (
+            self.fused and q.device.type == "cpu" and self.softcap is None and self.seen is None and self.kept is None
+        )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """The block's output and lse, in the format of wide sums (the output of torch's kernels has been rounded to that of q)."""
     if block.suits_flash(q):
         output, lse = _flash(*_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
-        return output[..., :v.shape[-1]].to(lse.dtype), lse
+        return output[..., : v.shape[-1]].to(lse.dtype), lse
     scores, _ = _scores(q, k, block)
     lse = scores.logsumexp(dim=-1)
     shares = (scores - _finite(lse)[..., None]).exp()
@@ -57,18 +59,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
     return output.to(lse.dtype).reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
-def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Block,
-             ) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v that come through this block, in the format of wide sums.
 
     gradient, output, lse: over all keys; gradient and output in the format of v.
     """
     if block.suits_flash(q):
         made, size = _for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
-        dq, dk, dv = _flash_backward(_fill(gradient, size), *made, _fill(output, size), lse, 0.0, block.causal, scale=block.scale)
+        dq, dk, dv = _flash_backward(
+            _fill(gradient, size), *made, _fill(output, size), lse, 0.0, block.causal, scale=block.scale
+        )
         repeats = q.shape[1] // k.shape[1]
         dk, dv = (x.to(lse.dtype).unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
-        return dq.to(lse.dtype)[..., :q.shape[-1]], dk[..., :k.shape[-1]], dv[..., :v.shape[-1]]
+        return dq.to(lse.dtype)[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
     groups = k.shape[1]
     scores, slope = _scores(q, k, block)
     shares = (scores - _finite(_grouped(lse, groups))[..., None]).exp()

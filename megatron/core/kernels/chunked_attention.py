@@ -69,10 +69,19 @@ class _Part:
 class _Work:
     """One call: its tensors as its matmuls want them."""
 
-    def __init__(self, mask: MaskSpec, dropout: float, scores: Scores, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
-                 sink: Tensor | None) -> None:
+    def __init__(
+        self,
+        mask: MaskSpec,
+        dropout: float,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+    ) -> None:
         self.mask, self.q, self.k, self.v, self.bias, self.sink = mask, q, k, v, bias, sink
-        self.scale = q.shape[-1]**-0.5 if scores.scale is None else scores.scale
+        self.scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
         self.dropped = min(round(dropout * _CHANCES), _CHANCES - 1)
         self.factor = _CHANCES / (_CHANCES - self.dropped)
         self.keys, self.values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))
@@ -81,7 +90,11 @@ class _Work:
     def parts(self) -> Iterator[_Part]:
         """All queries, in order."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
-        own = mask.query_documents if mask.query_documents is not None or mask.documents is None else mask.documents[:, -queries:]
+        own = (
+            mask.query_documents
+            if mask.query_documents is not None or mask.documents is None
+            else mask.documents[:, -queries:]
+        )
         ordered = mask.query_places is mask.key_places is None
         places = torch.arange(keys - queries, keys) if mask.query_places is None else mask.query_places
         left, right = (-1, -1) if mask.window is None else mask.window
@@ -96,37 +109,50 @@ class _Work:
                 yield _Part(rows, columns, None)
                 continue
             there = torch.arange(keys)[columns] if mask.key_places is None else mask.key_places[columns]
-            cut = {name: None if whole is None else whole[:, columns] for name, whole in (("documents", mask.documents), ("padding", mask.padding))}
-            part = replace(mask, query_places=places[rows], key_places=there, query_documents=None if own is None else own[:, rows], **cut)
+            cut = {
+                name: None if whole is None else whole[:, columns]
+                for name, whole in (("documents", mask.documents), ("padding", mask.padding))
+            }
+            part = replace(
+                mask,
+                query_places=places[rows],
+                key_places=there,
+                query_documents=None if own is None else own[:, rows],
+                **cut,
+            )
             yield _Part(rows, columns, part.visible(rows.stop - start, high - low, self.q.device)[:, :, None])
 
     def shares(self, part: _Part) -> Tensor:
         """P of these rows, [b * g, n/g * queries, keys], before dropout."""
-        return self._shares_and_sink(part)[..., :part.size[1]]
+        return self._shares_and_sink(part)[..., : part.size[1]]
 
     def kept(self, part: _Part) -> Tensor:
         """What dropout keeps of these rows' shares, 0 or 1."""
         batch, groups, each = self.heads
         shape = (batch * groups, each * part.size[0], part.size[1])
         count = batch * groups * each * part.size[0] * part.size[1]
-        draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-2**63, None).view(torch.int16)[:count]
+        draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
         return (draws >= self.dropped - _CHANCES // 2).view(shape)
 
     def put(self, whole: Tensor, part: _Part, found: Tensor) -> None:
         """Write [b * g, n/g * queries, d] to where it belongs in [queries, b, n, d]."""
         batch, groups, each = self.heads
         whole[part.queries].view(-1, batch, groups, each, found.shape[-1]).copy_(
-            found.view(batch, groups, each, part.size[0], -1).permute(3, 0, 1, 2, 4))
+            found.view(batch, groups, each, part.size[0], -1).permute(3, 0, 1, 2, 4)
+        )
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of q, k, v, bias and sink."""
         exact = wide(self.q.dtype)
-        dq, dk, dv = torch.empty_like(self.q, memory_format=torch.contiguous_format), *(torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values))
+        dq, dk, dv = (
+            torch.empty_like(self.q, memory_format=torch.contiguous_format),
+            *(torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values)),
+        )
         dbias, dsink = (None if x is None else torch.zeros_like(x, dtype=exact) for x in (self.bias, self.sink))
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
         for part in self.parts():
             whole = self._shares_and_sink(part)
-            shares, kept, rows = whole[..., :part.size[1]], self.kept(part), self._rows(arriving, part)
+            shares, kept, rows = whole[..., : part.size[1]], self.kept(part), self._rows(arriving, part)
             _add(dv[:, part.keys], (shares * kept).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(kept)
             if dsink is not None:
@@ -142,8 +168,18 @@ class _Work:
             self.put(dq, part, dscores @ self.keys[:, part.keys])
             _add(dk[:, part.keys], dscores.transpose(1, 2), self._rows(self.q, part))
         batch, groups, _ = self.heads
-        dk, dv = (total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv))
-        return dq, dk, dv, *(None if total is None else total.to(given.dtype) for total, given in ((dbias, self.bias), (dsink, self.sink)))
+        dk, dv = (
+            total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv)
+        )
+        return (
+            dq,
+            dk,
+            dv,
+            *(
+                None if total is None else total.to(given.dtype)
+                for total, given in ((dbias, self.bias), (dsink, self.sink))
+            ),
+        )
 
     def _rows(self, x: Tensor, part: _Part) -> Tensor:
         """These queries of [queries, b, n, d], as [b * g, n/g * queries, d]."""
@@ -153,7 +189,9 @@ class _Work:
     def _shares_and_sink(self, part: _Part) -> Tensor:
         """`shares`, and in the last column what the sink takes, if there is one."""
         batch, groups, each = self.heads
-        scores = (self._rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2)).to(wide(self.q.dtype)).mul_(self.scale)
+        scores = (
+            (self._rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2)).to(wide(self.q.dtype)).mul_(self.scale)
+        )
         apart = scores.view(batch, groups, each, *part.size)
         if self.bias is not None:
             apart += self.bias[..., part.queries, part.keys].unflatten(1, (groups, each))

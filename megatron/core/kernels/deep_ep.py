@@ -34,11 +34,19 @@ def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
 
 class _Dispatch(Function):
     @staticmethod
-    def forward(context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int, buffer: Any) -> tuple[Any, ...]:
+    def forward(
+        context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int, buffer: Any
+    ) -> tuple[Any, ...]:
         by_rank, by_node, by_expert, goes, _ = buffer.get_dispatch_layout(experts, num_experts)
         arrived, own, shares, _, handle, _ = buffer.dispatch(
-            tokens.contiguous(), topk_idx=experts, topk_weights=weights.float(), num_tokens_per_rank=by_rank,
-            num_tokens_per_rdma_rank=by_node, is_token_in_rank=goes, num_tokens_per_expert=by_expert)
+            tokens.contiguous(),
+            topk_idx=experts,
+            topk_weights=weights.float(),
+            num_tokens_per_rank=by_rank,
+            num_tokens_per_rdma_rank=by_node,
+            is_token_in_rank=goes,
+            num_tokens_per_expert=by_expert,
+        )
         context.buffer, context.handle, context.weights_dtype = buffer, handle, weights.dtype
         context.mark_non_differentiable(own)
         context.set_materialize_grads(True)
@@ -46,7 +54,9 @@ class _Dispatch(Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor, of_weights: Tensor, *_: Any) -> tuple[Any, ...]:
-        tokens, weights, _ = context.buffer.combine(gradient.contiguous(), context.handle, topk_weights=of_weights.float().contiguous())
+        tokens, weights, _ = context.buffer.combine(
+            gradient.contiguous(), context.handle, topk_weights=of_weights.float().contiguous()
+        )
         return tokens, weights.to(context.weights_dtype), None, None, None
 
 
@@ -67,7 +77,9 @@ class DeepEP:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def dispatch(self, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def dispatch(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """tokens: [t, h]; weights, experts: [t, k], -1 for no expert; num_experts: of all ranks.
 
         Returns the [n, h] tokens that some expert of this rank was chosen by, each once; their weights [n, k]; the experts
@@ -92,4 +104,8 @@ def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
         return "it sends bf16 only"
     if cut:
         return "its ranks hold whole experts; give --expert-tensor-parallel-size 1"
-    return "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm" if overlaps else ""
+    return (
+        "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm"
+        if overlaps
+        else ""
+    )

@@ -35,19 +35,29 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores(), *,
-              version: int) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores(), *, version: int
+) -> Tensor:
     """`reference.attention` by a package. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv].
 
     Documents are runs of equal numbers. What only generation asks for, queries in other places than at the end of the keys and
     keys without a token, is left to torch.
     """
     apart = mask.documents is not None
-    if mask.padding is not None or mask.query_places is not None or (apart and (len(q) != len(k) or mask.query_documents is not None)):
+    if (
+        mask.padding is not None
+        or mask.query_places is not None
+        or (apart and (len(q) != len(k) or mask.query_documents is not None))
+    ):
         return fused.attention(q, k, v, mask, dropout, scores)
     assert scores.bias is None and scores.sink is None, "the table offers it for neither biases nor sinks"
-    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": mask.causal, "window_size": mask.window or (-1, -1),
-                           "softcap": scores.softcap or 0.0, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    how: dict[str, Any] = {
+        "softmax_scale": scores.scale,
+        "causal": mask.causal,
+        "window_size": mask.window or (-1, -1),
+        "softcap": scores.softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if version == 2:
         how["dropout_p"] = dropout
     library, batch = import_module(PACKAGES[version]), q.shape[1]
@@ -57,8 +67,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     else:
         starts, longest = starts_of(mask.documents), len(q)  # no document is longer than its row
         flat = [x.flatten(0, 1) for x in rows]
-        output = _first(library.flash_attn_varlen_func(*flat, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
-                                                       max_seqlen_k=longest, **how)).unflatten(0, (batch, -1))
+        output = _first(
+            library.flash_attn_varlen_func(
+                *flat, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest, **how
+            )
+        ).unflatten(0, (batch, -1))
     return output.transpose(0, 1).flatten(2)
 
 
@@ -78,7 +91,9 @@ def starts_of(documents: Tensor) -> Tensor:
     return torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
 
 
-def unfit(version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str) -> str:
+def unfit(
+    version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str
+) -> str:
     """Why a package cannot serve attention; "" if it can. head_sizes: of keys and values; lacks: what no version has."""
     if device != "cuda":
         return "it needs a CUDA device"

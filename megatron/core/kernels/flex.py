@@ -26,17 +26,35 @@ def compiled() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
     """`reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
     assert not dropout, "the table offers it without dropout only"
     attend, masked = compiled()
     queries, keys, batch = len(q), len(k), q.shape[1]
     plain = mask.is_plain and not mask.causal
-    seen = None if plain else masked(mask_mod(mask, queries, keys, q.device), batch if _by_row(mask) else None, None, queries, keys,
-                                     device=q.device)
+    seen = (
+        None
+        if plain
+        else masked(
+            mask_mod(mask, queries, keys, q.device),
+            batch if _by_row(mask) else None,
+            None,
+            queries,
+            keys,
+            device=q.device,
+        )
+    )
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    found = attend(*heads, score_mod=_score_mod(scores), block_mask=seen, scale=scores.scale, enable_gqa=q.shape[2] > k.shape[2],
-                   return_aux=None if scores.sink is None else AuxRequest(lse=True))
+    found = attend(
+        *heads,
+        score_mod=_score_mod(scores),
+        block_mask=seen,
+        scale=scores.scale,
+        enable_gqa=q.shape[2] > k.shape[2],
+        return_aux=None if scores.sink is None else AuxRequest(lse=True),
+    )
     if scores.sink is None:
         output = found
     else:
@@ -45,7 +63,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def mask_mod(mask: MaskSpec, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def mask_mod(
+    mask: MaskSpec, queries: int, keys: int, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether query i of row b may see key j, as FlexAttention asks for it. It says what `MaskSpec.visible` says."""
     places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
     key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places

@@ -22,7 +22,9 @@ BLOCK = 16
 _SIGNS = (1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1)
 
 
-def by_small_blocks(x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None) -> Quantised:
+def by_small_blocks(
+    x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None
+) -> Quantised:
     """x [m, k] in e2m1. largest: [], of all of x. noise: like x, from 0 to 1, for rounding by chance; None: to the nearest.
 
     sizes: as in `fp8.by_blocks`.
@@ -30,7 +32,9 @@ def by_small_blocks(x: Tensor, largest: Tensor, block: tuple[int, int], noise: T
     enlarge, scales = small_scales(block_sizes(x, block) if sizes is None else sizes, largest)
     tiles = tiled(x.to(wide(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
-    inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)  # a block too small for its scale is zero
+    inverse = torch.where(
+        inverse.isinf(), torch.zeros_like(inverse), inverse
+    )  # a block too small for its scale is zero
     scaled = tiles * inverse[:, None, :, None]
     chance = None if noise is None else tiled(noise.to(tiles.dtype), block)
     return Quantised(untiled(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)

@@ -64,8 +64,8 @@ class Quantised:
         if self.blocks is None:
             return values
         rows, columns = self.block
-        scales = self.blocks.to(dtype).repeat_interleave(rows, 0)[:values.shape[0]].repeat_interleave(columns, 1)
-        return values * scales[:, :values.shape[1]]
+        scales = self.blocks.to(dtype).repeat_interleave(rows, 0)[: values.shape[0]].repeat_interleave(columns, 1)
+        return values * scales[:, : values.shape[1]]
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """The matrix [m, k]."""
@@ -135,7 +135,7 @@ def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def untiled(tiles: Tensor, like: Tensor) -> Tensor:
     """The way back from `tiled`, of a matrix of this shape."""
-    return tiles.flatten(2).flatten(0, 1)[:like.shape[0], :like.shape[1]]
+    return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,9 @@ def unfit(recipe: str, capability: tuple[int, int]) -> str:
     if recipe == "blockwise" and capability[0] != 9:
         return "blocks of 128 are for Hopper (capability 9.0)"
     if recipe in ("mxfp8", "nvfp4") and capability < (10, 0):
-        return f"blocks of {32 if recipe == 'mxfp8' else '16 values of 4 bits'} need Blackwell (capability 10.0) or newer"
+        return (
+            f"blocks of {32 if recipe == 'mxfp8' else '16 values of 4 bits'} need Blackwell (capability 10.0) or newer"
+        )
     if capability < (8, 9):
         return "8 bits need Ada (capability 8.9) or newer"
     return "" if recipe in ("tensorwise", "delayed") or hasattr(F, "scaled_mm") else "blocks need torch 2.10 or newer"
@@ -41,24 +43,38 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
     if (rows := b.values.shape[0]) % max(b.block[0], _ROW):
         return product(a, _of_whole_blocks(b), dtype)[:, :rows]
-    if a.block == (1, 128) and (rows := a.values.shape[0]) % _SCALES:  # whose scales stand column by column, in lines of 16 bytes
+    if (
+        a.block == (1, 128) and (rows := a.values.shape[0]) % _SCALES
+    ):  # whose scales stand column by column, in lines of 16 bytes
         return product(_of_whole_blocks(a), b, dtype)[:rows]
     if a.block[1] == fp4.BLOCK:
         return _product_of_4_bits(a, b, dtype)
     along = max(a.block[1], b.block[1], _ROW)
     left, right = (_filled(x.values, along) for x in (a, b))
     if a.blocks is None:
-        return torch._scaled_mm(left, right.t(), scale_a=a.scale.float(), scale_b=b.scale.float(), out_dtype=dtype, use_fast_accum=False)
+        return torch._scaled_mm(
+            left, right.t(), scale_a=a.scale.float(), scale_b=b.scale.float(), out_dtype=dtype, use_fast_accum=False
+        )
     (scale_a, kind_a, order), (scale_b, kind_b, _) = _scales(a), _scales(b)
-    return F.scaled_mm(left, right.t(), scale_a, kind_a, scale_b, kind_b, swizzle_a=order, swizzle_b=order, output_dtype=dtype)
+    return F.scaled_mm(
+        left, right.t(), scale_a, kind_a, scale_b, kind_b, swizzle_a=order, swizzle_b=order, output_dtype=dtype
+    )
 
 
 def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """Values and both levels of scales as torch's units take them."""
-    kinds, orders = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise], [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    kinds, orders = (
+        [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
+        [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
+    )
     left, right = (packed(_filled(x.values, 2 * _ROW)) for x in (a, b))
-    scales = [[in_tiles(x.blocks.repeat_interleave(x.block[0], 0)[:len(x.values)]), x.scale.float().reshape(1)] for x in (a, b)]
-    return F.scaled_mm(left, right.t(), scales[0], kinds, scales[1], kinds, swizzle_a=orders, swizzle_b=orders, output_dtype=dtype)
+    scales = [
+        [in_tiles(x.blocks.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.scale.float().reshape(1)]
+        for x in (a, b)
+    ]
+    return F.scaled_mm(
+        left, right.t(), scales[0], kinds, scales[1], kinds, swizzle_a=orders, swizzle_b=orders, output_dtype=dtype
+    )
 
 
 def packed(values: Tensor) -> Tensor:
@@ -98,7 +114,11 @@ def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
     if x.block == (1, 128):
         return x.blocks.float().t().contiguous().t(), kinds.BlockWise1x128, plain
     if x.block == (128, 128):
-        return F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).contiguous().t(), kinds.BlockWise128x128, plain  # may come turned
+        return (
+            F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).contiguous().t(),
+            kinds.BlockWise128x128,
+            plain,
+        )  # may come turned
     assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
     return in_tiles(x.blocks), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
 
@@ -106,6 +126,8 @@ def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
 def in_tiles(scales: Tensor) -> Tensor:
     """Scales [m, blocks of k], a byte each, in the order of Blackwell's units: tiles of 128 x 4, in which rows 32 apart are neighbours."""
     rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // _SCALES)
-    filled = F.pad(scales.contiguous().view(torch.uint8), (0, columns * _SCALES - scales.shape[1], 0, rows * 128 - scales.shape[0]))
+    filled = F.pad(
+        scales.contiguous().view(torch.uint8), (0, columns * _SCALES - scales.shape[1], 0, rows * 128 - scales.shape[0])
+    )
     tiles = filled.view(rows, 4, 32, columns, _SCALES).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(scales.dtype)

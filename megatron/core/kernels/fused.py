@@ -27,7 +27,9 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
     """`reference.attention` by torch's scaled dot product attention: the best of its backends for this device.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the
@@ -54,13 +56,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, 
     return _joined(_attend(*heads, seen, plain and mask.causal, dropout, scores))
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
     """Like `attention`, by torch's flash backend only (Dao, 2023)."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attention(q, k, v, mask, dropout, scores)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
     """Like `attention`, by torch's cuDNN backend only, which wants a key head for every query head."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
@@ -73,24 +79,28 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores
+) -> Tensor:
     """Attention of q: [b, n, queries, d] over k, v: [b, g, keys, d]. seen: what the mask shows, or added to the scores."""
-    scale = q.shape[-1]**-0.5 if scores.scale is None else scores.scale
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
     if scores.sink is not None:
         q, k, v, seen = _with_sink(q, k, v, seen, scores.sink.to(reference.wide(q.dtype)) / scale, causal)
     repeats = q.shape[1] // k.shape[1]
     if seen is not None and q.is_cuda:  # with a mask, only the slow backend takes groups there
         k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=causal, scale=scale,
-                                            enable_gqa=repeats > 1)
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=repeats > 1
+    )
     if scores.sink is not None:
-        output = output[:, :, int(causal):, :size]
+        output = output[:, :, int(causal) :, :size]
     return output
 
 
-def _with_sink(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool,
-               ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs of `_attend` with a first key of the scores `sink` [n], before they are scaled.
 
     Torch counts causality from the first query and the first key; so there a first query is added too, of no use.
@@ -107,7 +117,11 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tenso
 
 def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
     """Places before and after its own that a query sees, if that is little of the text and texts stand as they are."""
-    if mask.window is None or queries != keys or not (mask.query_places is mask.key_places is mask.query_documents is None):
+    if (
+        mask.window is None
+        or queries != keys
+        or not (mask.query_places is mask.key_places is mask.query_documents is None)
+    ):
         return None
     left, right = mask.window
     ahead = 0 if mask.causal else right
@@ -115,14 +129,18 @@ def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
     return (left, ahead) if fits else None
 
 
-def _banded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores) -> Tensor:
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores
+) -> Tensor:
     """`attention` in blocks of queries, each with the slab of keys that it may see."""
     (left, ahead), (length, batch) = band, q.shape[:2]
     block = max(_BLOCK, left + ahead)
     count = -(-length // block)
     slab, rest = block + left + ahead, count * block - length
 
-    def slabs(x: Tensor, value: float = 0.0) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
+    def slabs(
+        x: Tensor, value: float = 0.0
+    ) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
         padded = F.pad(x, (0, 0, left, ahead + rest), value=value)
         return padded.unfold(2, slab, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 

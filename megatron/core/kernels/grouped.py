@@ -37,8 +37,9 @@ class _Grouped(Function):
         x, weight = context.saved_tensors
         sizes = context.sizes
         for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
-        for rows, matrix, gone, back, change in zip(x.split(sizes), weight, gradient.split(sizes), for_x.split(sizes),
-                                                    for_weight, strict=True):
+        for rows, matrix, gone, back, change in zip(
+            x.split(sizes), weight, gradient.split(sizes), for_x.split(sizes), for_weight, strict=True
+        ):
             torch.mm(gone, matrix, out=back)
             torch.mm(gone.t(), rows, out=change)  # of no rows: zeros
         return for_x, for_weight, None

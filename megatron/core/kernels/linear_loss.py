@@ -44,8 +44,16 @@ class Words:
     gather: Callable[[Tensor], Tensor]
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words, *, fused: bool = False,
-                         into: _Taker | None = None) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    words: Words,
+    *,
+    fused: bool = False,
+    into: _Taker | None = None,
+) -> Tensor:
     """The loss of every token: the logarithm of the share that the softmax of all words' logits gives to its target, negated.
 
     x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for none. Returns [t], in fp32 (fp64 for fp64 states).
@@ -103,9 +111,11 @@ class _Gradients:
     def begin(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
         """Before the first block, which writes that of the words where the others add to it."""
         words = torch.empty_like if len(x) else torch.zeros_like
-        return _Gradients(torch.empty_like(x) if wanted[0] else None,
-                          words(weight, dtype=wide(x.dtype)) if wanted[1] else None,
-                          torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and wanted[2] else None)
+        return _Gradients(
+            torch.empty_like(x) if wanted[0] else None,
+            words(weight, dtype=wide(x.dtype)) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and wanted[2] else None,
+        )
 
     def add(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, weights: Tensor | float) -> None:
         """What a block says. factor: [k], what makes exponentials shares, times `weights`, what each token's loss weighs."""
@@ -131,7 +141,13 @@ class _Gradients:
             own = torch.mm(exponentials, weight, out=self.x[block.tokens])
             own.mul_(factor[:, None]).sub_(weight.index_select(0, block.row) * hit[:, None])
         if self.weight is not None:
-            torch.addmm(self.weight, exponentials.t(), block.x * factor[:, None], beta=min(1, block.tokens.start), out=self.weight)
+            torch.addmm(
+                self.weight,
+                exponentials.t(),
+                block.x * factor[:, None],
+                beta=min(1, block.tokens.start),
+                out=self.weight,
+            )
             self.weight.index_add_(0, block.row, block.x * -hit[:, None])
         if self.bias is not None:
             self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
@@ -141,13 +157,17 @@ class _Gradients:
         if into is not None and self.weight is not None:
             into(self.weight, factor)
             self.weight = None
-        return tuple(None if one is None else (one if factor is None else one.mul_(factor)).to(dtype)
-                     for one in (self.x, self.weight, self.bias))
+        return tuple(
+            None if one is None else (one if factor is None else one.mul_(factor)).to(dtype)
+            for one in (self.x, self.weight, self.bias)
+        )
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool
+    ) -> Tensor:
         counts = targets >= 0
         rows = None if bool(counts.all()) else counts.nonzero()[:, 0]
         some, some_targets = _chosen(rows, x, targets)
@@ -170,7 +190,7 @@ class _LinearCrossEntropy(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, rows, totals = context.saved_tensors
         made, context.made = context.made, None
-        weights, = _chosen(rows, gradient)
+        (weights,) = _chosen(rows, gradient)
         if made is not None and (not len(weights) or bool((weights == weights[0]).all())):
             found = made.times(weights[0] if len(weights) else None, x.dtype, context.task.into)
         else:
@@ -191,7 +211,9 @@ def _chosen(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if rows is None else tuple(tensor.index_select(0, rows) for tensor in tensors)
 
 
-def _blocks(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> Iterator[tuple[_Block, _Shares]]:
+def _blocks(
+    x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
+) -> Iterator[tuple[_Block, _Shares]]:
     """All tokens, some at a time; what is said of one block is lost with the next."""
     size = max(_FEWEST, -(-len(x) // _PARTS))
     memory = x.new_empty((min(size, len(x)), len(weight)))
@@ -200,7 +222,7 @@ def _blocks(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, tas
         row = targets[tokens] - task.words.first
         here = (row >= 0) & (row < len(weight))
         block = _Block(tokens, x[tokens], row.masked_fill(~here, 0), here.to(wide(x.dtype)))
-        logits = memory[:len(block.x)]
+        logits = memory[: len(block.x)]
         if bias is None:
             torch.mm(block.x, weight.t(), out=logits)
         else:
@@ -217,16 +239,16 @@ def _shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
         slope = 1.0 - logits.square()
         logits.mul_(words.softcap)
     if words.valid < logits.shape[1]:
-        logits[:, max(0, words.valid):] = float("-inf")
+        logits[:, max(0, words.valid) :] = float("-inf")
     row, on_cpu = block.row[:, None], logits.device.type == "cpu"
     target = logits.gather(1, row)[:, 0].masked_fill_(block.here == 0, 0.0)
     largest, sums = torch.empty_like(target), torch.empty_like(target)
     size = _ROWS if on_cpu else len(logits)
     for start in range(0, len(logits), size):
-        some, top = logits[start:start + size], largest[start:start + size]
+        some, top = logits[start : start + size], largest[start : start + size]
         torch.amax(some, dim=1, out=top)
         top.clamp_(min=torch.finfo(top.dtype).min)  # of no words: less 0 than nothing
-        torch.sum(some.sub_(top[:, None]).exp_(), dim=1, out=sums[start:start + size])
+        torch.sum(some.sub_(top[:, None]).exp_(), dim=1, out=sums[start : start + size])
     if slope is not None:
         logits.mul_(slope)
     hit_slope = None if slope is None else slope.gather(1, row)[:, 0]
@@ -244,8 +266,12 @@ def _fused_shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
     """The same by Triton's kernels, which leave the logits in their format."""
     kernels = import_module("megatron.core.kernels.triton_loss")
     largest, sums, target = kernels.statistics(logits, block.row, words.valid)
-    return _Shares(largest, sums, target.masked_fill_(block.here == 0, 0.0),
-                   lambda factor, hit: kernels.gradient(logits, block.row, largest, factor, hit, words.valid))
+    return _Shares(
+        largest,
+        sums,
+        target.masked_fill_(block.here == 0, 0.0),
+        lambda factor, hit: kernels.gradient(logits, block.row, largest, factor, hit, words.valid),
+    )
 
 
 def _over_ranks(shares: _Shares, words: Words) -> tuple[Tensor, Tensor, Tensor]:

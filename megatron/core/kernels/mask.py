@@ -43,8 +43,11 @@ class MaskSpec:
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Boolean [b or 1, 1, queries, keys], True where the query may look."""
         keys = torch.arange(num_keys, device=device) if self.key_places is None else self.key_places
-        queries = (torch.arange(num_keys - num_queries, num_keys, device=device) if self.query_places is None
-                   else self.query_places)
+        queries = (
+            torch.arange(num_keys - num_queries, num_keys, device=device)
+            if self.query_places is None
+            else self.query_places
+        )
         ahead = (keys[None, :] - queries[:, None])[None, None]
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.causal:

@@ -61,8 +61,14 @@ class Recipe:
         """Rows and columns that share a scale, where blocks do."""
         return self.block if self.square and operand == "weight" else 1, self.block
 
-    def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None = None, sizes: Tensor | None = None,
-                 block: tuple[int, int] | None = None) -> Quantised:
+    def quantise(
+        self,
+        operand: Operand,
+        x: Tensor,
+        largest: Tensor | None = None,
+        sizes: Tensor | None = None,
+        block: tuple[int, int] | None = None,
+    ) -> Quantised:
         """x [m, k] for a sum over k. largest: [], the value that the scale of a tensor is made for, if it has one.
 
         sizes: of blocks of which x may lack elements, [m / rows, k / columns]; None: of x. block: None: as `block_of` says. A
@@ -95,15 +101,33 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None
     """The recipe that a run asks for, as this device multiplies; None if it asks for none."""
     native = device.type == "cuda" and not config.fp8_emulation
     if config.fp4_format is not None:
-        return Recipe("nvfp4", fp4.E2M1, fp4.E2M1, block=config.block, square=True, wgrad=config.fp8_wgrad, native=native,
-                      holds_weights=config.holds_weights)
+        return Recipe(
+            "nvfp4",
+            fp4.E2M1,
+            fp4.E2M1,
+            block=config.block,
+            square=True,
+            wgrad=config.fp8_wgrad,
+            native=native,
+            holds_weights=config.holds_weights,
+        )
     if config.fp8_format is None:
         return None
     backward, name = E5M2 if config.fp8_format == "hybrid" else E4M3, config.fp8_recipe
     kept, margin = (config.fp8_amax_history_len, config.fp8_margin) if name == "delayed" else (0, 0)
-    return Recipe(name, E4M3, backward, block=config.block, square=name == "blockwise", history=kept, margin=margin,
-                  by_largest=config.fp8_amax_compute_algo == "max", wgrad=config.fp8_wgrad, native=native,
-                  holds_weights=config.holds_weights)
+    return Recipe(
+        name,
+        E4M3,
+        backward,
+        block=config.block,
+        square=name == "blockwise",
+        history=kept,
+        margin=margin,
+        by_largest=config.fp8_amax_compute_algo == "max",
+        wgrad=config.fp8_wgrad,
+        native=native,
+        holds_weights=config.holds_weights,
+    )
 
 
 def unfit(config: LowPrecisionConfig, device: torch.device) -> str:
@@ -112,4 +136,8 @@ def unfit(config: LowPrecisionConfig, device: torch.device) -> str:
         return ""
     asked = f"--fp4-recipe {config.recipe}" if config.fp4_format else f"--fp8-recipe {config.recipe}"
     reason = fp8_native.unfit(config.recipe, torch.cuda.get_device_capability(device))
-    return f"{asked} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow" if reason else ""
+    return (
+        f"{asked} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow"
+        if reason
+        else ""
+    )

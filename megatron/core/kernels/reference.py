@@ -19,7 +19,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
     """Softmax attention of every query over the keys that the mask lets it see (Vaswani et al., 2017).
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv], each of the g heads serving n/g query heads. Returns
@@ -40,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 
     if scores.sink is not None:
         sink = scores.sink.to(found.dtype).view(1, -1, 1, 1).expand(*found.shape[:3], 1)
         found = torch.cat((found, sink), dim=-1)
-    shares = found.softmax(dim=-1)[..., :k.shape[2]]
+    shares = found.softmax(dim=-1)[..., : k.shape[2]]
     if blind is not None:
         shares = shares.masked_fill(blind, 0.0)
     weights = F.dropout(shares, dropout).to(v.dtype)
@@ -55,7 +57,11 @@ def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = N
     queries, _, heads, size = q.shape
     keys, groups = k.shape[0], k.shape[2]
     places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
-    own = mask.query_documents if mask.query_documents is not None or mask.documents is None else mask.documents[:, -queries:]
+    own = (
+        mask.query_documents
+        if mask.query_documents is not None or mask.documents is None
+        else mask.documents[:, -queries:]
+    )
     q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
     k = k.permute(1, 2, 3, 0)[:, :, None]
     found = q.new_full((groups, heads // groups), float("-inf"), dtype=wide(q.dtype))
@@ -80,7 +86,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return normed if weight is None else normed * weight
 
 
-def residual_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+def residual_norm(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """x + update, and its norm: LayerNorm with a bias, RMSNorm without."""
     total = x + update
     return total, rms_norm(total, weight, epsilon) if bias is None else layer_norm(total, weight, bias, epsilon)

@@ -18,10 +18,24 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.kernels import NAMED
 from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import deep_ep, flash_attn, flex, fused, grouped, linear_loss, permute, reference, torchao, transformer_engine
+from megatron.core.kernels import (
+    deep_ep,
+    flash_attn,
+    flex,
+    fused,
+    grouped,
+    linear_loss,
+    permute,
+    reference,
+    torchao,
+    transformer_engine,
+)
 
-_FLAGS = {"attention": "attention-backend", "cross_entropy": "cross-entropy-fusion-impl",
-          "moe_flex_dispatcher": "moe-flex-dispatcher-backend"}
+_FLAGS = {
+    "attention": "attention-backend",
+    "cross_entropy": "cross-entropy-fusion-impl",
+    "moe_flex_dispatcher": "moe-flex-dispatcher-backend",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,9 @@ def _flash_unfit(need: Need) -> str:
     if need.softcap:
         return "it has no cap on scores"
     if need.uneven_heads:
-        return "it needs values of the size of keys; give --v-head-dim the sum of --qk-head-dim and --qk-pos-emb-head-dim"
+        return (
+            "it needs values of the size of keys; give --v-head-dim the sum of --qk-head-dim and --qk-pos-emb-head-dim"
+        )
     if need.device == "cuda" and need.dtype not in (torch.float16, torch.bfloat16):
         return "on a GPU it needs fp16 or bf16"
     if need.device == "cpu" and need.attention_dropout > 0:
@@ -118,25 +134,47 @@ def _cudnn_unfit(need: Need) -> str:
 
 def _package_unfit(version: int) -> Callable[[Need], str]:
     def unfit(need: Need) -> str:
-        lacking = {"padding is left out by a mask tensor": need.padding, "it has no sinks": need.sinks,
-                   "it adds nothing to scores": need.biased_scores}
-        return flash_attn.unfit(version, device=need.device, dtype=need.dtype, head_sizes=need.head_sizes, dropout=need.attention_dropout,
-                                lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
+        lacking = {
+            "padding is left out by a mask tensor": need.padding,
+            "it has no sinks": need.sinks,
+            "it adds nothing to scores": need.biased_scores,
+        }
+        return flash_attn.unfit(
+            version,
+            device=need.device,
+            dtype=need.dtype,
+            head_sizes=need.head_sizes,
+            dropout=need.attention_dropout,
+            lacks=next((reason for reason, wanted in lacking.items() if wanted), ""),
+        )
 
     return unfit
 
 
 def _transformer_engine_unfit(need: Need) -> str:
-    lacking = {"padding is left out by a mask tensor": need.padding, "it has no cap on scores": need.softcap, "it adds nothing to scores": need.biased_scores,
-               "its sinks are its own": need.sinks, "sequences are cut over context ranks": need.pieces}
-    return transformer_engine.unfit(device=need.device, dtype=need.dtype, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
+    lacking = {
+        "padding is left out by a mask tensor": need.padding,
+        "it has no cap on scores": need.softcap,
+        "it adds nothing to scores": need.biased_scores,
+        "its sinks are its own": need.sinks,
+        "sequences are cut over context ranks": need.pieces,
+    }
+    return transformer_engine.unfit(
+        device=need.device, dtype=need.dtype, lacks=next((reason for reason, wanted in lacking.items() if wanted), "")
+    )
 
 
 def _torchao_unfit(need: Need) -> str:
-    lacking = {"weights are kept rounded; leave out --fp8-param-gather": need.low.holds_weights,
-               "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
-               "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad}
-    return torchao.unfit(recipe=need.low.recipe, alone=need.alone, lacks=next((reason for reason, wanted in lacking.items() if wanted), ""))
+    lacking = {
+        "weights are kept rounded; leave out --fp8-param-gather": need.low.holds_weights,
+        "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
+        "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
+    }
+    return torchao.unfit(
+        recipe=need.low.recipe,
+        alone=need.alone,
+        lacks=next((reason for reason, wanted in lacking.items() if wanted), ""),
+    )
 
 
 def _flex_unfit(need: Need) -> str:
@@ -173,6 +211,7 @@ def _triton_unfit(need: Need) -> str:
 
 def _late(module: str, name: str) -> Callable:
     """A function of a file that needs a package of others, which is imported when it is first called."""
+
     def call(*inputs: Any, **choices: Any) -> Any:
         return getattr(import_module(f"megatron.core.kernels.{module}"), name)(*inputs, **choices)
 
@@ -213,7 +252,9 @@ CANDIDATES = (
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _unmeasured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
-    Candidate("cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured),
+    Candidate(
+        "cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured
+    ),
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
 )
@@ -234,7 +275,9 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
     """The kernels of a run. wish: op -> candidate name, auto, or "" if there is no such op."""
     chosen, report = {}, []
     for op in dict.fromkeys(candidate.op for candidate in candidates):
-        offers = sorted((candidate for candidate in candidates if candidate.op == op), key=lambda one: one.name != need.preferred)
+        offers = sorted(
+            (candidate for candidate in candidates if candidate.op == op), key=lambda one: one.name != need.preferred
+        )
         wanted = (wish or {}).get(op, "auto")
         if not wanted:
             continue
@@ -242,7 +285,9 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
             offers = [candidate for candidate in offers if candidate.name == wanted]
         refusals = []
         for candidate in offers:  # the best first; what is worse than the one chosen needs no reason
-            if reason := candidate.unfit(need) or (candidate.unasked(need) if wanted == "auto" and candidate.name != need.preferred else ""):
+            if reason := candidate.unfit(need) or (
+                candidate.unasked(need) if wanted == "auto" and candidate.name != need.preferred else ""
+            ):
                 refusals.append(f"{candidate.name}: {reason}")
                 continue
             chosen[op] = candidate.call
@@ -250,6 +295,8 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
             break
         else:
             known = ", ".join(candidate.name for candidate in candidates if candidate.op == op)
-            raise ConfigError(f"{asked(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
-                              "or leave it out")
+            raise ConfigError(
+                f"{asked(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
+                "or leave it out"
+            )
     return Kernels(**chosen, report=tuple(report))

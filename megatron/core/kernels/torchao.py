@@ -34,9 +34,15 @@ def _layer(backward: torch.dtype, emulated: bool) -> Any:
     names, library = import_module("torchao.float8.config"), import_module("torchao.float8.float8_linear")
     slow = names.Float8GemmConfig(use_fast_accum=False)
     config = names.Float8LinearConfig(
-        cast_config_input=names.CastConfig(target_dtype=torch.float8_e4m3fn), cast_config_weight=names.CastConfig(target_dtype=torch.float8_e4m3fn),
-        cast_config_grad_output=names.CastConfig(target_dtype=backward), gemm_config_output=slow, gemm_config_grad_input=slow,
-        gemm_config_grad_weight=slow, pad_inner_dim=True, emulate=emulated)
+        cast_config_input=names.CastConfig(target_dtype=torch.float8_e4m3fn),
+        cast_config_weight=names.CastConfig(target_dtype=torch.float8_e4m3fn),
+        cast_config_grad_output=names.CastConfig(target_dtype=backward),
+        gemm_config_output=slow,
+        gemm_config_grad_input=slow,
+        gemm_config_grad_weight=slow,
+        pad_inner_dim=True,
+        emulate=emulated,
+    )
     return library.Float8Linear(16, 16, bias=False, device="meta", config=config)
 
 

@@ -16,8 +16,9 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _statistics(logits: tl.tensor, rows: tl.tensor, found: tl.tensor, valid: tl.tensor, size: tl.tensor,
-                BLOCK: tl.constexpr) -> None:
+def _statistics(
+    logits: tl.tensor, rows: tl.tensor, found: tl.tensor, valid: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """found: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
     token = tl.program_id(0).to(tl.int64)
     largest = -3.4028234663852886e38
@@ -35,8 +36,16 @@ def _statistics(logits: tl.tensor, rows: tl.tensor, found: tl.tensor, valid: tl.
 
 
 @triton.jit
-def _gradient(logits: tl.tensor, rows: tl.tensor, largest: tl.tensor, factor: tl.tensor, hit: tl.tensor, valid: tl.tensor,
-              size: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _gradient(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    largest: tl.tensor,
+    factor: tl.tensor,
+    hit: tl.tensor,
+    valid: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     """In place: exp(logit - largest) * factor, less `hit` in column rows[token]; 0 from column `valid` on."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +62,9 @@ def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor
     logits: [k, v]; rows: int64 [k].
     """
     found = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
-    _statistics[(len(logits),)](logits, rows, found, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8)
+    _statistics[(len(logits),)](
+        logits, rows, found, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8
+    )
     largest, total, target = found
     return largest, total, target
 
@@ -61,6 +72,7 @@ def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor
 def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit: Tensor, valid: int) -> Tensor:
     """What the logits become, in their own memory: factor times their exponentials, less `hit` for the word of each token."""
     size = logits.shape[1]
-    _gradient[(len(logits), triton.cdiv(size, _BLOCK))](logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size,
-                                                       BLOCK=_BLOCK)
+    _gradient[(len(logits), triton.cdiv(size, _BLOCK))](
+        logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size, BLOCK=_BLOCK
+    )
     return logits

@@ -24,8 +24,16 @@ _ROWS, _COLUMNS = 64, 128  # what a program sums for the gradients of weight and
 
 
 @triton.jit
-def _forward(x: tl.tensor, update: tl.tensor, y: tl.tensor, weight: tl.tensor, bias: tl.tensor, stats: tl.tensor, epsilon: tl.tensor,
-             SIZE: tl.constexpr) -> None:
+def _forward(
+    x: tl.tensor,
+    update: tl.tensor,
+    y: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    stats: tl.tensor,
+    epsilon: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
     """stats: [rows, 2], mean and scale. Without a bias: RMSNorm, whose mean is 0. y: [1, rows, SIZE], the norm; with an update two of
     those, x + update and its norm.
     """
@@ -56,8 +64,16 @@ def _forward(x: tl.tensor, update: tl.tensor, y: tl.tensor, weight: tl.tensor, b
 
 
 @triton.jit
-def _backward(dy: tl.tensor, more: tl.tensor, x: tl.tensor, weight: tl.tensor, stats: tl.tensor, dx: tl.tensor, CENTRED: tl.constexpr,
-              SIZE: tl.constexpr) -> None:
+def _backward(
+    dy: tl.tensor,
+    more: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    stats: tl.tensor,
+    dx: tl.tensor,
+    CENTRED: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
     """The gradient of x; of LayerNorm if CENTRED. more: what comes to x by another way, if anything."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))
@@ -78,8 +94,16 @@ def _backward(dy: tl.tensor, more: tl.tensor, x: tl.tensor, weight: tl.tensor, s
 
 
 @triton.jit
-def _sums(dy: tl.tensor, x: tl.tensor, stats: tl.tensor, sums: tl.tensor, rows: tl.tensor, size: tl.tensor,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _sums(
+    dy: tl.tensor,
+    x: tl.tensor,
+    stats: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    size: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     """Some rows' share in the gradients of weight and bias. sums: [2, programs of rows, size]."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     some = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -111,7 +135,9 @@ class _Norm(Function):
 
 class _ResidualNorm(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         (total, y), stats = _normed(x.contiguous(), update.contiguous(), weight, bias, epsilon)
         context.save_for_backward(total, weight, stats)
         context.centred = bias is not None
@@ -123,17 +149,24 @@ class _ResidualNorm(Function):
         return dx, dx, of_weight, of_bias, None
 
 
-def _normed(x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+def _normed(
+    x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """[1, ..., size], the norm, or [2, ..., size], x + update and its norm; and [rows, 2] for `_gradients`."""
     size = x.shape[-1]
     rows = x.numel() // max(1, size)
-    y, stats = x.new_empty((1 if update is None else 2, *x.shape)), torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+    y, stats = (
+        x.new_empty((1 if update is None else 2, *x.shape)),
+        torch.empty((rows, 2), dtype=torch.float32, device=x.device),
+    )
     if rows:
         _forward[(rows,)](x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_warps(size))
     return y, stats
 
 
-def _gradients(gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool) -> tuple[Tensor | None, ...]:
+def _gradients(
+    gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool
+) -> tuple[Tensor | None, ...]:
     """Those of x, weight and bias."""
     gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
     dx, parts = torch.empty_like(x), triton.cdiv(rows, _ROWS)
@@ -158,7 +191,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return _Norm.apply(x, weight, bias, epsilon)
 
 
-def residual_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+def residual_norm(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """x + update and its norm: `reference.layer_norm` with a bias, `reference.rms_norm` without. x, update: [..., size]."""
     return _ResidualNorm.apply(x, update, weight, bias, epsilon)
 

@@ -16,7 +16,15 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather(values: tl.tensor, places: tl.tensor, y: tl.tensor, rows: tl.tensor, size: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gather(
+    values: tl.tensor,
+    places: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    size: tl.tensor,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """values: [rows, size]; places: [n, COUNT], of which those from `rows` on are none; y: [n, size]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,5 +58,7 @@ def _sum(values: Tensor, places: Tensor) -> Tensor:
     values, places = values.contiguous(), places.contiguous()
     size, y = values.shape[1], values.new_empty((len(places), values.shape[1]))
     if y.numel():
-        _gather[(len(places), triton.cdiv(size, _BLOCK))](values, places, y, len(values), size, COUNT=places.shape[1], BLOCK=_BLOCK)
+        _gather[(len(places), triton.cdiv(size, _BLOCK))](
+            values, places, y, len(values), size, COUNT=places.shape[1], BLOCK=_BLOCK
+        )
     return y

@@ -44,8 +44,15 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gate(x: tl.tensor, y: tl.tensor, size: tl.tensor, NAME: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr,
-          BLOCK: tl.constexpr) -> None:
+def _gate(
+    x: tl.tensor,
+    y: tl.tensor,
+    size: tl.tensor,
+    NAME: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """x: [rows, gate | up], y: [rows, size]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,8 +65,16 @@ def _gate(x: tl.tensor, y: tl.tensor, size: tl.tensor, NAME: tl.constexpr, CLAMP
 
 
 @triton.jit
-def _gate_backward(dy: tl.tensor, x: tl.tensor, dx: tl.tensor, size: tl.tensor, NAME: tl.constexpr, CLAMP: tl.constexpr,
-                   OFFSET: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gate_backward(
+    dy: tl.tensor,
+    x: tl.tensor,
+    dx: tl.tensor,
+    size: tl.tensor,
+    NAME: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """What a clamp cuts off has no gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +95,12 @@ class _Gated(Function):
     def forward(context: Any, x: Tensor, name: str, gating: Gating) -> Tensor:
         x = x.contiguous()
         size = x.shape[-1] // 2
-        context.how = {"NAME": name, "CLAMP": _NO_CLAMP if gating.clamp is None else gating.clamp, "OFFSET": gating.offset, "BLOCK": _BLOCK}
+        context.how = {
+            "NAME": name,
+            "CLAMP": _NO_CLAMP if gating.clamp is None else gating.clamp,
+            "OFFSET": gating.offset,
+            "BLOCK": _BLOCK,
+        }
         y = x.new_empty((*x.shape[:-1], size))
         if y.numel():
             _gate[(y.numel() // size, triton.cdiv(size, _BLOCK))](x, y, size, **context.how)
@@ -89,7 +109,7 @@ class _Gated(Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, = context.saved_tensors
+        (x,) = context.saved_tensors
         gradient, dx, size = gradient.contiguous(), torch.empty_like(x), x.shape[-1] // 2
         if gradient.numel():
             _gate_backward[(gradient.numel() // size, triton.cdiv(size, _BLOCK))](gradient, x, dx, size, **context.how)
@@ -103,8 +123,16 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
 
 
 @triton.jit
-def _turn(x: tl.tensor, y: tl.tensor, cos: tl.tensor, sin: tl.tensor, times: tl.tensor, SIZE: tl.constexpr,
-          INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _turn(
+    x: tl.tensor,
+    y: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    times: tl.tensor,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """x, y: [rows, SIZE]; cos, sin: [rows / times, SIZE]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -153,5 +181,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if x.numel():
         rows, angles = x.numel() // size, cos.numel() // size
         assert rows % angles == 0, "every row of the table turns equally many heads"
-        _turn[(rows,)](x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(size))
+        _turn[(rows,)](
+            x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(size)
+        )
     return y

@@ -52,10 +52,14 @@ class BERTModel(nn.Module):
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.lm_head = MaskedWordTransform(build)
-            self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True)
+            self.output_layer = LanguageModelHead(
+                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True
+            )
             if model.bert_binary_head:
                 self.pooler = Pooler(build)
-                self.binary_head = Linear(model.hidden_size, 2, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+                self.binary_head = Linear(
+                    model.hidden_size, 2, init=build.initial(), mesh=build.mesh, dtype=build.dtype
+                )
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
@@ -68,8 +72,15 @@ class BERTModel(nn.Module):
         length = self.build.region.length(train.seq_length)
         return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
 
-    def forward(self, *, padding: Tensor | None, ids: Tensor | None = None, types: Tensor | None = None,
-                hidden: Tensor | None = None, labels: Tensor | None = None) -> Tensor | BERTOutput:
+    def forward(
+        self,
+        *,
+        padding: Tensor | None,
+        ids: Tensor | None = None,
+        types: Tensor | None = None,
+        hidden: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor | BERTOutput:
         """Run this stage.
 
         padding: bool [b, s], False where there is no token; None: all are. ids, types: [b, s], read by the first stage.
@@ -82,14 +93,22 @@ class BERTModel(nn.Module):
         pairs = self.binary_head(self.pooler(x)) if self.binary_head is not None else None
         return BERTOutput(self.output_layer(self.lm_head(x), self.output_weight(), labels), pairs)
 
-    def encode(self, *, padding: Tensor | None, ids: Tensor | None = None, types: Tensor | None = None,
-               hidden: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        *,
+        padding: Tensor | None,
+        ids: Tensor | None = None,
+        types: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """The hidden states after this stage's layers, [s or s/tp, b, h]; see `forward`."""
         if self.embedding is not None:
             assert ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        return self.encoder(hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
+        return self.encoder(
+            hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+        )
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""

@@ -38,8 +38,11 @@ class ClassifierModel(nn.Module):
         self.encoder = Stack(stage.layers, build, final_norm=stage.has_output and not build.model.norm_after_residual)
         self.pooler = Pooler(build) if stage.has_output else None
         self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.has_output else None
-        head = (Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
-                if stage.has_output else None)
+        head = (
+            Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+            if stage.has_output
+            else None
+        )
         self.classification_head = head if choices == 1 else None
         self.multichoice_head = head if choices > 1 else None
         name_all(self)
@@ -54,8 +57,9 @@ class ClassifierModel(nn.Module):
         length, texts = self.build.region.length(train.seq_length), train.micro_batch_size * self.choices
         return (((length, texts, self.build.model.hidden_size), self.build.residual_dtype),)
 
-    def forward(self, *, padding: Tensor, ids: Tensor | None = None, types: Tensor | None = None,
-                hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, *, padding: Tensor, ids: Tensor | None = None, types: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Tensor:
         """Run this stage on b samples of c texts.
 
         padding: bool [b * c, s], False where there is no token. ids, types: [b * c, s], read by the first stage. hidden: the
@@ -69,5 +73,8 @@ class ClassifierModel(nn.Module):
         if self.pooler is None or self.dropout is None:
             return x
         pooled = self.dropout(self.pooler(x))
-        return self.classification_head(pooled) if self.classification_head is not None else (
-            self.multichoice_head(pooled).view(-1, self.choices))
+        return (
+            self.classification_head(pooled)
+            if self.classification_head is not None
+            else (self.multichoice_head(pooled).view(-1, self.choices))
+        )

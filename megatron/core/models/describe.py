@@ -34,7 +34,9 @@ class Split:
     @staticmethod
     def of(parallel: ParallelConfig) -> Split:
         """The division that a layout makes."""
-        return Split(parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp)
+        return Split(
+            parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,9 @@ def active_parameters(model: ModelConfig) -> int:
     idle = 0
     for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:
-            depths = model.mtp.mtp_num_layers or 0 if name.startswith("mtp.") and model.mtp.mtp_use_repeated_layer else 1
+            depths = (
+                model.mtp.mtp_num_layers or 0 if name.startswith("mtp.") and model.mtp.mtp_use_repeated_layer else 1
+            )
             idle += depths * math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
     return count_parameters(model).total - idle
 
@@ -153,7 +157,10 @@ def _sizes(model: ModelConfig, split: Split, stage: StageSpec) -> Iterator[tuple
 
 
 def _held(model: ModelConfig, split: Split, stage: StageSpec) -> list[tuple[str, Shape, int]]:
-    from megatron.core.models.on_meta import held_parameters  # needs torch, which a tool's help and refusals do not wait for
+    from megatron.core.models.on_meta import (
+        held_parameters,
+    )  # needs torch, which a tool's help and refusals do not wait for
+
     return held_parameters(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 

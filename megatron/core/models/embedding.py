@@ -21,19 +21,30 @@ class Embedding(nn.Module):
     def __init__(self, build: Build, *, tied: bool, token_types: int = 0, again: bool = False) -> None:
         super().__init__()
         model = build.model
-        spec = vocabulary_spec(model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
-                               build.initial_embedding(), tied=tied or again)
+        spec = vocabulary_spec(
+            model.true_vocab_size,
+            model.padded_vocab_size,
+            model.hidden_size,
+            build.initial_embedding(),
+            tied=tied or again,
+        )
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared = {"init": build.initial_embedding(), "region": build.region, "mesh": build.mesh, "dtype": build.dtype}
         self.residual_dtype = build.residual_dtype
         self.word_embeddings = VocabEmbedding(spec, region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.position_embeddings = None
         if model.rope.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(model.max_position_embeddings, model.hidden_size, tied=again, **shared)
+            self.position_embeddings = PositionEmbedding(
+                model.max_position_embeddings, model.hidden_size, tied=again, **shared
+            )
         self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
         self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
         # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
-        self.scale = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item() if model.scale_embeddings else None
+        self.scale = (
+            torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
+            if model.scale_embeddings
+            else None
+        )
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:

@@ -30,7 +30,12 @@ from megatron.core.models.describe import Split, rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NARROW = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}  # of optimizer state, with a scale for every 128 numbers
+NARROW = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2 + 4 / 128,
+    "fp8": 1 + 4 / 128,
+}  # of optimizer state, with a scale for every 128 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,9 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
 
-def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *,
-                     decoder_length: int | None = None) -> float:
+def flops_per_sample(
+    model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *, decoder_length: int | None = None
+) -> float:
     """Forward and backward FLOPs of one sequence; of T5 of one text and the `decoder_length` tokens made of it."""
     if model.architecture != "t5":
         return seq_length * flops_per_token(model, seq_length, count)
@@ -70,7 +76,11 @@ def flops_per_sample(model: ModelConfig, seq_length: int, count: AttentionCount 
     encoder = s * (6 * _layer_matrices(model) + 12 * s * q)
     own = t * (6 * _layer_matrices(model) + 12 * t * q * (0.5 if count == "causal" else 1.0))
     cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
-    return model.encoder_num_layers * encoder + model.decoder_num_layers * (own + cross) + t * 6 * h * model.padded_vocab_size
+    return (
+        model.encoder_num_layers * encoder
+        + model.decoder_num_layers * (own + cross)
+        + t * 6 * h * model.padded_vocab_size
+    )
 
 
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -83,7 +93,11 @@ def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
     weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
     if config.parallel.use_torch_fsdp2:
         return (2 * max(4, weight) + kept_bytes(config)) / data_parallel_size
-    return weight + gradient + kept_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+    return (
+        weight
+        + gradient
+        + kept_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+    )
 
 
 def kept_bytes(config: RunConfig) -> float:
@@ -105,7 +119,11 @@ def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
 
     Megatron keeps them from step to step; its published table counts them as state (20, or 4 + 16/d, for fp16).
     """
-    if config.parallel.use_torch_fsdp2 or BYTES[config.precision.gradient_dtype] >= 4 or config.precision.use_precision_aware_optimizer:
+    if (
+        config.parallel.use_torch_fsdp2
+        or BYTES[config.precision.gradient_dtype] >= 4
+        or config.precision.use_precision_aware_optimizer
+    ):
         return 0.0
     return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
 
@@ -128,12 +146,16 @@ def rank_memory(
         split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
         held = rank_parameters(config.model, own, split)
         alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
-        state, update, away = ((held.total - held.experts) * count(config, copies) + held.experts * count(config, alike)
-                               for count in (state_bytes, update_bytes, away_bytes))
+        state, update, away = (
+            (held.total - held.experts) * count(config, copies) + held.experts * count(config, alike)
+            for count in (state_bytes, update_bytes, away_bytes)
+        )
         if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
             cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
             state += held.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
-        found.append(RankMemory(held.total, state - away, _activation_bytes(config, own, position, num_microbatches), update))
+        found.append(
+            RankMemory(held.total, state - away, _activation_bytes(config, own, position, num_microbatches), update)
+        )
     return tuple(found)
 
 
@@ -165,7 +187,9 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
 def _latent_bytes(config: RunConfig) -> float:
     """Bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
     mla, t, again = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
-    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (2 if config.model.qk_layernorm else 1)  # before and after their norms
+    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (
+        2 if config.model.qk_layernorm else 1
+    )  # before and after their norms
     # Values are a part of what keys are made of, and keep it alive.
     query, found = (width // t for width in _head_widths(config.model))
     made = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
@@ -185,7 +209,9 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
     most = max((plan.mlp for stage in own for plan in stage.layers), default="dense")  # "moe" if any layer is
     if full and recompute.recompute_method == "block":
         again = min(group, layers)
-        chunk = again * layer_activation_bytes(config) + (layers - again) * layer_activation_bytes(config, recomputes=False)
+        chunk = again * layer_activation_bytes(config) + (layers - again) * layer_activation_bytes(
+            config, recomputes=False
+        )
         at_work = layer_activation_bytes(config, recomputes=False, mlp=most)
     elif full:
         chunk = math.ceil(layers / group) * layer_activation_bytes(config)
@@ -197,7 +223,9 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
         held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
     depths = model.mtp.mtp_num_layers or 0
     if depths and any(stage.has_mtp for stage in own):
-        joined = 4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut  # both norms' inputs, and what they made
+        joined = (
+            4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut
+        )  # both norms' inputs, and what they made
         held += alive / len(own) * depths * (layer_activation_bytes(config) + joined)
     if any(stage.has_output for stage in own):
         held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
@@ -246,7 +274,9 @@ def _keys_met(model: ModelConfig, length: int, count: AttentionCount) -> list[fl
     if count == "square" or model.architecture != "gpt":
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
-    return [min(length / 2, left + 1 - left * (left + 1) / (2 * length)) if left < length else length / 2 for left in lefts]
+    return [
+        min(length / 2, left + 1 - left * (left + 1) / (2 * length)) if left < length else length / 2 for left in lefts
+    ]
 
 
 def _layer_matrices(model: ModelConfig, mlp: str = "dense") -> int:

@@ -40,13 +40,17 @@ class GPTModel(nn.Module):
         tied, self.depths = build.model.ties_embeddings, build.model.mtp.mtp_num_layers or 0
         looks_ahead = stage.has_mtp and self.depths > 0
         again = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
-        self.embedding = Embedding(build, tied=tied and split, again=again) if stage.has_embedding or looks_ahead else None
+        self.embedding = (
+            Embedding(build, tied=tied and split, again=again) if stage.has_embedding or looks_ahead else None
+        )
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if looks_ahead else None
         self.output_layer = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-            self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "")
+            self.output_layer = LanguageModelHead(
+                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else ""
+            )
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> GPTModel:
@@ -68,9 +72,18 @@ class GPTModel(nn.Module):
         """Tensors in the message that a stage takes: with the states of all depths where others look ahead."""
         return 1 if self.stage.has_mtp or not self.stage.has_output else 1 + self.depths
 
-    def forward(self, *, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None,
-                positions: Tensor | None = None, documents: Tensor | None = None, microbatch_context: MicrobatchContext | None = None,
-                cache: Cache | None = None, ahead: MTPInputs | None = None) -> Tensor | tuple[Tensor, ...] | Losses:
+    def forward(
+        self,
+        *,
+        ids: Tensor | None = None,
+        hidden: Tensor | None = None,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        microbatch_context: MicrobatchContext | None = None,
+        cache: Cache | None = None,
+        ahead: MTPInputs | None = None,
+    ) -> Tensor | tuple[Tensor, ...] | Losses:
         """Run this stage.
 
         ids: [b, s], read by the first stage. hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s].
@@ -84,8 +97,12 @@ class GPTModel(nn.Module):
             assert self.embedding is not None and ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
         assert hidden is not None, "a later stage reads the message of the stage before"
-        context = ForwardContext(self.build.causal_mask(hidden, documents), rotary_of(self.build, hidden, positions),
-                                 microbatch_context=microbatch_context, cache=cache)
+        context = ForwardContext(
+            self.build.causal_mask(hidden, documents),
+            rotary_of(self.build, hidden, positions),
+            microbatch_context=microbatch_context,
+            cache=cache,
+        )
         x = self.decoder(hidden, context)
         ahead = None if ahead is None or self.depths == 0 else self._look(x, positions, ahead, context)
         if self.output_layer is None:
@@ -95,8 +112,13 @@ class GPTModel(nn.Module):
         if labels is None or ahead is None:
             return found
         weight = self.output_weight().detach() if self.build.model.mtp.mtp_detach_heads else self.output_weight()
-        return Losses(found, tuple(self.output_layer(state.to(self.build.dtype), weight, own)
-                                   for state, own in zip(ahead.states, ahead.labels, strict=True)))
+        return Losses(
+            found,
+            tuple(
+                self.output_layer(state.to(self.build.dtype), weight, own)
+                for state, own in zip(ahead.states, ahead.labels, strict=True)
+            ),
+        )
 
     def _look(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
         """`ahead` with the states of all depths, made here if here are their layers. x: [s or s/tp, b, h], normed."""
@@ -112,7 +134,9 @@ class GPTModel(nn.Module):
         states: of the depth before, or after the final norm, [t, 1, h]. ids: [1, t], `depth` places ahead of the tokens, whose
         positions [1, t] are. Returns the states of this depth, and the logits [w, 1, v/tp] that the cache wants.
         """
-        assert self.mtp is not None and self.embedding is not None and self.output_layer is not None, "this stage predicts ahead"
+        assert self.mtp is not None and self.embedding is not None and self.output_layer is not None, (
+            "this stage predicts ahead"
+        )
         context = ForwardContext(self.build.causal_mask(states), rotary_of(self.build, states, positions), cache=cache)
         states = self.mtp.look(depth, states, ids, positions, self.embedding, context)
         return states, self.output_layer(cache.wanted(states).to(self.build.dtype), self.output_weight())

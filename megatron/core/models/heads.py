@@ -25,8 +25,13 @@ class LanguageModelHead(nn.Module):
         self.build = build
         if shared is None:
             spec = vocabulary_spec(
-                model.true_vocab_size, model.padded_vocab_size, model.hidden_size,
-                build.initial_embedding() if tied_name else build.initial(), tied=bool(tied_name), name=tied_name)
+                model.true_vocab_size,
+                model.padded_vocab_size,
+                model.hidden_size,
+                build.initial_embedding() if tied_name else build.initial(),
+                tied=bool(tied_name),
+                name=tied_name,
+            )
             self.weight = parameter(spec, build.mesh, build.dtype)
         cut = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
         words = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (cut,))
@@ -49,8 +54,16 @@ class LanguageModelHead(nn.Module):
         if kernel is None:
             return cross_entropy(self.logits(x, weight), targets, build.mesh.tp, build.model.true_vocab_size).t()
         x = x if self.scale is None else x * self.scale
-        return linear_cross_entropy(kernel, x, weight, self.bias, targets, region=build.region, softcap=build.model.final_logit_softcap,
-                                    true_vocab_size=build.model.true_vocab_size).t()
+        return linear_cross_entropy(
+            kernel,
+            x,
+            weight,
+            self.bias,
+            targets,
+            region=build.region,
+            softcap=build.model.final_logit_softcap,
+            true_vocab_size=build.model.true_vocab_size,
+        ).t()
 
 
 class MaskedWordTransform(nn.Module):
@@ -59,7 +72,9 @@ class MaskedWordTransform(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.build, size = build, build.model.hidden_size
-        self.dense = Linear(size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums)
+        self.dense = Linear(
+            size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums
+        )
         self.layer_norm = build.norm(size)
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
 

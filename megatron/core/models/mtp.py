@@ -58,8 +58,14 @@ class MultiTokenPrediction(nn.Module):
         stored = 1 if model.mtp.mtp_use_repeated_layer else self.depths
         self.layers = nn.ModuleList(MTPLayer(build, depth) for depth in range(stored))
 
-    def forward(self, x: Tensor, ids: tuple[Tensor, ...], positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
-                context: ForwardContext) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        x: Tensor,
+        ids: tuple[Tensor, ...],
+        positions: Tensor,
+        embed: Callable[[Tensor, Tensor], Tensor],
+        context: ForwardContext,
+    ) -> tuple[Tensor, ...]:
         """The states of all depths, each like x.
 
         x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] a depth. positions: of the tokens
@@ -73,12 +79,21 @@ class MultiTokenPrediction(nn.Module):
             found.append(x)
         return tuple(found)
 
-    def look(self, depth: int, x: Tensor, ids: Tensor, positions: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
-             context: ForwardContext) -> Tensor:
+    def look(
+        self,
+        depth: int,
+        x: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        embed: Callable[[Tensor, Tensor], Tensor],
+        context: ForwardContext,
+    ) -> Tensor:
         """The states of one depth, counted from 1, like x, the states of the depth before. ids: [b, s], `depth` places ahead."""
         vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
         layer = self.layers[min(depth, len(self.layers)) - 1]
-        return layer(x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, replace(context, depth=depth))
+        return layer(
+            x, vectors.detach() if self.build.model.mtp.mtp_detach_heads else vectors, replace(context, depth=depth)
+        )
 
 
 class MTPLayer(nn.Module):
@@ -89,13 +104,21 @@ class MTPLayer(nn.Module):
         model, size = build.model, build.model.hidden_size
         self.build = build
         self.enorm, self.hnorm = build.norm(size), build.norm(size)
-        self.eh_proj = ColumnLinear(2 * size, (FusedSegment(size),), bias=False, init=build.initial(), region=build.region,
-                                    mesh=build.mesh, dtype=build.dtype)
+        self.eh_proj = ColumnLinear(
+            2 * size,
+            (FusedSegment(size),),
+            bias=False,
+            init=build.initial(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
         self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth), build)
         self.final_layernorm = build.norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:
         """x: states of the depth before; vectors: of the tokens ahead; both [s or s/tp, b, h]. Returns the same shape."""
+
         def run(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
             joined = self.build.region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)

@@ -23,12 +23,24 @@ Network = GPTModel | BERTModel | T5Model
 
 def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """One pipeline stage as a rank at this place of a mesh builds it, on the meta device."""
-    kernels = select(Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})  # nothing runs, so another's need not be here
-    build = Build(model=model, mesh=replace(mesh, device=torch.device("meta")), kernels=kernels, streams=RandomStreams(mesh.device, {}))
+    kernels = select(
+        Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
+    )  # nothing runs, so another's need not be here
+    build = Build(
+        model=model,
+        mesh=replace(mesh, device=torch.device("meta")),
+        kernels=kernels,
+        streams=RandomStreams(mesh.device, {}),
+    )
     return NETWORKS[model.architecture](stage, build)
 
 
-def held_parameters(model: ModelConfig, stage: StageSpec, *, tp: int, ep: int, etp: int) -> list[tuple[str, tuple[int, ...], int]]:
+def held_parameters(
+    model: ModelConfig, stage: StageSpec, *, tp: int, ep: int, etp: int
+) -> list[tuple[str, tuple[int, ...], int]]:
     """Global name, whole shape and number of elements held, of every parameter that the first rank of a layout has of a stage."""
     mesh = replace(Mesh.single(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
-    return [(spec_of(param).name, spec_of(param).shape, param.numel()) for param in network_on(model, mesh, stage).parameters()]
+    return [
+        (spec_of(param).name, spec_of(param).shape, param.numel())
+        for param in network_on(model, mesh, stage).parameters()
+    ]

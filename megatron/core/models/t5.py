@@ -52,8 +52,9 @@ class T5Model(nn.Module):
         self.output_layer = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-            self.output_layer = LanguageModelHead(build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "",
-                                                  bias=model.add_bias_linear)
+            self.output_layer = LanguageModelHead(
+                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=model.add_bias_linear
+            )
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
@@ -64,15 +65,24 @@ class T5Model(nn.Module):
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Shape and format of each tensor that a stage takes from the one before."""
         build, rope = self.build, self.build.model.rope
-        states = tuple(((build.region.length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
-                       for length in (train.decoder_seq_length, train.seq_length))
+        states = tuple(
+            ((build.region.length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
+            for length in (train.decoder_seq_length, train.seq_length)
+        )
         if rope.position_embedding_type != "relative":
             return states
         heads = build.model.num_attention_heads // build.mesh.tp.size
         return (*states, ((2, rope.relative_attention_num_buckets, heads), build.dtype))
 
-    def forward(self, *, encoder_padding: Tensor | None, encoder_ids: Tensor | None = None, decoder_ids: Tensor | None = None,
-                message: Message | None = None, labels: Tensor | None = None) -> Message | Tensor:
+    def forward(
+        self,
+        *,
+        encoder_padding: Tensor | None,
+        encoder_ids: Tensor | None = None,
+        decoder_ids: Tensor | None = None,
+        message: Message | None = None,
+        labels: Tensor | None = None,
+    ) -> Message | Tensor:
         """Run this stage.
 
         encoder_padding: bool [b, s], False where there is no token; None: all are. encoder_ids: [b, s] and decoder_ids:
@@ -87,7 +97,9 @@ class T5Model(nn.Module):
         if self.encoder is not None:
             memory = self._encode(memory, tables, encoder_padding)
         if self.decoder is not None:
-            context = ForwardContext(MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding))
+            context = ForwardContext(
+                MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding)
+            )
             state = self.decoder(state, context, bias=self._bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
@@ -105,7 +117,12 @@ class T5Model(nn.Module):
         memory, *tables = message
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
-        context = ForwardContext(MaskSpec(), rotary_of(self.build, state, positions), memory_mask=MaskSpec(causal=False, padding=padding), cache=cache)
+        context = ForwardContext(
+            MaskSpec(),
+            rotary_of(self.build, state, positions),
+            memory_mask=MaskSpec(causal=False, padding=padding),
+            cache=cache,
+        )
         bias = score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:] if tables else None
         return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
 
@@ -120,14 +137,22 @@ class T5Model(nn.Module):
         state = self.embedding(decoder_ids, positions_of(decoder_ids))
         if self.encoder_relative_pos_emb is None:
             return state, memory
-        tables = [half.relative_attention_bias.weight for half in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)]
+        tables = [
+            half.relative_attention_bias.weight
+            for half in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)
+        ]
         return state, memory, torch.stack(tables)
 
     def _encode(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
-        return self.encoder(memory, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
-                            bias=self._bias(tables, memory, causal=False)).to(self.build.residual_dtype)
+        return self.encoder(
+            memory,
+            ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
+            bias=self._bias(tables, memory, causal=False),
+        ).to(self.build.residual_dtype)
 
     def _bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
         if not tables:
             return None
-        return score_bias(tables[0][int(causal)], self.build.region.whole_length(x.shape[0]), self.build.model.rope, causal=causal)
+        return score_bias(
+            tables[0][int(causal)], self.build.region.whole_length(x.shape[0]), self.build.model.rope, causal=causal
+        )

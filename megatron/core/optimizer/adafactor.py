@@ -51,7 +51,7 @@ class _Block:
 
     def of(self, values: Tensor) -> Tensor:
         """The rectangle of what the segment has, flat: a view."""
-        return values[self.start:self.stop].view(self.shape)[self.inside]
+        return values[self.start : self.stop].view(self.shape)[self.inside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,16 @@ class _Whole:
 class Adafactor:
     """All parameters of this rank's stages. param_groups: as torch's optimizers have them; their params are masters."""
 
-    def __init__(self, parallels: Sequence[Parallel], owned: Sequence[tuple[Segment, Tensor]], groups: Sequence[dict[str, Any]],
-                 mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parallels: Sequence[Parallel],
+        owned: Sequence[tuple[Segment, Tensor]],
+        groups: Sequence[dict[str, Any]],
+        mesh: Mesh,
+        config: OptimizerConfig,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
         """owned: this rank's segments with their masters. dtype: of masters, also where this rank has none.
 
         All ranks that share a parameter step together, also those that own none of it.
@@ -110,16 +118,25 @@ class Adafactor:
     def _whole(self, one: Ownership, left: Iterator[tuple[Segment, Tensor]]) -> _Whole:
         spec, axis, size = one.spec, self.mesh.axis(one.spec.reduce_over), max(high for _, high in one.ranges)
         shape = (one.local_shape[0], *spec.shape[1:]) if spec.stacked else spec.shape
-        axes = (*((spec.reduce_over,) if any(owned != (0, size) for owned in one.ranges) else ()),
-                *(() if is_shared_over_tensor(spec) else (tensor_axis(spec),)))
+        axes = (
+            *((spec.reduce_over,) if any(owned != (0, size) for owned in one.ranges) else ()),
+            *(() if is_shared_over_tensor(spec) else (tensor_axis(spec),)),
+        )
         found = _Whole(spec, shape, axes, None)
         low, high = one.ranges[axis.rank]
         if low == high:
             return found
         segment, master = next(left)
-        assert (segment.name, segment.low, segment.high) == (spec.name, low, high), f"{segment.name} is not the next that is owned"
+        assert (segment.name, segment.low, segment.high) == (spec.name, low, high), (
+            f"{segment.name} is not the next that is owned"
+        )
         sizes = _factors(shape) if found.is_factored else (tuple(master.shape),)
-        return replace(found, held=_Held(segment, master, tuple(_blocks(segment, self.mesh)), tuple(master.new_zeros(of) for of in sizes)))
+        return replace(
+            found,
+            held=_Held(
+                segment, master, tuple(_blocks(segment, self.mesh)), tuple(master.new_zeros(of) for of in sizes)
+            ),
+        )
 
     @torch.no_grad()
     def step(self) -> None:
@@ -144,7 +161,9 @@ class Adafactor:
             yield "exp_avg_sq", held.segment, held.second[0]
             return
         shards = tuple(cut for cut in whole.spec.shards if whole.spec.stacked and cut.dim == 0)
-        for slot, second, shape in zip(("exp_avg_sq_row", "exp_avg_sq_col"), held.second, _factors(whole.spec.shape), strict=True):
+        for slot, second, shape in zip(
+            ("exp_avg_sq_row", "exp_avg_sq_col"), held.second, _factors(whole.spec.shape), strict=True
+        ):
             values = second.view(-1)
             spec = replace(whole.spec, shape=shape, shards=shards)
             yield slot, Segment(spec, tuple(second.shape), 0, len(values), values, values), values
@@ -165,7 +184,7 @@ class Adafactor:
 
     def _direct(self, whole: _Whole, held: _Held, sums: Sequence[Tensor]) -> None:
         """Take the newest squares into the second moments, and make gradients directions."""
-        newest, gradient = self.steps ** -self.config.adafactor_decay_rate, held.master.grad
+        newest, gradient = self.steps**-self.config.adafactor_decay_rate, held.master.grad
         least = torch.finfo(held.master.dtype).eps
         if not whole.is_factored:
             (second,) = held.second
@@ -236,4 +255,6 @@ def _blocks(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
             index = where.slices()
             if segment.spec.stacked:
                 index = (common.slices()[0], *index[1:])
-            yield _Block(start - segment.low, stop - segment.low, box.shape, inside.slices(), index, piece.is_first_replica)
+            yield _Block(
+                start - segment.low, stop - segment.low, box.shape, inside.slices(), index, piece.is_first_replica
+            )

@@ -45,12 +45,18 @@ def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[t
 def first_homes(segments: Sequence[Segment]) -> list[Segment]:
     """The segments without a second home of the same matrix: a pipeline that goes there and back has both ends on one rank."""
     homes: dict[str, Segment] = {}
-    return [segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment]
+    return [
+        segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment
+    ]
 
 
 def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
-    return [getattr(segment, of)[low:high] for segment in first_homes(segments)
-            for low, high in counted_ranges(segment, mesh, sharded=sharded) if low < high]
+    return [
+        getattr(segment, of)[low:high]
+        for segment in first_homes(segments)
+        for low, high in counted_ranges(segment, mesh, sharded=sharded)
+        if low < high
+    ]
 
 
 def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
@@ -74,5 +80,5 @@ def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Te
             for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero
-                zeros += (segment.grad[start - segment.low:stop - segment.low] == 0).sum() - padding
+                zeros += (segment.grad[start - segment.low : stop - segment.low] == 0).sum() - padding
     return collectives.all_reduce(zeros, mesh.world)

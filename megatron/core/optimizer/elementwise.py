@@ -47,7 +47,9 @@ class Elementwise(ABC):
                 self._update(params, [param.grad for param in params], states, group["lr"], group["weight_decay"])
 
     @abstractmethod
-    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+    def _update(
+        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
+    ) -> None:
         """Update some parameters. states: slot -> of each parameter."""
 
 
@@ -57,9 +59,25 @@ class AdamW(Elementwise):
     slots = ("exp_avg", "exp_avg_sq")
     counts = True
 
-    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
-        adamw(params, gradients, states["exp_avg"], states["exp_avg_sq"], [], states["step"], fused=True, amsgrad=False,
-              beta1=self.config.adam_beta1, beta2=self.config.adam_beta2, lr=lr, weight_decay=decay, eps=self.config.adam_eps, maximize=False)
+    def _update(
+        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
+    ) -> None:
+        adamw(
+            params,
+            gradients,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            [],
+            states["step"],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=self.config.adam_eps,
+            maximize=False,
+        )
 
 
 class SGD(Elementwise):
@@ -67,9 +85,21 @@ class SGD(Elementwise):
 
     slots = ("momentum_buffer",)
 
-    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
-        sgd(params, gradients, list(states["momentum_buffer"]), foreach=True, weight_decay=decay, momentum=self.config.sgd_momentum,
-            lr=lr, dampening=0.0, nesterov=False, maximize=False)
+    def _update(
+        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
+    ) -> None:
+        sgd(
+            params,
+            gradients,
+            list(states["momentum_buffer"]),
+            foreach=True,
+            weight_decay=decay,
+            momentum=self.config.sgd_momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
 
 class Lion(Elementwise):
@@ -82,7 +112,9 @@ class Lion(Elementwise):
 
     slots = ("exp_avg",)
 
-    def _update(self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float) -> None:
+    def _update(
+        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
+    ) -> None:
         for param, gradient, moment in zip(params, gradients, states["exp_avg"], strict=True):
             direction = moment.lerp(gradient, 1.0 - self.config.lion_beta1).sign_()
             moment.lerp_(gradient, 1.0 - self.config.lion_beta2)

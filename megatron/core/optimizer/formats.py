@@ -52,7 +52,7 @@ class Wide:
 
     def write(self, low: int, values: Tensor, chance: torch.Generator) -> None:
         """As `Kept` says."""
-        self.tensor[low:low + len(values)].copy_(values)
+        self.tensor[low : low + len(values)].copy_(values)
 
     def memory(self) -> tuple[Tensor, ...]:
         """As `Kept` says."""
@@ -73,8 +73,8 @@ class Half:
         """As `Kept` says."""
         bits = values.float().contiguous().view(torch.int32)
         more = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=chance)
-        rounded = ((bits + more) & -2**16).view(torch.float32)
-        self.tensor[low:low + len(values)].copy_(torch.where(values.isfinite(), rounded, values))
+        rounded = ((bits + more) & -(2**16)).view(torch.float32)
+        self.tensor[low : low + len(values)].copy_(torch.where(values.isfinite(), rounded, values))
 
     def memory(self) -> tuple[Tensor, ...]:
         """As `Kept` says."""
@@ -92,7 +92,7 @@ class Blocks:
 
     def read(self, low: int, high: int) -> Tensor:
         """As `Kept` says."""
-        scales = self.scales[low // BLOCK:-(-high // BLOCK)].repeat_interleave(BLOCK)[:high - low]
+        scales = self.scales[low // BLOCK : -(-high // BLOCK)].repeat_interleave(BLOCK)[: high - low]
         found = self.values[low:high].float() * scales
         return found.square_() if self.as_root else found
 
@@ -110,7 +110,7 @@ class Blocks:
         rounded = torch.floor(scaled / step + torch.rand(scaled.shape, generator=chance, device=scaled.device)) * step
         if self.as_root:
             rounded = torch.where(scaled > 0, torch.maximum(rounded, step), rounded)
-        self.values[low:low + count].copy_(rounded.view(-1)[:count])
+        self.values[low : low + count].copy_(rounded.view(-1)[:count])
         self.scales[places].copy_(scales.view(-1))
 
     def memory(self) -> tuple[Tensor, ...]:
@@ -136,15 +136,15 @@ class Remainder:
     def write(self, low: int, values: Tensor, chance: torch.Generator) -> None:
         """As `Kept` says. Moves the weight along."""
         bits = values.float().contiguous().view(torch.int32)
-        upper = (bits + 2**15) & -2**16
-        self.weight[low:low + len(values)].view(torch.int16).copy_((upper >> 16).to(torch.int16))
-        self.rest[low:low + len(values)].copy_((bits - upper).to(torch.int16))
+        upper = (bits + 2**15) & -(2**16)
+        self.weight[low : low + len(values)].view(torch.int16).copy_((upper >> 16).to(torch.int16))
+        self.rest[low : low + len(values)].copy_((bits - upper).to(torch.int16))
 
     def complete(self, low: int, values: Tensor) -> None:
         """Keep masters whose weights are there already, and stay. A master halfway between two is moved by its last bit."""
-        upper = self.weight[low:low + len(values)].view(torch.int16).int() << 16
-        rest = (values.float().contiguous().view(torch.int32) - upper).clamp(-2**15, 2**15 - 1)
-        self.rest[low:low + len(values)].copy_(rest.to(torch.int16))
+        upper = self.weight[low : low + len(values)].view(torch.int16).int() << 16
+        rest = (values.float().contiguous().view(torch.int32) - upper).clamp(-(2**15), 2**15 - 1)
+        self.rest[low : low + len(values)].copy_(rest.to(torch.int16))
 
     def memory(self) -> tuple[Tensor, ...]:
         """As `Kept` says. The weight is the network's."""

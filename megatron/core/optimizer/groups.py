@@ -18,7 +18,9 @@ class Group:
 
 def group_of(spec: ParamSpec, config: OptimizerConfig) -> Group:
     """Matrices decay; biases and norms do not. Embeddings and the output layer may have a rate of their own."""
-    decays = spec.kind in ("matrix", "table", "embedding") or (spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm)
+    decays = spec.kind in ("matrix", "table", "embedding") or (
+        spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm
+    )
     return Group(decays, spec.kind == "embedding" and config.decoupled_lr is not None)
 
 

@@ -56,13 +56,17 @@ class LowPrecisionAdam:
         change(values)
         self._keep_master(entry, 0, values, self._chance(entry))
 
-    def _slice(self, entry: Entry, low: int, high: int, gradient: Tensor, group: dict[str, Any], chance: torch.Generator) -> None:
+    def _slice(
+        self, entry: Entry, low: int, high: int, gradient: Tensor, group: dict[str, Any], chance: torch.Generator
+    ) -> None:
         master, first, second = (entry.slots[name].read(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
         second = second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         size = second.sqrt().div_((1.0 - beta2**self.steps) ** 0.5).add_(self.eps)
-        master = master.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(first, size, value=-lr / (1.0 - beta1**self.steps))
+        master = master.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(
+            first, size, value=-lr / (1.0 - beta1**self.steps)
+        )
         entry.slots["exp_avg"].write(low, first, chance)
         entry.slots["exp_avg_sq"].write(low, second, chance)
         self._keep_master(entry, low, master, chance)
@@ -71,7 +75,7 @@ class LowPrecisionAdam:
         kept = entry.slots["master"]
         kept.write(low, values, chance)
         if entry.publishes:
-            entry.segment.data[low:low + len(values)].copy_(kept.read(low, low + len(values)))
+            entry.segment.data[low : low + len(values)].copy_(kept.read(low, low + len(values)))
 
     def _chance(self, entry: Entry) -> torch.Generator:
         """The random numbers of a segment in this step."""
@@ -90,9 +94,15 @@ def entry_of(segment: Segment, precision: PrecisionConfig) -> Entry:
         master = Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
     else:
         master = Wide(data.float())
-    entry = Entry(segment, {"master": master, "exp_avg": kept_as(precision.exp_avg_dtype, data),
-                            "exp_avg_sq": kept_as(precision.exp_avg_sq_dtype, data, as_root=True)},
-                  half and not isinstance(master, Remainder))
+    entry = Entry(
+        segment,
+        {
+            "master": master,
+            "exp_avg": kept_as(precision.exp_avg_dtype, data),
+            "exp_avg_sq": kept_as(precision.exp_avg_sq_dtype, data, as_root=True),
+        },
+        half and not isinstance(master, Remainder),
+    )
     if isinstance(master, Blocks):
         pack(master, data.float())
     return entry
@@ -113,5 +123,5 @@ def pack(kept: Kept, values: Tensor) -> None:
     device = kept.memory()[0].device
     chance = torch.Generator(device).manual_seed(0)  # for what was saved in a wider format
     for low in range(0, len(values), _SLICE):
-        part = values[low:low + _SLICE].to(device)
+        part = values[low : low + _SLICE].to(device)
         kept.complete(low, part) if isinstance(kept, Remainder) else kept.write(low, part, chance)

@@ -46,15 +46,27 @@ class Muon:
     slabs: axis of the data ranks -> what they work on, the same list on each of them.
     """
 
-    def __init__(self, parallels: Sequence[Parallel], owned: Sequence[tuple[Segment, Tensor]], mesh: Mesh, config: OptimizerConfig, *,
-                 dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parallels: Sequence[Parallel],
+        owned: Sequence[tuple[Segment, Tensor]],
+        mesh: Mesh,
+        config: OptimizerConfig,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
         """owned: this rank's segments with their masters, those of other rules among them. dtype: of masters, also where it has none."""
         self.mesh, self.config = mesh, config
         self.nothing = torch.zeros(0, dtype=dtype, device=mesh.device)
         self.lr = self.weight_decay = 0.0
-        self.how = Iteration(config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium")
-        self.held = {segment.name: _Held(segment.low, master, torch.zeros_like(master)) for segment, master in owned
-                     if is_by_muon(segment.spec, config)}
+        self.how = Iteration(
+            config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
+        )
+        self.held = {
+            segment.name: _Held(segment.low, master, torch.zeros_like(master))
+            for segment, master in owned
+            if is_by_muon(segment.spec, config)
+        }
         found: dict[str, list[Slab]] = {}
         for one in (one for parallel in parallels for one in parallel.ownership() if is_by_muon(one.spec, config)):
             found.setdefault(one.spec.reduce_over, []).extend(slabs_of(one, self._is_split))
@@ -78,8 +90,11 @@ class Muon:
     def _turn(self, slabs: Sequence[Slab], directions: Mapping[str, Tensor], axis: Axis) -> None:
         """Update some slabs: those that no rank holds whole by their owners, all others by each rank for itself."""
         whole = [slab for slab in slabs if not slab.is_shared_out]
-        for slab, update in zip(whole, self._updates(whole, [self._own(slab, directions, 0, slab.high - slab.low) for slab in whole]),
-                                strict=True):
+        for slab, update in zip(
+            whole,
+            self._updates(whole, [self._own(slab, directions, 0, slab.high - slab.low) for slab in whole]),
+            strict=True,
+        ):
             self._apply(slab, update, 0)
         away = sorted((slab for slab in slabs if slab.is_shared_out), key=lambda slab: slab.owner)
         if not away:
@@ -88,7 +103,9 @@ class Muon:
         sent = [slab.ranges[axis.rank] for slab in away]
         out = _sizes(away, [high - low for low, high in sent], axis.size)
         back = [sum(slab.ranges[rank][1] - slab.ranges[rank][0] for slab in mine) for rank in range(axis.size)]
-        leaving = [self._own(slab, directions, low, high) for slab, (low, high) in zip(away, sent, strict=True) if low < high]
+        leaving = [
+            self._own(slab, directions, low, high) for slab, (low, high) in zip(away, sent, strict=True) if low < high
+        ]
         coming, work = collectives.start_exchange(torch.cat([self.nothing, *leaving]), out, back, axis)
         collectives.wait(work)
         updates = _returned(self._updates(mine, _assembled(mine, coming, axis.size)), mine, axis.size, self.nothing)
@@ -99,13 +116,13 @@ class Muon:
 
     def _own(self, slab: Slab, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
         start = slab.low - self.held[slab.name].low
-        return directions[slab.name][start + low:start + high]
+        return directions[slab.name][start + low : start + high]
 
     def _apply(self, slab: Slab, update: Tensor, low: int) -> None:
         """Move this rank's elements of a slab, from `low` on, by an update."""
         if update.numel():
             start = slab.low - self.held[slab.name].low + low
-            self.held[slab.name].master[start:start + update.numel()].add_(update, alpha=-self.lr)
+            self.held[slab.name].master[start : start + update.numel()].add_(update, alpha=-self.lr)
 
     def _is_split(self, spec: ParamSpec) -> bool:
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
@@ -114,7 +131,9 @@ class Muon:
         """The scaled orthogonal factors of slabs, flat. Those of one shape, such as experts, are worked on together."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, slab in enumerate(slabs):
-            alike.setdefault((slab.spec.shape, slab.spec.shards, slab.shape, self._is_split(slab.spec)), []).append(place)
+            alike.setdefault((slab.spec.shape, slab.spec.shards, slab.shape, self._is_split(slab.spec)), []).append(
+                place
+            )
         found: list[Tensor] = list(flats)
         for places in alike.values():
             stack = torch.stack([flats[place].view(slabs[place].shape) for place in places])
@@ -130,7 +149,9 @@ class Muon:
         axis, split, dim = self.mesh.axis(cut.axis), self._is_split(spec), cut.dim - 2
         if self.config.muon_tp_mode == "blockwise":
             sizes = [part.local_size(axis.size) for part in cut.parts] if split else [x.shape[dim]]
-            return torch.cat([self._scaled(orthogonalize(block, self.how), block.shape[1:]) for block in x.split(sizes, dim)], dim)
+            return torch.cat(
+                [self._scaled(orthogonalize(block, self.how), block.shape[1:]) for block in x.split(sizes, dim)], dim
+            )
         if self.config.muon_tp_mode == "distributed":
             return self._together(x, spec, axis)
         held = collectives.all_gather(x[None], axis)
@@ -140,7 +161,9 @@ class Muon:
                 if piece.is_first_replica:
                     whole[(slice(None), *piece.box.slices())] = held[(rank, slice(None), *piece.local.slices())]
         sizes = [part.size for part in cut.parts] if split else [spec.shape[cut.dim]]
-        whole = torch.cat([self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim)
+        whole = torch.cat(
+            [self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim
+        )
         found = torch.zeros_like(x)
         for piece in local_shards(spec, self.mesh):
             found[(slice(None), *piece.local.slices())] = whole[(slice(None), *piece.box.slices())]
@@ -150,8 +173,12 @@ class Muon:
         """The same by all tensor ranks together, of which none sees the others' pieces."""
         cut = spec.shards[0]
         held = local_shards(spec, self.mesh)
-        counted = torch.cat([torch.full((piece.local.shape[cut.dim],), float(piece.is_first_replica), dtype=x.dtype, device=x.device)
-                             for piece in held])
+        counted = torch.cat(
+            [
+                torch.full((piece.local.shape[cut.dim],), float(piece.is_first_replica), dtype=x.dtype, device=x.device)
+                for piece in held
+            ]
+        )
         sizes = [piece.local.shape[cut.dim] for piece in held] if self._is_split(spec) else [len(counted)]
         lengths = [part.size for part in cut.parts] if self._is_split(spec) else [spec.shape[cut.dim]]
         found = []
@@ -168,7 +195,9 @@ class Muon:
 
 def _sizes(slabs: Sequence[Slab], elements: Sequence[int], ranks: int) -> list[int]:
     """How many elements go to each owner."""
-    return [sum(size for slab, size in zip(slabs, elements, strict=True) if slab.owner == rank) for rank in range(ranks)]
+    return [
+        sum(size for slab, size in zip(slabs, elements, strict=True) if slab.owner == rank) for rank in range(ranks)
+    ]
 
 
 def _assembled(slabs: Sequence[Slab], coming: Tensor, ranks: int) -> list[Tensor]:
@@ -178,12 +207,20 @@ def _assembled(slabs: Sequence[Slab], coming: Tensor, ranks: int) -> list[Tensor
     for rank in range(ranks):
         for slab, flat in zip(slabs, found, strict=True):
             low, high = slab.ranges[rank]
-            flat[low:high] = coming[start:start + high - low]
+            flat[low:high] = coming[start : start + high - low]
             start += high - low
     return found
 
 
 def _returned(updates: Sequence[Tensor], slabs: Sequence[Slab], ranks: int, nothing: Tensor) -> Tensor:
     """The updates of whole slabs, by receiver and then by slab."""
-    return torch.cat([nothing, *(update[slab.ranges[rank][0]:slab.ranges[rank][1]] for rank in range(ranks)
-                                  for slab, update in zip(slabs, updates, strict=True))])
+    return torch.cat(
+        [
+            nothing,
+            *(
+                update[slab.ranges[rank][0] : slab.ranges[rank][1]]
+                for rank in range(ranks)
+                for slab, update in zip(slabs, updates, strict=True)
+            ),
+        ]
+    )

@@ -47,10 +47,16 @@ class Host:
             count, master = segment.data.numel(), host_memory(segment.data.numel(), wide, pinned=config.pin_cpu_params)
             self.masters.append(master.copy_(segment.data))
             # Half-precision weights are rounded before they travel.
-            weights = master if segment.data.dtype == wide else host_memory(count, segment.data.dtype, pinned=config.pin_cpu_params)
+            weights = (
+                master
+                if segment.data.dtype == wide
+                else host_memory(count, segment.data.dtype, pinned=config.pin_cpu_params)
+            )
             if place % max(1, size) == 0:
                 self._groups.append([])
-            self._groups[-1].append(_Away(segment, master, host_memory(count, wide, pinned=config.pin_cpu_grads), weights))
+            self._groups[-1].append(
+                _Away(segment, master, host_memory(count, wide, pinned=config.pin_cpu_grads), weights)
+            )
 
     def step(self, inner: Elementwise, factor: float | Tensor, here: Callable[[], None]) -> None:
         """Send gradients down, update by factor times them, and send the weights up. here: the device's own work, begun meanwhile."""
@@ -99,4 +105,10 @@ def divided(segments: Sequence[Segment], fraction: float) -> tuple[list[Segment]
 
 
 def _part(segment: Segment, low: int, high: int) -> Segment:
-    return replace(segment, low=segment.low + low, high=segment.low + high, data=segment.data[low:high], grad=segment.grad[low:high])
+    return replace(
+        segment,
+        low=segment.low + low,
+        high=segment.low + high,
+        data=segment.data[low:high],
+        grad=segment.grad[low:high],
+    )

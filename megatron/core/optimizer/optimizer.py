@@ -56,8 +56,15 @@ class Optimizer:
     masters: of each segment, flat; of one with narrow state, its weights. inner: the rule of what Muon does not update.
     """
 
-    def __init__(self, parallels: Sequence[Parallel], mesh: Mesh, config: OptimizerConfig, precision: PrecisionConfig,
-                 *, sharded: bool) -> None:
+    def __init__(
+        self,
+        parallels: Sequence[Parallel],
+        mesh: Mesh,
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        *,
+        sharded: bool,
+    ) -> None:
         self.parallels, self.mesh, self.config, self.sharded = parallels, mesh, config, sharded
         self.segments = [segment for parallel in parallels for segment in parallel.segments()]
         self.scaler = LossScaler(precision)
@@ -66,12 +73,20 @@ class Optimizer:
         if config.optimizer_cpu_offload and has_own_memory(mesh.device):  # on a CPU, there is no other place
             self.segments, away = divided(self.segments, config.optimizer_offload_fraction)
             self.host = Host(mesh.device, self.segments[:away], config)
-        self.entries = [entry_of(segment, precision) for segment in self.segments] if precision.use_precision_aware_optimizer else []
+        self.entries = (
+            [entry_of(segment, precision) for segment in self.segments]
+            if precision.use_precision_aware_optimizer
+            else []
+        )
         self.masters = list(self.host.masters) if self.host is not None else []
         self.here = slice(len(self.masters), None)  # segments that are updated where their weights are
         self.masters += [self._master(segment) for segment in self.segments[self.here]]
         wide = torch.float64 if precision.fp64 else torch.float32
-        self.muon = Muon(parallels, list(zip(self.segments, self.masters, strict=True)), mesh, config, dtype=wide) if config.is_muon else None
+        self.muon = (
+            Muon(parallels, list(zip(self.segments, self.masters, strict=True)), mesh, config, dtype=wide)
+            if config.is_muon
+            else None
+        )
         grouped: dict[Group, list[Any]] = {}
         for segment, param in zip(self.segments, self.entries or self.masters, strict=True):
             if not is_by_muon(segment.spec, config):
@@ -89,7 +104,11 @@ class Optimizer:
         return segment.data if wide else segment.data.float()
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> Elementwise | LowPrecisionAdam:
-        return LowPrecisionAdam(groups, self.config) if self.entries else RULES[self.config.elementwise](groups, self.config)
+        return (
+            LowPrecisionAdam(groups, self.config)
+            if self.entries
+            else RULES[self.config.elementwise](groups, self.config)
+        )
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Rates of the next step. decoupled_lr: of the embedding and output layer."""
@@ -100,8 +119,14 @@ class Optimizer:
             self.muon.lr, self.muon.weight_decay = lr, weight_decay
 
     @torch.no_grad()
-    def step(self, *, multiplier: float | Tensor = 1.0, count_zero_elements: bool = False,
-             row_factors: Mapping[str, Tensor] | None = None, accepts: Callable[[Tensor], bool] = lambda norm: True) -> StepResult:
+    def step(
+        self,
+        *,
+        multiplier: float | Tensor = 1.0,
+        count_zero_elements: bool = False,
+        row_factors: Mapping[str, Tensor] | None = None,
+        accepts: Callable[[Tensor], bool] = lambda norm: True,
+    ) -> StepResult:
         """Sum what layouts ask for, clip, and update, once gradients are reduced.
 
         multiplier: what the gradients still lack beside the loss scale. row_factors: global name -> what the rows of a
@@ -152,7 +177,9 @@ class Optimizer:
                 continue
             rows = factors[segment.name]
             if isinstance(self.inner, LowPrecisionAdam):
-                self.inner.edit(self.entries[place], lambda values, rows=rows, segment=segment: _scale(values, segment, rows))
+                self.inner.edit(
+                    self.entries[place], lambda values, rows=rows, segment=segment: _scale(values, segment, rows)
+                )
             else:
                 _scale(self.masters[place], segment, rows)
                 if self.host is not None:
@@ -178,8 +205,11 @@ class Optimizer:
         for place, (master, segment) in enumerate(zip(self.masters, self.segments, strict=True)):
             narrow = segment.data.dtype in (torch.bfloat16, torch.float16) or segment.rounds_to is not None
             if self.entries:
-                yield from ((slot, segment, unpacked(kept, segment)) for slot, kept in self.entries[place].slots.items()
-                            if slot != "master" or narrow)
+                yield from (
+                    (slot, segment, unpacked(kept, segment))
+                    for slot, kept in self.entries[place].slots.items()
+                    if slot != "master" or narrow
+                )
                 continue
             if narrow:
                 yield "master", segment, master
@@ -213,7 +243,9 @@ class Optimizer:
         """Updates done so far (Adam's bias correction counts them)."""
         if isinstance(self.inner, LowPrecisionAdam | Adafactor):
             return self.inner.steps
-        counts = [state["step"] for state in self.inner.state.values() if "step" in state] if self.inner is not None else []
+        counts = (
+            [state["step"] for state in self.inner.state.values() if "step" in state] if self.inner is not None else []
+        )
         return int(counts[0]) if counts else 0
 
     def load_num_steps(self, steps: int) -> None:
@@ -230,4 +262,4 @@ def _scale(values: Tensor, segment: Segment, rows: Tensor) -> None:
     """Multiply the rows of what is owned of a parameter. values: flat."""
     for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
         factors = rows.narrow(0, box.offset[0], box.shape[0]).to(values)
-        values[start - segment.low:stop - segment.low].view(box.shape[0], -1).mul_(factors[:, None])
+        values[start - segment.low : stop - segment.low].view(box.shape[0], -1).mul_(factors[:, None])

@@ -60,7 +60,9 @@ def _slab(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int
     ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
     rows, columns = spec.shape
     parts = spec.shards[0].parts if spec.shards and is_split else ()
-    sizes = [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in parts] or [(rows, columns)]
+    sizes = [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in parts] or [
+        (rows, columns)
+    ]
     cost = sum(min(m, n) ** 2 * (2.0 * max(m, n) + min(m, n)) for m, n in sizes)
     return Slab(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
 

@@ -92,8 +92,9 @@ class Schedule:
             into = samples - (self.decay_samples - self.wsd_samples)
             share = 1.0 if into <= 0 else _remaining(self.wsd_style, into / self.wsd_samples)
         else:
-            share = _remaining(self.decay_style,
-                               (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples))
+            share = _remaining(
+                self.decay_style, (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            )
         return min_lr + share * (max_lr - min_lr)
 
     def weight_decay(self, samples: float) -> float:
@@ -115,35 +116,57 @@ class Schedule:
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """How a checkpoint's schedule differs from this one, a line each; empty when both are one curve, and a run may simply resume."""
         idle = self._unused() & Schedule.from_state({**self.state(), **saved})._unused()
-        return [f"{name.replace('_', ' ')} is {mine} now and was {saved.get(name)} in the checkpoint"
-                for name, mine in self.state().items() if saved.get(name) != mine and name not in idle]
+        return [
+            f"{name.replace('_', ' ')} is {mine} now and was {saved.get(name)} in the checkpoint"
+            for name, mine in self.state().items()
+            if saved.get(name) != mine and name not in idle
+        ]
 
     def _unused(self) -> set[str]:
         """Numbers that no point of the curves depends on."""
-        unused = {"decay_samples": self.decay_style == "constant", "weight_decay_samples": self.weight_decay_style == "constant",
-                  "start_weight_decay": self.weight_decay_style == "constant", "warmup_init": not self.warmup_samples,
-                  "wsd_samples": self.decay_style != "WSD", "wsd_style": self.decay_style != "WSD"}
+        unused = {
+            "decay_samples": self.decay_style == "constant",
+            "weight_decay_samples": self.weight_decay_style == "constant",
+            "start_weight_decay": self.weight_decay_style == "constant",
+            "warmup_init": not self.warmup_samples,
+            "wsd_samples": self.decay_style != "WSD",
+            "wsd_style": self.decay_style != "WSD",
+        }
         return {name for name, holds in unused.items() if holds}
 
     def _problems(self) -> list[str]:
         found = []
         if self.warmup_samples >= self.decay_samples:
-            found.append(f"the warm-up of {self.warmup_samples:g} samples does not end before the decay horizon of "
-                         f"{self.decay_samples} samples; shorten --lr-warmup-... or lengthen --lr-decay-...")
+            found.append(
+                f"the warm-up of {self.warmup_samples:g} samples does not end before the decay horizon of "
+                f"{self.decay_samples} samples; shorten --lr-warmup-... or lengthen --lr-decay-..."
+            )
         if self.wsd_samples is not None and not 0 < self.wsd_samples <= self.decay_samples:
-            found.append(f"the WSD anneal of {self.wsd_samples} samples does not fit into the decay horizon of "
-                         f"{self.decay_samples} samples")
+            found.append(
+                f"the WSD anneal of {self.wsd_samples} samples does not fit into the decay horizon of "
+                f"{self.decay_samples} samples"
+            )
         return found
 
 
-def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_checkpoint: bool, longer: str = "", samples: float = 0) -> Schedule:
+def choose(
+    mine: Schedule,
+    saved: Mapping[str, Any],
+    *,
+    override: bool,
+    use_checkpoint: bool,
+    longer: str = "",
+    samples: float = 0,
+) -> Schedule:
     """Whose schedule a resumed run follows: the flags', the checkpoint's, or both because they are equal.
 
     override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`. longer: says that the run has
     another length than that of the checkpoint, which the decay follows. samples: consumed so far.
     """
     if override and use_checkpoint:
-        refuse(["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"])
+        refuse(
+            ["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"]
+        )
     if override:
         return mine
     if use_checkpoint:
@@ -151,10 +174,17 @@ def choose(mine: Schedule, saved: Mapping[str, Any], *, override: bool, use_chec
     lines = mine.differences(saved)
     if longer and lines:
         was = Schedule.from_state(saved)
-        refuse([f"{longer}, and the decay follows it ({'; '.join(lines)}). One flag goes on: --override-opt-param-scheduler takes the new "
+        refuse(
+            [
+                f"{longer}, and the decay follows it ({'; '.join(lines)}). One flag goes on: --override-opt-param-scheduler takes the new "
                 f"curve (the next step has a learning rate of {mine.lr(samples):.6g}, where it would have been {was.lr(samples):.6g}), or "
-                f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {was.lr(was.decay_samples):.6g}"])
-    refuse(f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old" for line in lines)
+                f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {was.lr(was.decay_samples):.6g}"
+            ]
+        )
+    refuse(
+        f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old"
+        for line in lines
+    )
     return mine
 
 
@@ -194,11 +224,17 @@ def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainCon
             flag = "--" + name.replace("_", "-")
             found.append(f"{flag}-{other} does not go with --train-{unit}; say it as {flag}-{unit}")
     if schedule.lr_warmup_fraction is not None and (schedule.lr_warmup_iters or schedule.lr_warmup_samples):
-        found.append("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples say the warm-up twice; give one")
+        found.append(
+            "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples say the warm-up twice; give one"
+        )
     if schedule.lr_decay_style == "WSD" and getattr(schedule, f"lr_wsd_decay_{unit}") is None:
         found.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
-    ends = (_first(optimizer.start_weight_decay, optimizer.weight_decay),
-            _first(optimizer.end_weight_decay, optimizer.weight_decay))
+    ends = (
+        _first(optimizer.start_weight_decay, optimizer.weight_decay),
+        _first(optimizer.end_weight_decay, optimizer.weight_decay),
+    )
     if optimizer.weight_decay_incr_style == "constant" and ends[0] != ends[1]:
-        found.append(f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine")
+        found.append(
+            f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine"
+        )
     return found

@@ -59,8 +59,10 @@ def flat(shape: tuple[int, ...], low: int, high: int) -> list[tuple[Box, int, in
         return [(Box((low,), (high - low,)), low, high)]
     first, last = low // row, (high - 1) // row
     if first == last and (low % row or high % row):
-        return [(Box((first, *box.offset), (1, *box.shape)), first * row + start, first * row + stop)
-                for box, start, stop in flat(shape[1:], low - first * row, high - first * row)]
+        return [
+            (Box((first, *box.offset), (1, *box.shape)), first * row + start, first * row + stop)
+            for box, start, stop in flat(shape[1:], low - first * row, high - first * row)
+        ]
     found = []
     middle_low, middle_high = -(-low // row), high // row
     if low % row:

@@ -117,8 +117,9 @@ def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]
         return []
     _note("shift", axis, tensor)
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
-    return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after, axis.group),
-                                   dist.P2POp(dist.irecv, arriving, before, axis.group)])
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, tensor, after, axis.group), dist.P2POp(dist.irecv, arriving, before, axis.group)]
+    )
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -264,6 +265,7 @@ def gather_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
 
 # Exchanges of uneven pieces, along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
 
+
 def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> tuple[Tensor, Work]:
     """Begin to send the i-th piece of `tensor` to rank i. Returns what comes, laid end to end by sender, and the work."""
     if axis.size == 1:
@@ -347,7 +349,7 @@ def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
 
 def _scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     pieces = torch.cat([_filled(piece, max(sizes)) for piece in tensor.split(sizes)])
-    return reduce_scatter(pieces, axis)[:sizes[axis.rank]]
+    return reduce_scatter(pieces, axis)[: sizes[axis.rank]]
 
 
 def _filled(tensor: Tensor, rows: int) -> Tensor:

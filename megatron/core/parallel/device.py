@@ -41,7 +41,11 @@ def keep_freed_memory(device: torch.device) -> None:
     variables of the environment is not contradicted.
     """
     told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" and sys.platform == "linux" and not told else None
+    mallopt = (
+        getattr(ctypes.CDLL(None), "mallopt", None)
+        if device.type == "cpu" and sys.platform == "linux" and not told
+        else None
+    )
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
@@ -62,7 +66,9 @@ def compute_in_batches(device: torch.device) -> None:
 
 def backend_of(device: torch.device, wish: str = "auto") -> str:
     """The process-group backend for tensors on `device`."""
-    if wish == "nccl" and device.type == "cpu":  # Megatron's default, which is in every script; training/preflight.py says so
+    if (
+        wish == "nccl" and device.type == "cpu"
+    ):  # Megatron's default, which is in every script; training/preflight.py says so
         return "gloo"
     return wish if wish != "auto" else ("nccl" if device.type == "cuda" else "gloo")
 
@@ -133,7 +139,9 @@ class Graphs:
         """Run `work`, which must not wait for the device, and record it. Returns what repeats it, and what it returned."""
         aside, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         aside.wait_stream(here)
-        with torch.cuda.stream(aside):  # libraries make their plans and buffers in a first run, which must not be recorded
+        with torch.cuda.stream(
+            aside
+        ):  # libraries make their plans and buffers in a first run, which must not be recorded
             work()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
@@ -258,18 +266,30 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def lacks_compiler(device: torch.device) -> str:
     """Why torch's compiler can make no kernels for this device here, or an empty string."""
     if device.type == "cuda":
-        return "" if find_spec("triton") else "kernels for a GPU are made by triton, which is not installed; pip install triton"
+        return (
+            ""
+            if find_spec("triton")
+            else "kernels for a GPU are made by triton, which is not installed; pip install triton"
+        )
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return "" if shutil.which(name) else f"kernels for a CPU are made by a C++ compiler, and there is no {name}; install it, or name another in CXX"
+    return (
+        ""
+        if shutil.which(name)
+        else f"kernels for a CPU are made by a C++ compiler, and there is no {name}; install it, or name another in CXX"
+    )
 
 
 def memory_report(device: torch.device) -> dict[str, int]:
     """Bytes held on the device: allocated, max allocated, reserved, max reserved. On a CPU: the process's own memory."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        return {"allocated": stats["allocated_bytes.all.current"], "max allocated": stats["allocated_bytes.all.peak"],
-                "reserved": stats["reserved_bytes.all.current"], "max reserved": stats["reserved_bytes.all.peak"],
-                "allocated count": stats["allocation.all.current"]}
+        return {
+            "allocated": stats["allocated_bytes.all.current"],
+            "max allocated": stats["allocated_bytes.all.peak"],
+            "reserved": stats["reserved_bytes.all.current"],
+            "max reserved": stats["reserved_bytes.all.peak"],
+            "allocated count": stats["allocation.all.current"],
+        }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
         with open("/proc/self/statm") as statm:

@@ -59,7 +59,17 @@ class FlightRecorder:
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
         file, line = _caller(sys._getframe(1))
-        self._ring[self._noted % _KEPT] = (what, axis, ranks, size, file, line, self.activity, self.iteration, self.action)
+        self._ring[self._noted % _KEPT] = (
+            what,
+            axis,
+            ranks,
+            size,
+            file,
+            line,
+            self.activity,
+            self.iteration,
+            self.action,
+        )
         self._noted += 1
         self.moves += 1
 

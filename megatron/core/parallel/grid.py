@@ -29,8 +29,10 @@ def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, 
     groups = []
     for fixed in product(*(range(sizes[axis]) for axis in reversed(others))):
         base = sum(place * strides[axis] for place, axis in zip(fixed, reversed(others), strict=True))
-        members = [base + sum(place * strides[axis] for place, axis in zip(free, reversed(inside), strict=True))
-                   for free in product(*(range(sizes[axis]) for axis in reversed(inside)))]
+        members = [
+            base + sum(place * strides[axis] for place, axis in zip(free, reversed(inside), strict=True))
+            for free in product(*(range(sizes[axis]) for axis in reversed(inside)))
+        ]
         groups.append(tuple(members))
     return tuple(sorted(groups))
 
@@ -40,8 +42,10 @@ def context_sizes(parallel: ParallelConfig) -> tuple[int, int]:
     size = parallel.context_parallel_size
     given = parallel.hierarchical_context_parallel_sizes or (1, size)
     if len(given) != 2 or given[0] * given[1] != size:
-        raise ConfigError(f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} must be two sizes whose product is "
-                          f"--context-parallel-size {size}")
+        raise ConfigError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} must be two sizes whose product is "
+            f"--context-parallel-size {size}"
+        )
     return given
 
 
@@ -54,7 +58,9 @@ def block_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankList
     lines = axis_ranks(parallel, world_size)["dp_cp"]
     size = 2
     while parallel.hybrid_context_parallel and size <= len(lines[0]):
-        found[f"block{size}"] = tuple(line[first:first + size] for line in lines for first in range(0, len(line) - size + 1, size))
+        found[f"block{size}"] = tuple(
+            line[first : first + size] for line in lines for first in range(0, len(line) - size + 1, size)
+        )
         size *= 2
     return found
 
@@ -69,11 +75,15 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.context_parallel_size, parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
     if world_size % (tp * pp * cp):
-        raise ConfigError(f"{world_size} ranks cannot be divided into tensor {tp} x pipeline {pp} x context {cp} = "
-                          f"{tp * pp * cp}; choose a world size that is a multiple of it")
+        raise ConfigError(
+            f"{world_size} ranks cannot be divided into tensor {tp} x pipeline {pp} x context {cp} = "
+            f"{tp * pp * cp}; choose a world size that is a multiple of it"
+        )
     if world_size % (etp * ep * pp):
-        raise ConfigError(f"{world_size} ranks cannot be divided into expert-tensor {etp} x expert {ep} x pipeline {pp} "
-                          f"= {etp * ep * pp}; choose sizes whose product divides the number of ranks")
+        raise ConfigError(
+            f"{world_size} ranks cannot be divided into expert-tensor {etp} x expert {ep} x pipeline {pp} "
+            f"= {etp * ep * pp}; choose sizes whose product divides the number of ranks"
+        )
     inner = context_sizes(parallel)[0]
     last = ("pp", "dp") if parallel.use_tp_pp_dp_mapping else ("dp", "pp")
     dense = {"tp": tp, "cp_inner": inner, "cp_outer": cp // inner, "pp": pp, "dp": world_size // (tp * pp * cp)}
@@ -81,21 +91,42 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     dense_order = ("tp", "cp_inner", "cp_outer", *last)
     context = ("cp_inner", "cp_outer")
     pipelines = rank_lists(dense, dense_order, ("pp",))
-    found = {name: rank_lists(dense, dense_order, along) for name, along in {
-        "tp": ("tp",), "cp": context, "cp_inner": ("cp_inner",), "cp_outer": ("cp_outer",), "dp": ("dp",),
-        "dp_cp": (*context, "dp"), "tp_cp": ("tp", *context), "model": ("tp", "pp"), "world": dense_order}.items()}
+    found = {
+        name: rank_lists(dense, dense_order, along)
+        for name, along in {
+            "tp": ("tp",),
+            "cp": context,
+            "cp_inner": ("cp_inner",),
+            "cp_outer": ("cp_outer",),
+            "dp": ("dp",),
+            "dp_cp": (*context, "dp"),
+            "tp_cp": ("tp", *context),
+            "model": ("tp", "pp"),
+            "world": dense_order,
+        }.items()
+    }
     found["pp"] = pipelines
     end = home(2 * pp - 1, pp, parallel.placement)[0]
     again = _place_of_m(parallel, end)
     found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[end]))) for line in pipelines)
     found["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
     stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
-    found |= {name: tuple(sorted(tuple(stage[place] for place in places) for stage in stages
-                                 for places in rank_lists(expert, tuple(expert), (name,)))) for name in expert}
+    found |= {
+        name: tuple(
+            sorted(
+                tuple(stage[place] for place in places)
+                for stage in stages
+                for places in rank_lists(expert, tuple(expert), (name,))
+            )
+        )
+        for name in expert
+    }
     return found
 
 
 def _place_of_m(parallel: ParallelConfig, end: int) -> int:
     """The pipeline rank with the layers of multi-token prediction: that of the last stage, if the layout does not say otherwise."""
     stages = read_layout(parallel.pipeline_model_parallel_layout or "")
-    return next((home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage), end)
+    return next(
+        (home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage), end
+    )

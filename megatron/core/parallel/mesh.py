@@ -79,7 +79,11 @@ class Mesh:
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
         flight_recorder = FlightRecorder()
-        axes = {field.name: Axis(field.name, flight_recorder=flight_recorder) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+        axes = {
+            field.name: Axis(field.name, flight_recorder=flight_recorder)
+            for field in fields(Mesh)
+            if field.name not in ("device", "blocks")
+        }
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
@@ -121,8 +125,14 @@ class Mesh:
         return getattr(self, name)
 
 
-def _axis(name: str, lists: tuple[tuple[int, ...], ...], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup],
-          backend: str, timeout: timedelta) -> Axis:
+def _axis(
+    name: str,
+    lists: tuple[tuple[int, ...], ...],
+    rank: int,
+    made: dict[tuple[int, ...], dist.ProcessGroup],
+    backend: str,
+    timeout: timedelta,
+) -> Axis:
     """This rank's axis. All ranks make all groups in the same order; equal lists of ranks share one group."""
     mine = Axis(name, ranks=(rank,))
     for ranks in lists:

@@ -81,7 +81,9 @@ class _Group:
         if storage._cdata in self.stay:
             return tensor
         size, first = tensor.element_size(), tensor.storage_offset()
-        last = first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = (
+            first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        )
         if storage.nbytes() > 2 * (last - first) * size:  # a piece of something large, of which the rest may be let go
             parcel = Parcel(_bytes(tensor, first * size, last * size), self.owner.lane)
             offset = 0
@@ -163,4 +165,6 @@ def around(module: nn.Module, inside: Callable[[], Any]) -> None:
 
 
 def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), low, (high - low,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), low, (high - low,), (1,)
+    )

@@ -21,8 +21,13 @@ from megatron.core.parallel.rng import RandomStreams
 
 class _Recompute(Function):
     @staticmethod
-    def forward(context: Any, function: Callable[..., Tensor], streams: RandomStreams, axis: Axis | None,
-                *tensors: Tensor | None) -> Tensor:
+    def forward(
+        context: Any,
+        function: Callable[..., Tensor],
+        streams: RandomStreams,
+        axis: Axis | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
         context.shape = tensors[0].shape
@@ -36,8 +41,10 @@ class _Recompute(Function):
         kept = list(context.saved_tensors)
         if context.axis is not None:
             kept[0] = collectives.all_gather(kept[0], context.axis).view(context.shape)
-        inputs = [None if tensor is None else tensor.detach().requires_grad_(needs) for tensor, needs in
-                  zip(kept, context.needs_input_grad[3:], strict=True)]
+        inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(kept, context.needs_input_grad[3:], strict=True)
+        ]
         now = context.streams.state()
         context.streams.load(context.states)
         with torch.enable_grad():
@@ -51,7 +58,9 @@ def _own_piece(tensor: Tensor, axis: Axis) -> Tensor:
     return collectives.cut(tensor.reshape(-1), axis)
 
 
-def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor | None, axis: Axis | None = None) -> Tensor:
+def recompute(
+    function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor | None, axis: Axis | None = None
+) -> Tensor:
     """function(*tensors), keeping only the inputs. The function is called with None where None is given.
 
     axis: keep the first input in pieces over this axis (`--distribute-saved-activations`); its size must divide the
@@ -60,7 +69,9 @@ def recompute(function: Callable[..., Tensor], streams: RandomStreams, *tensors:
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def dropping_output(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
+def dropping_output(
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
+) -> tuple[Any, Tensor]:
     """second(first(x)) and first(x), where `second` does not keep first(x) for its backward pass but asks for it again.
 
     Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its own output.

@@ -51,7 +51,9 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
 def _draw_stack(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
     """Draw those parameters of a stack that this rank holds, each whole, by a generator of its own."""
     held = local_shards(spec, mesh)
-    for index in {index for piece in held for index in range(piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0])}:
+    for index in {
+        index for piece in held for index in range(piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0])
+    }:
         generator = torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, index))
         whole = spec.init(spec.shape[1:], generator)
         for piece in held:
@@ -75,7 +77,9 @@ class RandomStreams:
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
         """The streams of this rank, seeded by its coordinates."""
         place = ("dropout", seed, mesh.pp.rank, mesh.cp.rank, mesh.dp.rank if per_data_rank else 0)
-        return RandomStreams(mesh.device, {"default": seed_of(*place, "default"), "cut": seed_of(*place, "cut", mesh.tp.rank)})
+        return RandomStreams(
+            mesh.device, {"default": seed_of(*place, "default"), "cut": seed_of(*place, "cut", mesh.tp.rank)}
+        )
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:

@@ -107,8 +107,12 @@ def _cut(piece: LocalShard, cut: Shard, mesh: Mesh) -> Iterator[LocalShard]:
         begin = axis.rank // part.replicas * length
         held = max(0, min(length, part.size - begin))
         if held:
-            yield LocalShard(_replace(piece.box, cut.dim, start + begin, held), _replace(piece.local, cut.dim, local_start, held),
-                        piece.replicas * part.replicas, piece.is_first_replica and axis.rank % part.replicas == 0)
+            yield LocalShard(
+                _replace(piece.box, cut.dim, start + begin, held),
+                _replace(piece.local, cut.dim, local_start, held),
+                piece.replicas * part.replicas,
+                piece.is_first_replica and axis.rank % part.replicas == 0,
+            )
         start, local_start = start + part.size, local_start + length
 
 
@@ -149,11 +153,14 @@ def is_shared_over_tensor(spec: ParamSpec) -> bool:
 
 def normal(deviation: float) -> Initial:
     """Initial values drawn from a normal distribution around zero."""
-    return lambda shape, generator: torch.empty(shape, device=generator.device).normal_(0.0, deviation, generator=generator)
+    return lambda shape, generator: torch.empty(shape, device=generator.device).normal_(
+        0.0, deviation, generator=generator
+    )
 
 
 def xavier_uniform() -> Initial:
     """Initial values drawn by Glorot and Bengio's uniform rule (2010), for a matrix [out, in]."""
+
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         bound = (6.0 / (shape[0] + shape[1])) ** 0.5
         return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)

@@ -46,7 +46,9 @@ class WeightGradStore:
         finally:
             self._now = None
 
-    def put(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]], into: MainGrad | None = None) -> None:
+    def put(
+        self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]], into: MainGrad | None = None
+    ) -> None:
         """Delay work. compute: returns a gradient for each parameter; None for one that it has added to `into` itself."""
         assert self._now is not None, "no backward pass is collecting"
         # What hooks of saved tensors hand back is not the parameter: it leads there only while this backward pass lasts.
@@ -59,7 +61,10 @@ class WeightGradStore:
     def flush(self) -> None:
         """The same for what the collecting backward pass has delayed so far."""
         if self._now is not None:
-            left, self._waiting[self._now] = self._waiting[self._now], []  # a wait inside of this work finds nothing to do
+            left, self._waiting[self._now] = (
+                self._waiting[self._now],
+                [],
+            )  # a wait inside of this work finds nothing to do
             _add(left)
 
 

@@ -58,21 +58,32 @@ class Work(Protocol):
         """All gradients of the stage are there: begin their reduction over data parallelism."""
 
 
-def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, wgrad_store: WeightGradStore | None = None, delays: bool = False) -> None:
+def run(
+    script: Script,
+    *,
+    work: Work,
+    axis: Axis,
+    backward_axis: Axis,
+    wgrad_store: WeightGradStore | None = None,
+    delays: bool = False,
+) -> None:
     """Do everything the script says; returns when this rank's messages are through.
 
     axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
     wgrad_store: where layers delay weight gradients until the schedule's "W"; or, with `delays`, until a backward pass would wait
     for other ranks.
     """
-    assert (script.rank, script.size) == (axis.rank, axis.size), \
+    assert (script.rank, script.size) == (axis.rank, axis.size), (
         f"the script is for rank {script.rank} of {script.size}, this is rank {axis.rank} of {axis.size}"
+    )
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
     splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
     assert wgrad_store is not None or not (splits or delays), "weights that wait need a place where they do"
     assert not (splits and delays), "a plan says when its weights' gradients are computed"
     own = frozenset(step for step in script.steps if isinstance(step, Action))
-    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, wgrad_store if splits or delays else None, delays)
+    walk = _Walk(
+        script, work, {"F": axis, "B": backward_axis}, final, own, wgrad_store if splits or delays else None, delays
+    )
     with torch.set_grad_enabled(bool(final)):
         for part in script.parts():
             if isinstance(part[0], Transfer):
@@ -167,8 +178,11 @@ class _Walk:
         flight_recorder.start()
         flight_recorder.travels, before = turns.switch, flight_recorder.travels
         try:
-            turns.run(lambda: self._pass_on(forward, self._forward(forward)), lambda: self._pass_on(backward, self._backward(backward)),
-                      self.work.device)
+            turns.run(
+                lambda: self._pass_on(forward, self._forward(forward)),
+                lambda: self._pass_on(backward, self._backward(backward)),
+                self.work.device,
+            )
         finally:
             flight_recorder.travels = before
         flight_recorder.stop()
@@ -191,15 +205,21 @@ class _Walk:
         if self.final:
             floating = [tensor for tensor in outputs if tensor.is_floating_point()]
             self.kept[action.stage, action.microbatch] = _Kept(
-                received, tuple((tuple(tensor.shape), tensor.dtype) for tensor in floating),
-                tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating))
+                received,
+                tuple((tuple(tensor.shape), tensor.dtype) for tensor in floating),
+                tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating),
+            )
         return outputs
 
     def _backward(self, action: Action) -> Iterable[Tensor]:
         """Run autograd from a stage's outputs down to what it received, and return the gradients of that."""
         kept = self.kept.pop((action.stage, action.microbatch))
         is_last_stage = action.stage == self.script.stages - 1
-        gradients = (None,) * len(kept.edges) if is_last_stage else self.arrived.pop(action).wait(self.axes["B"].flight_recorder)
+        gradients = (
+            (None,) * len(kept.edges)
+            if is_last_stage
+            else self.arrived.pop(action).wait(self.axes["B"].flight_recorder)
+        )
         last = action == self.final[action.stage]
         # With delays, the last pass of a stage leaves nothing: some weights would come twice, and their sum set out after the first.
         leaves = self.wgrad_store is not None and not (self.delays and last)
@@ -208,13 +228,18 @@ class _Walk:
         if pairs:
             with self._leaving(action) if leaves else nullcontext():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for leaf in kept.received if leaf.requires_grad]
+        return [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received if leaf.requires_grad
+        ]
 
     @contextmanager
     def _leaving(self, action: Action) -> Iterator[None]:
         """Around autograd, where gradients of weights are to wait."""
-        wgrad_store, key, flight_recorder = self.wgrad_store, (action.stage, action.microbatch), self.axes["F"].flight_recorder
+        wgrad_store, key, flight_recorder = (
+            self.wgrad_store,
+            (action.stage, action.microbatch),
+            self.axes["F"].flight_recorder,
+        )
         assert wgrad_store is not None, "weights that wait need a place where they do"
         if not self.delays:
             with wgrad_store.collecting(key):

@@ -25,19 +25,34 @@ def draw(plan: Plan, timeline: Timeline, path: Path) -> None:
     """
     chunks = num_stages(plan) // len(plan)
     span = max(end for row in timeline.end for end in row)
-    figure = Figure(figsize=(min(1.5 + UNIT_INCHES * span, WIDEST_INCHES), 1.2 + ROW_INCHES * len(plan)),
-                    layout="constrained")
+    figure = Figure(
+        figsize=(min(1.5 + UNIT_INCHES * span, WIDEST_INCHES), 1.2 + ROW_INCHES * len(plan)), layout="constrained"
+    )
     axes = figure.add_subplot()
     for rank, (row, starts, ends) in enumerate(zip(plan, timeline.start, timeline.end, strict=True)):
         for action, start, end in zip(row, starts, ends, strict=True):
             color = colormaps[COLORS[action.op]](0.3 + 0.4 * (action.stage // len(plan)) / chunks)
-            axes.add_patch(Rectangle((start, rank + 0.05), end - start, 0.9, facecolor=color, edgecolor="white",
-                                     linewidth=0.5, gid=str(action)))
+            axes.add_patch(
+                Rectangle(
+                    (start, rank + 0.05),
+                    end - start,
+                    0.9,
+                    facecolor=color,
+                    edgecolor="white",
+                    linewidth=0.5,
+                    gid=str(action),
+                )
+            )
             if end > start:
                 label = "R" if action.op == "R" else str(action.microbatch)
                 axes.text((start + end) / 2, rank + 0.5, label, ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set(xlim=(0, span), ylim=(len(plan), 0), xlabel="time", yticks=[rank + 0.5 for rank in range(len(plan))],
-             yticklabels=[f"rank {rank}" for rank in range(len(plan))],
-             title=f"bubble {timeline.bubble:.1%}, peak activations {max(timeline.peak)}")
+    axes.set(
+        xlim=(0, span),
+        ylim=(len(plan), 0),
+        xlabel="time",
+        yticks=[rank + 0.5 for rank in range(len(plan))],
+        yticklabels=[f"rank {rank}" for rank in range(len(plan))],
+        title=f"bubble {timeline.bubble:.1%}, peak activations {max(timeline.peak)}",
+    )
     axes.spines[:].set_visible(False)
     figure.savefig(path)

@@ -132,9 +132,13 @@ def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Pl
     """Forwards alone, for evaluation and decoding."""
     if placement == "v":
         assert vpp == 2, f"there and back are two chunks a rank, not {vpp}"
-        return tuple(_numbered(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m) for rank in range(pp))
-    return tuple(tuple(Action("F", chunk * pp + rank, i) for chunk, i in _turns(vpp, m, group=pp))
-                 for rank in range(pp))
+        return tuple(
+            _numbered(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m)
+            for rank in range(pp)
+        )
+    return tuple(
+        tuple(Action("F", chunk * pp + rank, i) for chunk, i in _turns(vpp, m, group=pp)) for rank in range(pp)
+    )
 
 
 def with_reduction(plan: Plan) -> Plan:
@@ -158,9 +162,10 @@ def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
     The gradient must not come of what such a pair waits for: it is of a microbatch as far behind as there are stages from here to the
     end and back, as `two_by_two` has it.
     """
-    pair = row[place:place + 2]
-    return ([action.op for action in pair] == ["F", "B"]
-            and pair[0].microbatch - pair[1].microbatch >= 2 * (stages - pair[0].stage) - 1)
+    pair = row[place : place + 2]
+    return [action.op for action in pair] == ["F", "B"] and pair[0].microbatch - pair[1].microbatch >= 2 * (
+        stages - pair[0].stage
+    ) - 1
 
 
 def placement_of(plan: Plan) -> Placement:
@@ -188,8 +193,9 @@ def _plan(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]
         backwards = [Action("B", (vpp - 1 - chunk) * pp + rank, i) for chunk, i in turns]
         ahead = min(warmup(rank), len(turns))
         pairs = zip(forwards[ahead:], backwards, strict=False)
-        rows.append((*forwards[:ahead], *(action for pair in pairs for action in pair),
-                     *backwards[len(turns) - ahead:]))
+        rows.append(
+            (*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(turns) - ahead :])
+        )
     return tuple(rows)
 
 

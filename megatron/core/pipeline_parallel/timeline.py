@@ -71,7 +71,7 @@ def play(
         for rank in waiting:
             while len(end[rank]) < len(plan[rank]):
                 place = len(end[rank])
-                actions = plan[rank][place:place + 1 + (together and are_together(plan[rank], place, stages))]
+                actions = plan[rank][place : place + 1 + (together and are_together(plan[rank], place, stages))]
                 sources = [source for action in actions if (source := awaited(action, stages)) is not None]
                 if any(source not in done for source in sources):
                     break
@@ -97,13 +97,18 @@ def check(plan: Plan) -> None:
     microbatches = {action.microbatch for row in plan for action in row if action.op != "R"}
     seen = Counter(action for row in plan for action in row)
     ops = {op for op in "FBWR" if any(action.op == op for action in seen)} | {"F"}
-    wanted = {Action(op, stage, i) for op in ops for stage in range(stages)
-              for i in (microbatches if op != "R" else {0})}
+    wanted = {
+        Action(op, stage, i) for op in ops for stage in range(stages) for i in (microbatches if op != "R" else {0})
+    }
     problems = [f"{action} is missing" for action in sorted(wanted - set(seen))]
     problems += [f"{action} has no place in this plan" for action in sorted(set(seen) - wanted)]
     problems += [f"{action} stands there {count} times" for action, count in seen.items() if count > 1]
-    problems += [f"rank {rank} has {action}, which belongs to rank {owner}" for rank, row in enumerate(plan) for action in row
-                 if (owner := home(action.stage, len(plan), placement)[0]) != rank]
+    problems += [
+        f"rank {rank} has {action}, which belongs to rank {owner}"
+        for rank, row in enumerate(plan)
+        for action in row
+        if (owner := home(action.stage, len(plan), placement)[0]) != rank
+    ]
     if stages % len(plan):
         problems.append(f"{stages} stages cannot be divided over {len(plan)} ranks")
     problems += [problem for row in plan for problem in _misplaced(row)]
@@ -125,7 +130,7 @@ def picture(plan: Plan, timeline: Timeline) -> str:
     for rank, (row, start, end) in enumerate(zip(plan, timeline.start, timeline.end, strict=True)):
         cells = ["."] * columns
         for action, begin, finish in zip(row, start, end, strict=True):
-            cells[round(begin):round(finish)] = [_cell(action, len(plan), chunks)] * (round(finish) - round(begin))
+            cells[round(begin) : round(finish)] = [_cell(action, len(plan), chunks)] * (round(finish) - round(begin))
         lines.append(f"r{rank}".ljust(4) + "".join(cell.ljust(width - 1) for cell in cells).rstrip())
     return "\n".join(lines)
 
@@ -164,14 +169,17 @@ def _circle(stuck: dict[int, Action], plan: Plan) -> str:
         assert source is not None, f"{stuck[rank]} awaits nothing, so it cannot be stuck"
         links[rank] = f"rank {rank} waits at {stuck[rank]} for {source}"
         rank = home(source.stage, len(plan), placement)[0]
-    ring = list(links)[list(links).index(rank):]
+    ring = list(links)[list(links).index(rank) :]
     return "this plan never ends: " + ", ".join(links[member] for member in ring)
 
 
 def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
     span = max((row[-1] for row in end if row), default=0.0)
-    busy = sum(finish - begin for starts, ends in zip(start, end, strict=True)
-               for begin, finish in dict.fromkeys(zip(starts, ends, strict=True)))
+    busy = sum(
+        finish - begin
+        for starts, ends in zip(start, end, strict=True)
+        for begin, finish in dict.fromkeys(zip(starts, ends, strict=True))
+    )
     return 1 - busy / (span * len(end)) if span else 0.0
 
 

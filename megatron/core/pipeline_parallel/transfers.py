@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.plan import home
-from megatron.core.pipeline_parallel.schedules import TOWARDS, Action, Plan, are_together, awaited, num_stages, placement_of
+from megatron.core.pipeline_parallel.schedules import (
+    TOWARDS,
+    Action,
+    Plan,
+    are_together,
+    awaited,
+    num_stages,
+    placement_of,
+)
 from megatron.core.pipeline_parallel.timeline import play
 
 
@@ -63,17 +71,22 @@ class Script:
         """The steps one by one, and those that are together two by two."""
         place = 0
         while place < len(self.steps):
-            pair = self.steps[place:place + 2]
-            both = self.together and not any(isinstance(step, Transfer) for step in pair) and are_together(pair, 0, self.stages)
-            yield pair[:1 + both]
+            pair = self.steps[place : place + 2]
+            both = (
+                self.together
+                and not any(isinstance(step, Transfer) for step in pair)
+                and are_together(pair, 0, self.stages)
+            )
+            yield pair[: 1 + both]
             place += 1 + both
 
 
 def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
     """Every message between ranks, in the order all ranks keep; chunks of one rank hand over without a message."""
     timeline, stages, placement = play(plan, together=together), num_stages(plan), placement_of(plan)
-    ready = {action: end for row, ends in zip(plan, timeline.end, strict=True)
-             for action, end in zip(row, ends, strict=True)}
+    ready = {
+        action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
+    }
     found = []
     for dst, row in enumerate(plan):
         for action in row:
@@ -97,10 +110,10 @@ def script(plan: Plan, rank: int, *, overlap: bool = True, together: bool = Fals
     parts: list[list[Action | Transfer]] = []  # messages one by one, and actions, those that are together as one
     begun, place, stages = 0, 0, num_stages(plan)
     while place < len(plan[rank]):
-        actions = plan[rank][place:place + 1 + (together and are_together(plan[rank], place, stages))]
-        arriving = own[begun:max(before.get(action, 0) for action in actions)]
+        actions = plan[rank][place : place + 1 + (together and are_together(plan[rank], place, stages))]
+        arriving = own[begun : max(before.get(action, 0) for action in actions)]
         begun += len(arriving)
-        leaving = own[begun:max(after.get(action, 0) for action in actions)]
+        leaving = own[begun : max(after.get(action, 0) for action in actions)]
         begun += len(leaving)
         parts += [*([message] for message in arriving), list(actions), *([message] for message in leaving)]
         place += len(actions)

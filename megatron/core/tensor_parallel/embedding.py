@@ -11,8 +11,9 @@ from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard,
 from megatron.core.tensor_parallel.region import Region
 
 
-def vocabulary_spec(true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False,
-                    name: str = "") -> ParamSpec:
+def vocabulary_spec(
+    true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False, name: str = ""
+) -> ParamSpec:
     """The record of a matrix [vocabulary, hidden] cut over the tensor ranks; padded rows belong to no box."""
     cut = Shard(0, "tp", (FusedSegment(true_size, padded=padded_size),))
     return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
@@ -41,12 +42,22 @@ class VocabEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """One learned vector a position, whole on every rank. tied: held by every stage that embeds."""
 
-    def __init__(self, num_positions: int, hidden_size: int, *, init: Initial, region: Region, mesh: Mesh,
-                 dtype: torch.dtype, tied: bool = False) -> None:
+    def __init__(
+        self,
+        num_positions: int,
+        hidden_size: int,
+        *,
+        init: Initial,
+        region: Region,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.region = region
-        spec = ParamSpec((num_positions, hidden_size), init, "table", sum_over=region.outside_sums, tied=tied,
-                         tied_over="mtp_embed")
+        spec = ParamSpec(
+            (num_positions, hidden_size), init, "table", sum_over=region.outside_sums, tied=tied, tied_over="mtp_embed"
+        )
         self.weight = parameter(spec, mesh, dtype)
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ class _EnterLinear(Function):
         region, axis, bias = context.region, context.region.axis, context.bias
         later = region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]
         gathering, whole = None, x
-        if region.sequence_parallel and not later:  # the gathered input is not kept: it is fetched again behind the first matmul
+        if (
+            region.sequence_parallel and not later
+        ):  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_gather(x, region)
         if region.overlapped.gradients:
             own, sending = matmul_reduce_scatter(gradient, weight, axis), None
@@ -68,8 +70,11 @@ class _EnterLinear(Function):
             sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            region.wgrad_store.put([weight] if bias is None else [weight, bias], partial(_later, x, gradient, region, bias is not None, context.into),
-                                  context.into)
+            region.wgrad_store.put(
+                [weight] if bias is None else [weight, bias],
+                partial(_later, x, gradient, region, bias is not None, context.into),
+                context.into,
+            )
         else:
             gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
         collectives.wait_for_axis(sending, axis)
@@ -111,9 +116,13 @@ class _ExitLinear(Function):
             whole = collectives.all_gather(gradient, region.axis)
             own = whole.matmul(weight)
         if region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]:
-            region.wgrad_store.put([weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into)
+            region.wgrad_store.put(
+                [weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into
+            )
             return own, None, None
-        gradients = _weight_gradients(x, whole, bias=False, into=context.into) if context.needs_input_grad[1] else (None,)
+        gradients = (
+            _weight_gradients(x, whole, bias=False, into=context.into) if context.needs_input_grad[1] else (None,)
+        )
         return own, gradients[0], None
 
 
@@ -155,8 +164,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> 
 class ColumnLinear(nn.Module):
     """A linear layer whose output is cut. parts: the segments of its output, each cut by itself."""
 
-    def __init__(self, input_size: int, parts: tuple[FusedSegment, ...], *, bias: bool, init: Initial, region: Region,
-                 mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        parts: tuple[FusedSegment, ...],
+        *,
+        bias: bool,
+        init: Initial,
+        region: Region,
+        mesh: Mesh,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.region = region
         output_size = sum(part.size for part in parts)
@@ -176,8 +194,17 @@ class ColumnLinear(nn.Module):
 class Linear(nn.Module):
     """A linear layer that is whole on every rank. sum_over: axes whose ranks each see a share of the positions."""
 
-    def __init__(self, input_size: int, output_size: int, *, init: Initial, mesh: Mesh, dtype: torch.dtype,
-                 sum_over: tuple[str, ...] = (), bias: bool = True) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        init: Initial,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        sum_over: tuple[str, ...] = (),
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype)
         spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=sum_over)
@@ -191,8 +218,17 @@ class Linear(nn.Module):
 class RowLinear(nn.Module):
     """A linear layer whose input is cut. Its bias is added once, after the sum."""
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, init: Initial, region: Region,
-                 mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init: Initial,
+        region: Region,
+        mesh: Mesh,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.region = region
         shards = (Shard(1, "tp", (FusedSegment(input_size),)),)
@@ -206,8 +242,11 @@ class RowLinear(nn.Module):
         if self.region.axis.size == 1:
             return self._multiply(x, self.bias)
         overlapped = self.region.overlapped
-        total = (_ExitLinear.apply(x, self.weight, self.region) if overlapped.gathers or overlapped.sums
-                 else self.region.reduce_from_region(self._multiply(x, None)))
+        total = (
+            _ExitLinear.apply(x, self.weight, self.region)
+            if overlapped.gathers or overlapped.sums
+            else self.region.reduce_from_region(self._multiply(x, None))
+        )
         return total if self.bias is None else total + self.bias
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ class _CrossEntropy(Function):
         if flat.dtype in (torch.float16, torch.bfloat16):
             flat = flat.float()
         if valid < columns:
-            flat[:, max(0, valid):] = float("-inf")
+            flat[:, max(0, valid) :] = float("-inf")
         largest = collectives.all_reduce(flat.amax(dim=-1), axis, "max")
         local = targets.reshape(-1) - first
         here = (local >= 0) & (local < columns)
@@ -72,8 +72,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: 
     return _CrossEntropy.apply(logits, targets, axis, valid)
 
 
-def linear_cross_entropy(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *,
-                         region: Region, true_vocab_size: int, softcap: float | None = None) -> Tensor:
+def linear_cross_entropy(
+    kernel: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    region: Region,
+    true_vocab_size: int,
+    softcap: float | None = None,
+) -> Tensor:
     """The loss of every token from its hidden state, by a kernel that never holds all logits (`kernels.linear_loss`).
 
     x: [s or s/tp, b, h], between regions; weight: [v/tp, h]; bias: [v/tp]; targets: [s, b]. Returns [s, b], wide. Gradients of
@@ -82,5 +91,7 @@ def linear_cross_entropy(kernel: Callable[..., Tensor], x: Tensor, weight: Tenso
     first = region.axis.rank * len(weight)
     words = Words(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))
     whole, into = region.copy_to_region(x), region.sum_of(weight)
-    losses = kernel(whole.flatten(0, 1), weight, bias, targets.reshape(-1), words, into=None if into is None else into.add)
+    losses = kernel(
+        whole.flatten(0, 1), weight, bias, targets.reshape(-1), words, into=None if into is None else into.add
+    )
     return losses.view(targets.shape)

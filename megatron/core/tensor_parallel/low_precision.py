@@ -127,8 +127,12 @@ def scaling_of(low: LowPrecision | None, mesh: Mesh) -> Scaling | None:
 
 def histories_of(stages: Iterable[nn.Module]) -> dict[str, Scaling]:
     """The layers with delayed scales, by the global name of the layer."""
-    return {name.removesuffix(".scaling"): module for stage in stages for name, module in stage.named_modules()
-            if isinstance(module, Scaling) and module.recipe.history}
+    return {
+        name.removesuffix(".scaling"): module
+        for stage in stages
+        for name, module in stage.named_modules()
+        if isinstance(module, Scaling) and module.recipe.history
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +185,11 @@ class _LowLinear(Function):
             kept, gathering = _start_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
         rounded = scaling.quantise("gradient", flat, scaling.largest("gradient", flat))
-        turned = way.turned or (scaling.quantise("weight", weight, largest).t() if recipe.turns("weight")
-                                else scaling.quantise("weight", weight.t(), largest))
+        turned = way.turned or (
+            scaling.quantise("weight", weight, largest).t()
+            if recipe.turns("weight")
+            else scaling.quantise("weight", weight.t(), largest)
+        )
         input_gradient = recipe.product(rounded, turned, gradient.dtype)
         collectives.wait(gathering)
         own, sending = _start_sum(input_gradient, way, context.shape)
@@ -201,8 +208,9 @@ def _keeps_rounded(recipe: Recipe) -> bool:
     return recipe.one_scale and recipe.wgrad
 
 
-def _weight_gradients(scaling: Scaling, kept_scale: Tensor | None, gradient: Tensor, rounded: Quantised, kept: Tensor, *,
-                      bias: bool) -> tuple[Tensor, ...]:
+def _weight_gradients(
+    scaling: Scaling, kept_scale: Tensor | None, gradient: Tensor, rounded: Quantised, kept: Tensor, *, bias: bool
+) -> tuple[Tensor, ...]:
     """dW, and db if there is a bias. gradient: [t, out], and as it was rounded; kept: [t, in], the input, or values of its scale."""
     recipe = scaling.recipe
     if not recipe.wgrad:
@@ -257,7 +265,9 @@ def _gathered(x: Quantised, axis: Axis) -> Quantised:
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
     """x W^T + b, of rounded operands. x: [.., in]; weight: [out, in]. Returns [.., out], of all positions where the way gathers."""
     scaling = way.scaling
-    if scaling.kernel is not None and x.numel():  # libraries have no scale for nothing, such as an expert's that no token chose
+    if (
+        scaling.kernel is not None and x.numel()
+    ):  # libraries have no scale for nothing, such as an expert's that no token chose
         return scaling.kernel(x, weight, bias, scaling.recipe.backward, emulated=not scaling.recipe.native)
     return _LowLinear.apply(x, weight, bias, way)
 
@@ -270,4 +280,9 @@ def low_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     rows, matrices = x.split(counts.tolist()), weight.unbind(0)
     biases = [None] * len(matrices) if bias is None else bias.unbind(0)
     ways = (Way(scaling, number=number) for number in range(len(matrices)))
-    return torch.cat([low_linear(own, matrix, shift, way) for own, matrix, shift, way in zip(rows, matrices, biases, ways, strict=True)])
+    return torch.cat(
+        [
+            low_linear(own, matrix, shift, way)
+            for own, matrix, shift, way in zip(rows, matrices, biases, ways, strict=True)
+        ]
+    )

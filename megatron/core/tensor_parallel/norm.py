@@ -19,8 +19,17 @@ class Norm(nn.Module):
     ranks each see a share of the positions or heads. Returns the module's own format whatever the residual's is.
     """
 
-    def __init__(self, size: int, model: ModelConfig, *, sum_over: tuple[str, ...], kernels: Kernels, mesh: Mesh,
-                 dtype: torch.dtype, kind: Kind = "vector") -> None:
+    def __init__(
+        self,
+        size: int,
+        model: ModelConfig,
+        *,
+        sum_over: tuple[str, ...],
+        kernels: Kernels,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        kind: Kind = "vector",
+    ) -> None:
         super().__init__()
         self.epsilon, self.one_plus, self.kernels = model.norm_epsilon, model.apply_layernorm_1p, kernels
         scale = constant(0.0 if self.one_plus else 1.0)
@@ -38,7 +47,9 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
-        return self.kernels.residual_norm(x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon)
+        return self.kernels.residual_norm(
+            x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon
+        )
 
 
 def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:

@@ -84,7 +84,9 @@ def around(
     if not prefix and not suffix:
         return ids, lengths
     ends = np.cumsum(lengths)
-    places = np.concatenate([np.repeat((ends - lengths)[:, None], len(prefix), 1), np.repeat(ends[:, None], len(suffix), 1)], 1)
+    places = np.concatenate(
+        [np.repeat((ends - lengths)[:, None], len(prefix), 1), np.repeat(ends[:, None], len(suffix), 1)], 1
+    )
     whole = np.insert(ids, places.ravel(), np.tile(np.asarray([*prefix, *suffix], ids.dtype), len(lengths)))
     return whole, lengths + len(prefix) + len(suffix)
 
@@ -112,8 +114,12 @@ def fingerprint(tokenizer: Tokenizer) -> dict[str, str | int]:
     The hash comes from the content, not from the paths, and is equal only for tokenizers that give the same ids.
     """
     identity = {**tokenizer.unique_identifiers, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-    return {"kind": type(tokenizer).__name__, "hash": digest([json.dumps(identity, sort_keys=True).encode()]),
-            "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    return {
+        "kind": type(tokenizer).__name__,
+        "hash": digest([json.dumps(identity, sort_keys=True).encode()]),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
 
 
 def digest(parts: Iterable[bytes]) -> str:

@@ -36,8 +36,11 @@ class GPT2BPETokenizer:
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_letter().keys() | {left + right for left, right in merges}
         self.special = {token: number for token, number in vocab.items() if token not in reached}
-        self._bpe = ByteLevelBPE(MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
-                                 {number: bytes_of(token) for token, number in vocab.items()}, self.special)
+        self._bpe = ByteLevelBPE(
+            MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
+            {number: bytes_of(token) for token, number in vocab.items()},
+            self.special,
+        )
 
     @property
     def engine(self) -> str:
@@ -90,12 +93,16 @@ def _parse_vocab(vocab: object, path: str | Path) -> dict[str, int]:
     if len(set(vocab.values())) != len(vocab) or min(vocab.values()) < 0 or max(vocab.values()) >= 2**31:
         raise ConfigError(f"--vocab-file {path} gives one number to several tokens, or a number below 0 or beyond 2^31")
     if END_OF_DOCUMENT not in vocab:
-        raise ConfigError(f"--vocab-file {path} has no token {END_OF_DOCUMENT}, which ends documents; add it with the "
-                          f"number {max(vocab.values()) + 1}")
+        raise ConfigError(
+            f"--vocab-file {path} has no token {END_OF_DOCUMENT}, which ends documents; add it with the "
+            f"number {max(vocab.values()) + 1}"
+        )
     missing = sorted(byte_of_letter().keys() - vocab.keys())
     if missing:
-        raise ConfigError(f"--vocab-file {path} is not byte-level: {len(missing)} of the 256 bytes have no token, "
-                          f"among them {missing[0]!r}")
+        raise ConfigError(
+            f"--vocab-file {path} is not byte-level: {len(missing)} of the 256 bytes have no token, "
+            f"among them {missing[0]!r}"
+        )
     return vocab
 
 
@@ -106,6 +113,8 @@ def _parse_merges(text: str, path: str | Path, vocab: dict[str, int], vocab_file
         if left in vocab and right in vocab and left + right in vocab:
             merges.append((left, right))
         elif line and not line.startswith("#version"):
-            raise ConfigError(f"--merge-file {path}, line {number}: {line!r} is not two tokens of {vocab_file} that "
-                              "join to a third; the two files do not belong together, or one is damaged")
+            raise ConfigError(
+                f"--merge-file {path}, line {number}: {line!r} is not two tokens of {vocab_file} that "
+                "join to a third; the two files do not belong together, or one is damaged"
+            )
     return merges

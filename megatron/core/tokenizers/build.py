@@ -42,8 +42,10 @@ class NullTokenizer:
         self.special_ids = (self.eod,)
         outside = [number for number in (self.eod, pad) if number is not None and not 0 <= number < self.vocab_size]
         if outside:
-            raise ConfigError(f"--null-tokenizer-eod-id and --null-tokenizer-pad-id are ids below --vocab-size, from 0 to "
-                              f"{vocab_size - 1}; not {outside[0]}")
+            raise ConfigError(
+                f"--null-tokenizer-eod-id and --null-tokenizer-pad-id are ids below --vocab-size, from 0 to "
+                f"{vocab_size - 1}; not {outside[0]}"
+            )
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -113,8 +115,10 @@ class ByteTokenizer:
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of all texts, and how many each has."""
         content = [text.encode() for text in texts]
-        return (np.frombuffer(b"".join(content), np.uint8).astype(np.int32),
-                np.fromiter(map(len, content), np.int64, len(content)))
+        return (
+            np.frombuffer(b"".join(content), np.uint8).astype(np.int32),
+            np.fromiter(map(len, content), np.int64, len(content)),
+        )
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the bytes; ends of documents are left out."""
@@ -130,13 +134,21 @@ class ByteTokenizer:
 
 
 def _bert(config: TokenizerConfig) -> Tokenizer:
-    return BertWordPieceTokenizer(config.vocab_file, lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
-                                  extra_ids=config.vocab_extra_ids)
+    return BertWordPieceTokenizer(
+        config.vocab_file,
+        lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+        extra_ids=config.vocab_extra_ids,
+    )
 
 
 def _tiktoken(config: TokenizerConfig) -> Tokenizer:
-    return TikTokenizer(config.tokenizer_model, config.tiktoken_pattern, vocab_size=config.vocab_size,
-                        num_special=config.tiktoken_num_special_tokens, names=config.tokenizer_special_tokens)
+    return TikTokenizer(
+        config.tokenizer_model,
+        config.tiktoken_pattern,
+        vocab_size=config.vocab_size,
+        num_special=config.tiktoken_num_special_tokens,
+        names=config.tokenizer_special_tokens,
+    )
 
 
 def _null(config: TokenizerConfig) -> Tokenizer:
@@ -144,38 +156,61 @@ def _null(config: TokenizerConfig) -> Tokenizer:
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
-KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType({
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(config.vocab_file, config.merge_file),
-    "BertWordPieceLowerCase": _bert,
-    "BertWordPieceCase": _bert,
-    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "named", extra_ids=config.vocab_extra_ids),
-    "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "bare"),
-    "Llama2Tokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "begun"),
-    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
-        config.tokenizer_model, include_special=config.tokenizer_hf_include_special_tokens),
-    "TikTokenizer": _tiktoken,
-    "ByteTokenizer": lambda config: ByteTokenizer(),
-    "NullTokenizer": _null,
-})
+KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType(
+    {
+        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(config.vocab_file, config.merge_file),
+        "BertWordPieceLowerCase": _bert,
+        "BertWordPieceCase": _bert,
+        "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
+            config.tokenizer_model, "named", extra_ids=config.vocab_extra_ids
+        ),
+        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "bare"),
+        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "begun"),
+        "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
+            config.tokenizer_model, include_special=config.tokenizer_hf_include_special_tokens
+        ),
+        "TikTokenizer": _tiktoken,
+        "ByteTokenizer": lambda config: ByteTokenizer(),
+        "NullTokenizer": _null,
+    }
+)
 
 # Settings that each kind cannot do without, and all that it reads. Any other would be ignored in silence: `build_tokenizer` refuses it, and
 # a run, which leaves it out, says so.
 COMMON = frozenset({"tokenizer_type", "chat_template"})
-NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"), "BertWordPieceLowerCase": ("vocab_file",), "BertWordPieceCase": ("vocab_file",),
-    "SentencePieceTokenizer": ("tokenizer_model",), "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",), "HuggingFaceTokenizer": ("tokenizer_model",), "TikTokenizer": ("tokenizer_model",),
-    "ByteTokenizer": (), "NullTokenizer": ("vocab_size",),
-})
-READS: Mapping[str, frozenset[str]] = MappingProxyType({kind: frozenset(needed) for kind, needed in NEEDS.items()} | {
-    "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),
-    "BertWordPieceCase": frozenset({"vocab_file", "vocab_extra_ids"}),
-    "SentencePieceTokenizer": frozenset({"tokenizer_model", "vocab_extra_ids"}),
-    "HuggingFaceTokenizer": frozenset({"tokenizer_model", "tokenizer_hf_include_special_tokens"}),
-    "TikTokenizer": frozenset({"tokenizer_model", "tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens",
-                               "tokenizer_special_tokens"}),
-    "NullTokenizer": frozenset({"vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"}),
-})
+NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        "BertWordPieceLowerCase": ("vocab_file",),
+        "BertWordPieceCase": ("vocab_file",),
+        "SentencePieceTokenizer": ("tokenizer_model",),
+        "GPTSentencePieceTokenizer": ("tokenizer_model",),
+        "Llama2Tokenizer": ("tokenizer_model",),
+        "HuggingFaceTokenizer": ("tokenizer_model",),
+        "TikTokenizer": ("tokenizer_model",),
+        "ByteTokenizer": (),
+        "NullTokenizer": ("vocab_size",),
+    }
+)
+READS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {kind: frozenset(needed) for kind, needed in NEEDS.items()}
+    | {
+        "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),
+        "BertWordPieceCase": frozenset({"vocab_file", "vocab_extra_ids"}),
+        "SentencePieceTokenizer": frozenset({"tokenizer_model", "vocab_extra_ids"}),
+        "HuggingFaceTokenizer": frozenset({"tokenizer_model", "tokenizer_hf_include_special_tokens"}),
+        "TikTokenizer": frozenset(
+            {
+                "tokenizer_model",
+                "tiktoken_pattern",
+                "vocab_size",
+                "tiktoken_num_special_tokens",
+                "tokenizer_special_tokens",
+            }
+        ),
+        "NullTokenizer": frozenset({"vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"}),
+    }
+)
 
 
 def problems_of(config: TokenizerConfig) -> list[str]:
@@ -185,7 +220,11 @@ def problems_of(config: TokenizerConfig) -> list[str]:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
         near = difflib.get_close_matches(kind or "", KINDS, n=1)
         return [f"{problem}; choose one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" if near else "")]
-    problems = [f"--tokenizer-type {kind} needs {spelling(name)}; give it" for name in NEEDS[kind] if getattr(config, name) is None]
+    problems = [
+        f"--tokenizer-type {kind} needs {spelling(name)}; give it"
+        for name in NEEDS[kind]
+        if getattr(config, name) is None
+    ]
     if kind == "NullTokenizer" and config.vocab_size is not None and config.vocab_size < 1:
         problems.append(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, not {config.vocab_size}")
     if config.vocab_extra_ids < 0:
@@ -196,8 +235,11 @@ def problems_of(config: TokenizerConfig) -> list[str]:
 def unread(config: TokenizerConfig) -> dict[str, str]:
     """What is given and not read by this kind of tokenizer: setting -> the flag as it was given."""
     kind = config.tokenizer_type
-    return {field.name: f"{spelling(field.name)} {_shown(getattr(config, field.name))}" for field in fields(config)
-            if kind in KINDS and field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default}
+    return {
+        field.name: f"{spelling(field.name)} {_shown(getattr(config, field.name))}"
+        for field in fields(config)
+        if kind in KINDS and field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default
+    }
 
 
 def without_unread(config: TokenizerConfig) -> TokenizerConfig:
@@ -207,8 +249,15 @@ def without_unread(config: TokenizerConfig) -> TokenizerConfig:
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the settings describe; `ConfigError` when they name none, or say what it does not read."""
-    refuse([*problems_of(config), *(f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
-                                    for given in unread(config).values())])
+    refuse(
+        [
+            *problems_of(config),
+            *(
+                f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
+                for given in unread(config).values()
+            ),
+        ]
+    )
     tokenizer = KINDS[config.tokenizer_type](config)
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)
@@ -217,7 +266,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def absent_files(config: TokenizerConfig) -> list[str]:
     """The tokenizer's files that are named and not here."""
-    return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None and not (file and Path(file).exists())]
+    return [
+        file
+        for file in (config.vocab_file, config.merge_file, config.tokenizer_model)
+        if file is not None and not (file and Path(file).exists())
+    ]
 
 
 def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
@@ -226,7 +279,10 @@ def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
         return config.known_size, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
-        return config.known_size, "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named"
+        return (
+            config.known_size,
+            "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named",
+        )
     try:
         return build_tokenizer(config).vocab_size, ""
     except (ConfigError, OSError, ValueError) as error:

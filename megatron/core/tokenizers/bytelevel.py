@@ -58,7 +58,9 @@ class ByteLevelBPE:
         ranks = self.source.ranks
         if ranks is None:
             return digest([b"merges", specials, self.source.content.encode()])
-        return digest([b"ranks", specials, ranks.pattern.encode(), np.asarray(ranks.ids, "<i8").tobytes(), *ranks.tokens])
+        return digest(
+            [b"ranks", specials, ranks.pattern.encode(), np.asarray(ranks.ids, "<i8").tobytes(), *ranks.tokens]
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -103,8 +105,15 @@ class MergesSource:
 
     name = "tokenizers"
 
-    def __init__(self, tokenizer: Any, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], *,
-                 pattern: str, whole_words: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab: Mapping[str, int],
+        merges: Sequence[tuple[str, str]],
+        *,
+        pattern: str,
+        whole_words: bool = False,
+    ) -> None:
         self._tokenizer, self._vocab, self._merges = tokenizer, vocab, merges
         self._pattern, self._whole_words = pattern, whole_words
         self.reference = tokenizers_engine(tokenizer)

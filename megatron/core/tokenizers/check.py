@@ -39,8 +39,10 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings
     _check_special_ids(tokenizer, findings)
     if rows is not None and tokenizer.vocab_size > rows:
         beyond = [_named(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
-        findings.wrong.append(f"{len(beyond)} ids are beyond the model's {rows}: {_some(beyond)}; give the model a vocabulary of "
-                              f"{tokenizer.vocab_size} or more")
+        findings.wrong.append(
+            f"{len(beyond)} ids are beyond the model's {rows}: {_some(beyond)}; give the model a vocabulary of "
+            f"{tokenizer.vocab_size} or more"
+        )
     if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its text is numbers, never these
         _check_round_trips(tokenizer, findings)
         _check_forging(tokenizer, findings)
@@ -79,10 +81,14 @@ def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
             findings.wrong.append(f"{role} is {token}, which is not an id from 0 to {tokenizer.vocab_size - 1}")
     others = [role for role, token in given.items() if role != "pad" and token == given.get("pad")]
     if others:
-        findings.wrong.append(f"pad and {', '.join(others)} are one id, {_named(tokenizer, given['pad'])}: what is padding "
-                              "cannot be told from it, and would get no loss")
+        findings.wrong.append(
+            f"pad and {', '.join(others)} are one id, {_named(tokenizer, given['pad'])}: what is padding "
+            "cannot be told from it, and would get no loss"
+        )
     if "bos" in given and given["bos"] in (given.get("eos"), given["eod"]):
-        findings.notes.append(f"bos and eos are one id, {_named(tokenizer, given['bos'])}: begin and end of a text look the same")
+        findings.notes.append(
+            f"bos and eos are one id, {_named(tokenizer, given['bos'])}: begin and end of a text look the same"
+        )
     if "pad" not in given:
         findings.notes.append("there is no padding id")
     sentinels = tokenizer.additional_special_tokens_ids
@@ -97,24 +103,34 @@ def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
         if back != text:
             lost.append(f"{kind} ({_difference(text, back)})")
     if lost and promises_round_trips(tokenizer):
-        findings.wrong.append(f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}")
+        findings.wrong.append(
+            f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}"
+        )
     elif lost:
-        findings.notes.append(f"{len(lost)} of {len(DIFFICULT)} kinds of text are changed, as this kind of tokenizer normalizes "
-                              f"text or lacks tokens: {'; '.join(lost)}")
+        findings.notes.append(
+            f"{len(lost)} of {len(DIFFICULT)} kinds of text are changed, as this kind of tokenizer normalizes "
+            f"text or lacks tokens: {'; '.join(lost)}"
+        )
 
 
 def _check_forging(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     around = set(tokenizer.tokenize(""))
-    forged = [name for name, token in tokenizer.special.items()
-              if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))]
+    forged = [
+        name
+        for name, token in tokenizer.special.items()
+        if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))
+    ]
     if forged:
         findings.wrong.append(f"text that holds the name of a special token becomes that token: {_some(forged)}")
 
 
 def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFindings) -> None:
     added = tokenizer.added_tokens
-    inside = [repr(token.content) for number, token in added.items()
-              if not token.special and number in tokenizer.tokenize(f"x{token.content}y")]
+    inside = [
+        repr(token.content)
+        for number, token in added.items()
+        if not token.special and number in tokenizer.tokenize(f"x{token.content}y")
+    ]
     if inside:
         findings.wrong.append(f"added tokens are found inside words of ordinary text: {_some(inside)}")
     strips = [repr(token.content) for token in added.values() if token.lstrip or token.rstrip]
@@ -135,7 +151,9 @@ def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 def _difference(text: str, back: str) -> str:
     """Where a text and what came back first differ."""
-    place = next((place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back)))
+    place = next(
+        (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))
+    )
     return f"{ascii(text[place : place + 12])} became {ascii(back[place : place + 12])}"
 
 

@@ -30,25 +30,30 @@ Engine = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 
 # How text is cut into words, before the pairs of each word are joined. gpt2 is written as tiktoken does it: the same
 # words as the published expression, found faster. v1 and v2 are Megatron's names.
-PATTERNS: Mapping[str, str] = MappingProxyType({
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-})
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
 # Patterns of published vocabularies, which stand in `MergeRanks` as expressions: so does one that a tokenizer.json holds, and the
 # two are one tokenizer.
-PUBLISHED: Mapping[str, str] = MappingProxyType({
-    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-             r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-})
+PUBLISHED: Mapping[str, str] = MappingProxyType(
+    {
+        "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
 # gigatoken has words cut by hand for some patterns, under names of its own.
-GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "gpt2", "v2": "nemotron", PUBLISHED["cl100k"]: "cl100k",
-                                                       PUBLISHED["o200k"]: "o200k"})
+GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType(
+    {"gpt2": "gpt2", "v2": "nemotron", PUBLISHED["cl100k"]: "cl100k", PUBLISHED["o200k"]: "o200k"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,12 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
     import tiktoken
 
     table = np.asarray(ranks.ids, np.int32)
-    encoding = tiktoken.Encoding("ranks", pat_str=PATTERNS.get(ranks.pattern, ranks.pattern), special_tokens={},
-                                 mergeable_ranks={token: rank for rank, token in enumerate(ranks.tokens)})
+    encoding = tiktoken.Encoding(
+        "ranks",
+        pat_str=PATTERNS.get(ranks.pattern, ranks.pattern),
+        special_tokens={},
+        mergeable_ranks={token: rank for rank, token in enumerate(ranks.tokens)},
+    )
 
     def encode(text: str) -> np.ndarray:
         # Without special tokens, encode_ordinary is the way that does not look for them; it hides lone surrogates.
@@ -162,7 +171,9 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
             else:
                 encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         result = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-        return np.concatenate(result) if result else np.zeros(0, np.int32), np.fromiter(map(len, result), np.int64, len(result))
+        return np.concatenate(result) if result else np.zeros(0, np.int32), np.fromiter(
+            map(len, result), np.int64, len(result)
+        )
 
     return encode_flat
 
@@ -177,12 +188,17 @@ def fastest(
             engine = build()
             problem = difference(engine, reference)
         except ImportError as error:
-            problem = "is not installed" if error.name in (None, name) else f"lacks the package {error.name}, which it needs: pip install {error.name}"
+            problem = (
+                "is not installed"
+                if error.name in (None, name)
+                else f"lacks the package {error.name}, which it needs: pip install {error.name}"
+            )
         except Exception as error:  # whatever an optional library raises, another does its work
             problem = f"cannot be used: {error}"
         if problem is None:
-            return engine, _sentence(name, f"its ids equal those of {reference_name} on {len(DIFFICULT)} kinds of difficult "
-                                           f"text", refusals)
+            return engine, _sentence(
+                name, f"its ids equal those of {reference_name} on {len(DIFFICULT)} kinds of difficult text", refusals
+            )
         refusals.append(f"{name} {problem}")
     return reference, _sentence(reference_name, "it defines the ids", refusals)
 

@@ -25,14 +25,16 @@ from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
 FLAG = "--tokenizer-model"
-NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
-    "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"),
-    "pad": ("<pad>", "[PAD]", "<|pad|>"),
-    "cls": ("<cls>", "[CLS]"),
-    "sep": ("<sep>", "[SEP]"),
-    "mask": ("<mask>", "[MASK]"),
-})
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+        "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"),
+        "pad": ("<pad>", "[PAD]", "<|pad|>"),
+        "cls": ("<cls>", "[CLS]"),
+        "sep": ("<sep>", "[SEP]"),
+        "mask": ("<mask>", "[MASK]"),
+    }
+)
 
 
 class HuggingFaceTokenizer:
@@ -48,14 +50,21 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokens = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self._tokens, default=-1) + 1
-        added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
         named, extra, self.chat_template = _settings(
-            path.parent, {token: number for number, token in self._tokens.items()}, added)
+            path.parent, {token: number for number, token in self._tokens.items()}, added
+        )
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
         self.cls, self.sep, self.mask = named["cls"], named["sep"], named["mask"]
         self.eod: int = self.sep if self.eos is None else self.eos
         if self.eod is None:
-            raise ConfigError(f"{FLAG} {path}: no end of document is known; name one as eos_token in tokenizer_config.json")
+            raise ConfigError(
+                f"{FLAG} {path}: no end of document is known; name one as eos_token in tokenizer_config.json"
+            )
         sentinels = [token for token in added if token.startswith("<extra_id_")]
         self.additional_special_tokens_ids = extra or tuple(added[token] for token in sorted(sentinels, key=_number))
         self.special = added
@@ -93,13 +102,24 @@ class HuggingFaceTokenizer:
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
         """Of a byte-level BPE its tokens; of any other kind the tokenizer.json; and what is put around a text."""
-        frame = {"before": json.dumps(self._prefix), "after": json.dumps(self._suffix)} if self._prefix or self._suffix else {}
+        frame = (
+            {"before": json.dumps(self._prefix), "after": json.dumps(self._suffix)}
+            if self._prefix or self._suffix
+            else {}
+        )
         if self._bytes is not None:
             return {"algorithm": "byte-level BPE", "content": self._bytes.identity, **frame}
         parsed = json.loads(self._text)
-        content = json.dumps({key: value for key, value in parsed.items() if key not in ("truncation", "padding", "version")},
-                             sort_keys=True)
-        return {"algorithm": "tokenizer.json", "content": digest([content.encode()]), **frame, "framed": self._frame_known}
+        content = json.dumps(
+            {key: value for key, value in parsed.items() if key not in ("truncation", "padding", "version")},
+            sort_keys=True,
+        )
+        return {
+            "algorithm": "tokenizer.json",
+            "content": digest([content.encode()]),
+            **frame,
+            "framed": self._frame_known,
+        }
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, with the special tokens that tokenizer.json puts around it, unless those were turned off."""
@@ -116,7 +136,9 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
-        return self._tokenizer.decode([token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False)
+        return self._tokenizer.decode(
+            [token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False
+        )
 
     def id_to_token(self, token: int) -> str:
         """How tokenizer.json writes an id."""
@@ -166,17 +188,32 @@ def _settings(
     def number(value: object, key: str) -> int:
         token = value.get("content") if isinstance(value, dict) else value
         if not isinstance(token, str) or token not in numbers:
-            raise ConfigError(f"{FLAG} {folder}: tokenizer_config.json or special_tokens_map.json names {token!r} as {key}, "
-                              "but tokenizer.json has no such token")
+            raise ConfigError(
+                f"{FLAG} {folder}: tokenizer_config.json or special_tokens_map.json names {token!r} as {key}, "
+                "but tokenizer.json has no such token"
+            )
         return numbers[token]
 
     if any(f"{name}_token" in config for name in NAMES):
-        named = {name: number(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None for name in NAMES}
+        named = {
+            name: number(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None
+            for name in NAMES
+        }
     else:
         named = {name: next((added[token] for token in usual if token in added), None) for name, usual in NAMES.items()}
-    extra = next((config[key] for key in ("extra_special_tokens", "additional_special_tokens")
-                  if isinstance(config.get(key), list)), [])
-    return named, tuple(number(token, "a special token") for token in extra), _template(folder, config.get("chat_template"))
+    extra = next(
+        (
+            config[key]
+            for key in ("extra_special_tokens", "additional_special_tokens")
+            if isinstance(config.get(key), list)
+        ),
+        [],
+    )
+    return (
+        named,
+        tuple(number(token, "a special token") for token in extra),
+        _template(folder, config.get("chat_template")),
+    )
 
 
 def _template(folder: Path, setting: object) -> str | None:
@@ -194,8 +231,11 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | No
     common = None
     for text in ("a", "two words"):
         bare, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
-        frames = {(tuple(whole[:first]), tuple(whole[first + len(bare) :])) for first in range(len(whole) - len(bare) + 1)
-                  if whole[first : first + len(bare)] == bare}
+        frames = {
+            (tuple(whole[:first]), tuple(whole[first + len(bare) :]))
+            for first in range(len(whole) - len(bare) + 1)
+            if whole[first : first + len(bare)] == bare
+        }
         common = frames if common is None else common & frames
     return common.pop() if len(common) == 1 else (None, None)
 
@@ -204,16 +244,25 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
     """The same as ranks or merges of bytes, where the tokenizer is no more than that; else None."""
     model, pattern = parsed["model"], _pattern(parsed.get("pre_tokenizer"))
     extras = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
-    if (model.get("type") != "BPE" or pattern is None or parsed.get("normalizer") is not None
-            or any(model.get(key) for key in extras) or any(not token["special"] for token in parsed.get("added_tokens", ()))
-            or not byte_of_letter().keys() <= model["vocab"].keys()):
+    if (
+        model.get("type") != "BPE"
+        or pattern is None
+        or parsed.get("normalizer") is not None
+        or any(model.get(key) for key in extras)
+        or any(not token["special"] for token in parsed.get("added_tokens", ()))
+        or not byte_of_letter().keys() <= model["vocab"].keys()
+    ):
         return None
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     reached = byte_of_letter().keys() | {left + right for left, right in merges}
     unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
-    source = MergesSource(tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges")))
+    source = MergesSource(
+        tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges"))
+    )
     vocab = {number: bytes_of(token) for token, number in model["vocab"].items()}
-    return ByteLevelBPE(source, vocab | {number: token.encode() for token, number in special.items()}, unreached | special)
+    return ByteLevelBPE(
+        source, vocab | {number: token.encode() for token, number in special.items()}, unreached | special
+    )
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
@@ -225,6 +274,11 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     if len(steps) == 1:
         return "gpt2" if last.get("use_regex", True) else None
     first, expression = steps[0], (steps[0].get("pattern") or {}).get("Regex")
-    if first.get("type") != "Split" or first.get("behavior") != "Isolated" or first.get("invert") or last.get("use_regex", True):
+    if (
+        first.get("type") != "Split"
+        or first.get("behavior") != "Isolated"
+        or first.get("invert")
+        or last.get("use_regex", True)
+    ):
         return None
     return next((name for name, known in PATTERNS.items() if known == expression), expression)

@@ -29,7 +29,9 @@ class SentencePieceTokenizer:
     chat_template = None
     engine = "text is encoded by sentencepiece: it defines the ids"
 
-    def __init__(self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0) -> None:
+    def __init__(
+        self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0
+    ) -> None:
         content = read_bytes(model, "--tokenizer-model")
         self._model = pieces = _load(content, model)
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
@@ -40,15 +42,21 @@ class SentencePieceTokenizer:
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         if kind == "named":
             numbers = {token: number for number, token in enumerate(self._tokens)}
-            requested = [*ADDED, *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if local[name] < 0), *sentinels]
+            requested = [
+                *ADDED,
+                *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if local[name] < 0),
+                *sentinels,
+            ]
             for token in requested:
                 special[token] = numbers.setdefault(token, len(numbers))
             local = {name: number if number >= 0 else special[f"<{name.upper()}>"] for name, number in local.items()}
             self._tokens = list(numbers)
         if kind == "begun":
             if local["bos"] < 0:
-                raise ConfigError(f"--tokenizer-model {model} has no begin of text, which Llama2Tokenizer puts before every "
-                                  "text; choose GPTSentencePieceTokenizer")
+                raise ConfigError(
+                    f"--tokenizer-model {model} has no begin of text, which Llama2Tokenizer puts before every "
+                    "text; choose GPTSentencePieceTokenizer"
+                )
             self._prefix = (local["bos"],)
         self.special = special
         self.vocab_size = len(self._tokens)
@@ -56,8 +64,10 @@ class SentencePieceTokenizer:
         self.cls, self.sep, self.mask = (special.get(name) for name in ("<CLS>", "<SEP>", "<MASK>"))
         self.eod = special["<EOD>"] if kind == "named" else self.eos
         if self.eod is None:
-            raise ConfigError(f"--tokenizer-model {model} has no end of text, which ends documents; choose "
-                              "SentencePieceTokenizer, which adds one")
+            raise ConfigError(
+                f"--tokenizer-model {model} has no end of text, which ends documents; choose "
+                "SentencePieceTokenizer, which adds one"
+            )
         self.additional_special_tokens_ids = tuple(special[token] for token in sentinels)
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
 
@@ -81,7 +91,9 @@ class SentencePieceTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids; tokens that are not the model's are written by name."""
-        return "".join(part if isinstance(part, str) else self._model.decode(part) for part in self._runs(map(int, ids)))
+        return "".join(
+            part if isinstance(part, str) else self._model.decode(part) for part in self._runs(map(int, ids))
+        )
 
     def _runs(self, ids: Any) -> list[str | list[int]]:
         """Runs of ids of the model, and the names of ids added to it; ids of no token are left out."""

@@ -45,8 +45,15 @@ class TikTokenizer:
     additional_special_tokens_ids = ()
     chat_template = None
 
-    def __init__(self, model: str | Path, pattern: str | None, *, vocab_size: int | None = None,
-                 num_special: int | None = None, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        pattern: str | None,
+        *,
+        vocab_size: int | None = None,
+        num_special: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         pattern = pattern or _usual_pattern(model)
         if str(model).endswith(".json"):
             tokens, ids, special = _json_layout(model, vocab_size, num_special, names)
@@ -59,13 +66,23 @@ class TikTokenizer:
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
         self.eod: int = next((special[name] for name in ENDS if name in special), None)
         if self.eod is None:
-            raise ConfigError(f"--tokenizer-special-tokens {' '.join(special)} has none of {', '.join(ENDS)}, which end documents")
+            raise ConfigError(
+                f"--tokenizer-special-tokens {' '.join(special)} has none of {', '.join(ENDS)}, which end documents"
+            )
         self.eos = self.eod
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
         # The single bytes come first, in the order of their value: their ranks among each other change nothing.
-        ordered = sorted(range(len(tokens)), key=lambda rank: (0, tokens[rank][0]) if len(tokens[rank]) == 1 else (1, rank))
-        ranks = MergeRanks(tuple(tokens[rank] for rank in ordered), tuple(ids[rank] for rank in ordered), PUBLISHED.get(pattern, pattern))
-        self._bpe = ByteLevelBPE(RanksSource(ranks), vocab | {number: name.encode() for name, number in special.items()}, special)
+        ordered = sorted(
+            range(len(tokens)), key=lambda rank: (0, tokens[rank][0]) if len(tokens[rank]) == 1 else (1, rank)
+        )
+        ranks = MergeRanks(
+            tuple(tokens[rank] for rank in ordered),
+            tuple(ids[rank] for rank in ordered),
+            PUBLISHED.get(pattern, pattern),
+        )
+        self._bpe = ByteLevelBPE(
+            RanksSource(ranks), vocab | {number: name.encode() for name, number in special.items()}, special
+        )
 
     @property
     def engine(self) -> str:
@@ -115,7 +132,9 @@ def _usual_pattern(model: str | Path) -> str:
     raise ConfigError(f"{FLAG} {model} does not say how text is cut into words; add --tiktoken-pattern")
 
 
-def _json_layout(model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
+def _json_layout(
+    model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
+) -> Layout:
     """(bytes of each rank, its id, special tokens) of Megatron's form."""
     content = read_json(model, FLAG)
     keys = {"rank", "token_bytes"}
@@ -124,12 +143,16 @@ def _json_layout(model: str | Path, vocab_size: int | None, num_special: int | N
     num_special = DEFAULT_NUM_SPECIAL if num_special is None else num_special
     names = NAMED if names is None else tuple(names)
     if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
-        raise ConfigError(f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
-                          f"{', '.join(NEEDED)}, and are at most --tiktoken-num-special-tokens {num_special}")
+        raise ConfigError(
+            f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
+            f"{', '.join(NEEDED)}, and are at most --tiktoken-num-special-tokens {num_special}"
+        )
     size = min(DEFAULT_VOCAB_SIZE, len(content) + num_special) if vocab_size is None else vocab_size
     if not num_special + 256 <= size <= len(content) + num_special:
-        raise ConfigError(f"--vocab-size {size} is {num_special} special tokens, the 256 bytes and at most all "
-                          f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}")
+        raise ConfigError(
+            f"--vocab-size {size} is {num_special} special tokens, the 256 bytes and at most all "
+            f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}"
+        )
     rows = content[: size - num_special]
     tokens = _checked([(row["token_bytes"], row["rank"]) for row in rows], model)
     filled = [*names, *(f"<SPECIAL_{number}>" for number in range(len(names), num_special))]
@@ -139,7 +162,9 @@ def _json_layout(model: str | Path, vocab_size: int | None, num_special: int | N
     return tokens, [num_special + rank for rank in range(len(tokens))], special
 
 
-def _plain_layout(model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None) -> Layout:
+def _plain_layout(
+    model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
+) -> Layout:
     """(bytes of each rank, its id, special tokens) of tiktoken's form."""
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
@@ -172,11 +197,15 @@ def _checked(rows: Sequence[tuple[object, object]], model: str | Path) -> list[b
         except (binascii.Error, TypeError, ValueError) as error:
             raise ConfigError(f"{FLAG} {model}: token {place} is not base64: {error}") from error
         if rank != place or not tokens[-1]:
-            raise ConfigError(f"{FLAG} {model}: token {place} has rank {rank} and {len(tokens[-1])} bytes; ranks count up "
-                              "from 0, and no token is empty")
+            raise ConfigError(
+                f"{FLAG} {model}: token {place} has rank {rank} and {len(tokens[-1])} bytes; ranks count up "
+                "from 0, and no token is empty"
+            )
     if len(set(tokens)) != len(tokens):
         raise ConfigError(f"{FLAG} {model} has one token at several ranks")
     missing = {bytes([byte]) for byte in range(256)} - set(tokens)
     if missing:
-        raise ConfigError(f"{FLAG} {model} is not byte-level, or is cut short: {len(missing)} of the 256 bytes have no rank")
+        raise ConfigError(
+            f"{FLAG} {model} is not byte-level, or is cut short: {len(missing)} of the 256 bytes have no rank"
+        )
     return tokens

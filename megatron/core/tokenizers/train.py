@@ -28,16 +28,27 @@ def train_byte_level_bpe(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     clash = sorted(set(special_tokens) & set(alphabet))
     if len(set(special_tokens)) != len(special_tokens) or not special_tokens or not all(special_tokens) or clash:
-        raise ConfigError(f"--special-tokens {' '.join(special_tokens)}: give at least one name, each once, longer than a letter")
+        raise ConfigError(
+            f"--special-tokens {' '.join(special_tokens)}: give at least one name, each once, longer than a letter"
+        )
     if vocab_size < len(alphabet) + len(special_tokens):
-        raise ConfigError(f"--vocab-size {vocab_size} has no room for the 256 bytes and {len(special_tokens)} special tokens; give "
-                          f"{len(alphabet) + len(special_tokens)} or more")
+        raise ConfigError(
+            f"--vocab-size {vocab_size} has no room for the 256 bytes and {len(special_tokens)} special tokens; give "
+            f"{len(alphabet) + len(special_tokens)} or more"
+        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(special_tokens),
-        initial_alphabet=sorted(alphabet), show_progress=False))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=list(special_tokens),
+            initial_alphabet=sorted(alphabet),
+            show_progress=False,
+        ),
+    )
     whole = json.loads(bpe.to_str())
     merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in whole["model"]["merges"])
     return {
@@ -49,8 +60,14 @@ def train_byte_level_bpe(
 
 
 def train_sentencepiece(
-    texts: Iterable[Sequence[str]], *, kind: Literal["bpe", "unigram"], vocab_size: int, special_tokens: Sequence[str],
-    keep_whitespace: bool, max_lines: int, threads: int,
+    texts: Iterable[Sequence[str]],
+    *,
+    kind: Literal["bpe", "unigram"],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    keep_whitespace: bool,
+    max_lines: int,
+    threads: int,
 ) -> bytes:
     """Learn a SentencePiece model that spells unknown characters in bytes. Returns the content of its .model file.
 
@@ -61,17 +78,36 @@ def train_sentencepiece(
 
     clash = sorted(set(special_tokens) & set(SENTENCEPIECE_NAMES))
     if clash or len(set(special_tokens)) != len(special_tokens) or not all(special_tokens):
-        raise ConfigError(f"--special-tokens {' '.join(special_tokens)}: give each name once, and none of "
-                          f"{' '.join(SENTENCEPIECE_NAMES)}, which the model has anyway")
+        raise ConfigError(
+            f"--special-tokens {' '.join(special_tokens)}: give each name once, and none of "
+            f"{' '.join(SENTENCEPIECE_NAMES)}, which the model has anyway"
+        )
     model = io.BytesIO()
     sentencepiece.set_random_generator_seed(1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts), model_writer=model, model_type=kind, vocab_size=vocab_size,
-            control_symbols=list(special_tokens), pad_id=3, byte_fallback=True, max_sentence_length=4 * LONGEST_LINE,
-            input_sentence_size=max_lines, shuffle_input_sentence=max_lines > 0, num_threads=threads, minloglevel=2,
-            **({"normalization_rule_name": "identity", "remove_extra_whitespaces": False,
-                "allow_whitespace_only_pieces": True} if keep_whitespace else {}))
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            control_symbols=list(special_tokens),
+            pad_id=3,
+            byte_fallback=True,
+            max_sentence_length=4 * LONGEST_LINE,
+            input_sentence_size=max_lines,
+            shuffle_input_sentence=max_lines > 0,
+            num_threads=threads,
+            minloglevel=2,
+            **(
+                {
+                    "normalization_rule_name": "identity",
+                    "remove_extra_whitespaces": False,
+                    "allow_whitespace_only_pieces": True,
+                }
+                if keep_whitespace
+                else {}
+            ),
+        )
     except (RuntimeError, OSError, ValueError) as error:
         raise ConfigError(f"--vocab-size {vocab_size}: no model can be learnt from this text: {error}") from error
     return model.getvalue()

@@ -48,7 +48,9 @@ class BertWordPieceTokenizer:
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-        pieces = tokenizers.Tokenizer(models.WordPiece(vocab=self._vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+        pieces = tokenizers.Tokenizer(
+            models.WordPiece(vocab=self._vocab, unk_token="[UNK]", max_input_chars_per_word=100)
+        )
         pieces.normalizer = normalizers.BertNormalizer(lowercase=self.lower_case)
         pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         pieces.decoder = decoders.WordPiece(cleanup=False)
@@ -61,7 +63,11 @@ class BertWordPieceTokenizer:
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
         """The tokens in order, and whether text is put in lower case."""
-        return {"algorithm": "word pieces", "lower_case": self.lower_case, "tokens": digest(map(str.encode, self._tokens))}
+        return {
+            "algorithm": "word pieces",
+            "lower_case": self.lower_case,
+            "tokens": digest(map(str.encode, self._tokens)),
+        }
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, without [CLS] and [SEP]."""
@@ -77,8 +83,9 @@ class BertWordPieceTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The pieces of some ids, joined to words with a space between."""
-        return self._pieces.decode([token for token in map(int, ids) if 0 <= token < self.vocab_size],
-                                   skip_special_tokens=False)
+        return self._pieces.decode(
+            [token for token in map(int, ids) if 0 <= token < self.vocab_size], skip_special_tokens=False
+        )
 
     def id_to_token(self, token: int) -> str:
         """How vocab.txt writes an id."""
@@ -99,5 +106,7 @@ def _parse(text: str, path: str | Path) -> dict[str, int]:
         raise ConfigError(f"--vocab-file {path} has the token {twice!r} on several lines")
     missing = [name for name in NEEDED if name not in vocab]
     if missing:
-        raise ConfigError(f"--vocab-file {path} is not a vocabulary of BERT, or is cut short: it has no {', '.join(missing)}")
+        raise ConfigError(
+            f"--vocab-file {path} is not a vocabulary of BERT, or is cut short: it has no {', '.join(missing)}"
+        )
     return vocab

@@ -32,7 +32,7 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
     offload = Offload(device, config.min_offloaded_tensor_size)
     around(stage, lambda: nullcontext(offload.begin()))
     layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
-    chosen = layers[:config.cpu_offloading_num_layers]
+    chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
         around(layer, partial(offload.aside, layer))
     for stack in (part for part in stage.modules() if isinstance(part, Stack)):
@@ -46,8 +46,16 @@ def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
     mixer, experts = layer.self_attention, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     found: list[tuple[str, nn.Module | None]] = [
-        ("attn_norm", layer.input_layernorm), ("core_attn", mixer), ("mlp_norm", layer.pre_mlp_layernorm), ("attn_proj", mixer.linear_proj)]
-    found += [("qkv_linear", part) for name, part in mixer.named_children() if name.startswith("linear_") and name != "linear_proj"]
+        ("attn_norm", layer.input_layernorm),
+        ("core_attn", mixer),
+        ("mlp_norm", layer.pre_mlp_layernorm),
+        ("attn_proj", mixer.linear_proj),
+    ]
+    found += [
+        ("qkv_linear", part)
+        for name, part in mixer.named_children()
+        if name.startswith("linear_") and name != "linear_proj"
+    ]
     if experts is not None:
         found += [("moe_act", experts), ("expert_fc1", experts.linear_fc1), ("", experts.linear_fc2)]
     yield from ((name, part) for name, part in found if part is not None)

@@ -42,24 +42,43 @@ class SelfAttention(nn.Module):
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
         key = FusedSegment(model.key_size, copies)
-        inner = {"bias": model.add_bias_linear or model.add_qkv_bias, "init": build.initial(), "region": build.region,
-                 "mesh": build.mesh, "dtype": build.dtype}
+        inner = {
+            "bias": model.add_bias_linear or model.add_qkv_bias,
+            "init": build.initial(),
+            "region": build.region,
+            "mesh": build.mesh,
+            "dtype": build.dtype,
+        }
         self.linear_qkv = ColumnLinear(model.hidden_size, (FusedSegment(model.query_size), key, key), **inner)
-        self.linear_gate = (ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), **inner)
-                            if model.attention_output_gate else None)
+        self.linear_gate = (
+            ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), **inner)
+            if model.attention_output_gate
+            else None
+        )
         self.linear_proj = RowLinear(
-            model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
-            region=build.region, mesh=build.mesh, dtype=build.dtype)
+            model.query_size,
+            model.hidden_size,
+            bias=model.add_bias_linear,
+            init=build.initial_output(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
         self.q_layernorm = self.k_layernorm = None
         if model.qk_layernorm_across_heads:
-            self.q_layernorm, self.k_layernorm = NormAcrossHeads(build, FusedSegment(model.query_size)), NormAcrossHeads(build, key)
+            self.q_layernorm, self.k_layernorm = (
+                NormAcrossHeads(build, FusedSegment(model.query_size)),
+                NormAcrossHeads(build, key),
+            )
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
             self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
             self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
         self.softmax_offset = sinks(build) if model.softmax_type == "learnable" else None
         self.peaks = Peaks() if model.qk_clip else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
 
         Returns the attention's output and the normed input, both like x.
@@ -73,8 +92,16 @@ class SelfAttention(nn.Module):
         mask = context.mask.within(self.plan.window)
         if self.peaks is not None and self.training:
             self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
-        mixed = attend(self.build, q, k, v, mask, Scores(bias=bias, sink=self._sink(q)), training=self.training,
-                       kernel=context.attention(self.build, self.plan.index))
+        mixed = attend(
+            self.build,
+            q,
+            k,
+            v,
+            mask,
+            Scores(bias=bias, sink=self._sink(q)),
+            training=self.training,
+            kernel=context.attention(self.build, self.plan.index),
+        )
         if self.linear_gate is not None:
             gate = self.linear_gate(normed)
             mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
@@ -85,9 +112,11 @@ class SelfAttention(nn.Module):
         model, tp = self.build.model, self.build.mesh.tp
         groups = shrink.view(model.num_query_groups, -1).amin(dim=1)
         first = tp.rank * self.heads // (model.num_attention_heads // model.num_query_groups)
-        keys = groups[first:first + self.groups]
+        keys = groups[first : first + self.groups]
         queries = keys.repeat_interleave(self.heads // self.groups)
-        rows = torch.cat((queries**alpha, keys**(1.0 - alpha), torch.ones_like(keys))).repeat_interleave(self.head_size)
+        rows = torch.cat((queries**alpha, keys ** (1.0 - alpha), torch.ones_like(keys))).repeat_interleave(
+            self.head_size
+        )
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
@@ -141,8 +170,17 @@ def sinks(build: Build) -> nn.Parameter:
     return parameter(spec, build.mesh, build.dtype)
 
 
-def attend(build: Build, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: Scores = Scores(), *, training: bool,
-           kernel: Callable[..., Tensor] | None = None) -> Tensor:
+def attend(
+    build: Build,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    scores: Scores = Scores(),
+    *,
+    training: bool,
+    kernel: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Attention as the run wants it: with its scale, cap and dropout, recomputed if asked.
 
     q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; scores: with a bias [1, n/tp, queries, keys] or a sink [n/tp] if there is

@@ -32,7 +32,9 @@ def count_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Ten
     group = torch.arange(experts.shape[0], device=experts.device)[:, None] % num_groups
     place = (group * num_experts + experts).flatten()
     counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, place, torch.ones_like(place)).view(num_groups, num_experts)  # bincount would wait for a GPU
+    return counts.scatter_add_(0, place, torch.ones_like(place)).view(
+        num_groups, num_experts
+    )  # bincount would wait for a GPU
 
 
 def balancing_share(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:

@@ -52,7 +52,14 @@ class Build:
     @property
     def region(self) -> Region:
         """How tensor-parallel regions are entered and left."""
-        return Region(self.mesh.tp, self.sequence_parallel and self.mesh.tp.size > 1, self.wgrad_store, self.low, self.overlapped, self.sums)
+        return Region(
+            self.mesh.tp,
+            self.sequence_parallel and self.mesh.tp.size > 1,
+            self.wgrad_store,
+            self.low,
+            self.overlapped,
+            self.sums,
+        )
 
     def of_layer(self, plan: LayerPlan) -> Build:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""
@@ -75,7 +82,9 @@ class Build:
     def over_context(self, layer: int) -> Build:
         """The choices for a layer whose attention is to see the whole of a sequence that is cut over the context ranks."""
         kind = self.cp_comm_type[layer % len(self.cp_comm_type)]
-        return replace(self, kernels=replace(self.kernels, attention=over_context(self.kernels.attention, self.mesh, kind)))
+        return replace(
+            self, kernels=replace(self.kernels, attention=over_context(self.kernels.attention, self.mesh, kind))
+        )
 
     def places(self, held: int) -> Tensor:
         """Where in the whole sequence the places stand of which this rank holds so many, int64 [held]."""
@@ -97,7 +106,9 @@ class Build:
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation covers `module`."""
-        return self.recompute.recompute_granularity == "selective" and module in (self.recompute.recompute_modules or ())
+        return self.recompute.recompute_granularity == "selective" and module in (
+            self.recompute.recompute_modules or ()
+        )
 
     def initial(self) -> Initial:
         """Initial values of an input matrix."""
@@ -119,7 +130,9 @@ class Build:
         model = self.model
         if not model.gated:
             return self.kernels.activation(x, model.activation)
-        return self.kernels.gated_activation(x, model.activation, Gating(model.activation_func_clamp_value, model.glu_linear_offset))
+        return self.kernels.gated_activation(
+            x, model.activation, Gating(model.activation_func_clamp_value, model.glu_linear_offset)
+        )
 
     def normed_linear(self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
         """linear(norm(x)) and norm(x), of which the linear layer keeps nothing if norms are recomputed; None: no norm."""
@@ -130,5 +143,12 @@ class Build:
 
     def norm(self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector") -> Norm:
         """A norm of the configured kind; left out, sum_over is that of a norm between tensor-parallel regions."""
-        return Norm(size, self.model, kernels=self.kernels, mesh=self.mesh, dtype=self.dtype, kind=kind,
-                    sum_over=self.region.outside_sums if sum_over is None else sum_over)
+        return Norm(
+            size,
+            self.model,
+            kernels=self.kernels,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            kind=kind,
+            sum_over=self.region.outside_sums if sum_over is None else sum_over,
+        )

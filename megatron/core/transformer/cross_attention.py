@@ -26,12 +26,17 @@ class CrossAttention(nn.Module):
         copies = max(1, tp // model.num_query_groups)
         key, bias = FusedSegment(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
         shared = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
-        self.linear_q = ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.initial(), **shared)
+        self.linear_q = ColumnLinear(
+            model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.initial(), **shared
+        )
         self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.initial(), **shared)
-        self.linear_proj = RowLinear(model.query_size, model.hidden_size, bias=model.add_bias_linear,
-                                     init=build.initial_output(), **shared)
+        self.linear_proj = RowLinear(
+            model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(), **shared
+        )
 
-    def forward(self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec, cache: Cache | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h]. cache: keeps the keys and values of the memory.
 
         Returns the attention's output and the normed input, both like x.

@@ -82,8 +82,16 @@ class Dispatcher(Protocol):
         """outputs: [n, h], of the rows that arrived. Returns [t, h], the sum of each token's rows."""
 
 
-def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: int = 0, room: int | None = None,
-             all_here: bool = False, permute: Permute = permute) -> Order:
+def order_of(
+    experts: Tensor,
+    kept: Tensor | None,
+    num_experts: int,
+    *,
+    first: int = 0,
+    room: int | None = None,
+    all_here: bool = False,
+    permute: Permute = permute,
+) -> Order:
     """The order that sorts choices by expert, and those of one expert by token.
 
     experts: [t, k]; kept: [t, k] or None. Only choices of `num_experts` experts from `first` on become rows; all_here: there
@@ -95,11 +103,13 @@ def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: i
     if kept is not None:
         outside |= ~kept.reshape(-1)
     key = key.masked_fill(outside, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, key, torch.ones_like(key))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, key, torch.ones_like(key)
+    )
     sorted_choices, counts = key.argsort(stable=True), counts[:-1]
     if room is None:
         # The number of rows is known without asking the device where no choice is left out.
-        choices = sorted_choices if all_here and kept is None else sorted_choices[:int(counts.sum())]
+        choices = sorted_choices if all_here and kept is None else sorted_choices[: int(counts.sum())]
         rows = torch.arange(len(choices), device=flat.device)
     else:
         starts = counts.cumsum(0) - counts
@@ -112,8 +122,14 @@ def order_of(experts: Tensor, kept: Tensor | None, num_experts: int, *, first: i
         counts = torch.full_like(counts, room)
     places = torch.full((len(flat) + 1,), len(choices), device=flat.device)  # the last is where empty rows point to
     places = places.scatter(0, choices, rows)
-    return Order(choices, places[:-1].view(-1, width), counts, empties=room is not None,
-                 losses=not all_here or kept is not None, permute=permute)
+    return Order(
+        choices,
+        places[:-1].view(-1, width),
+        counts,
+        empties=room is not None,
+        losses=not all_here or kept is not None,
+        permute=permute,
+    )
 
 
 def spread(tokens: Tensor, order: Order) -> Tensor:
@@ -146,7 +162,9 @@ class Local:
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
-        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute)
+        order = order_of(
+            routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute
+        )
         rows = Rows(spread(tokens, order), spread_weights(routing.weights, order), order.counts)
         return Parcel(lambda: rows, order)
 
@@ -207,15 +225,20 @@ class AllToAll:
 
     def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
         """As the protocol says."""
-        order = order_of(routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute)
+        order = order_of(
+            routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute
+        )
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
         whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep, alone=False), self.etp)
         table = whole.view(self.etp.size, self.ep.size, self.ep.size, here).cpu()
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
-        way = _Way(Journey(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep), arriving.sum((1, 2)).tolist(),
-                   *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))))
+        way = _Way(
+            Journey(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep),
+            arriving.sum((1, 2)).tolist(),
+            *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))),
+        )
         beside = Journey(send, way.journey.receive, self.ep, alone=False)
         weights = collectives.depart(spread_weights(routing.weights, order)[:, None], beside)
         coming = collectives.depart(spread(tokens, order), way.journey)
@@ -235,7 +258,9 @@ class AllToAll:
         return collect(collectives.exchange(own, way.journey.receive, way.journey.send, self.ep), parcel.order)
 
     def _sorted(self, rows: Tensor, way: _Way) -> Tensor:
-        return rearranged(collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back, self.permute)
+        return rearranged(
+            collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back, self.permute
+        )
 
 
 @dataclass(frozen=True, slots=True)

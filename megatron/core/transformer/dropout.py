@@ -20,4 +20,6 @@ class Dropout(nn.Module):
         if self.share == 0.0 or not self.training:
             return x
         with self.streams.use(self.stream):
-            return torch.native_dropout(x, self.share, True)[0]  # keeps a byte an element; on CPUs F.dropout keeps a number
+            return torch.native_dropout(x, self.share, True)[
+                0
+            ]  # keeps a byte an element; on CPUs F.dropout keeps a number

@@ -45,7 +45,9 @@ class Layer(nn.Module):
         self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
-    def forward(self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
@@ -56,8 +58,12 @@ class Layer(nn.Module):
             return x + self.dropout(self.mlp(normed, None, context)[0])
         x = self.attention_block(x, context, bias)
         if self.cross_attention is not None:
-            assert memory is not None and context.memory_mask is not None, "a layer with cross attention has something to look at"
-            found, normed = self.cross_attention(x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache)
+            assert memory is not None and context.memory_mask is not None, (
+                "a layer with cross attention has something to look at"
+            )
+            found, normed = self.cross_attention(
+                x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache
+            )
             x = self._sum(x, normed, found, None)
         if self.recomputes_mlp:
             return recompute(partial(self.mlp_block, context=context), self.build.streams, x)

@@ -59,11 +59,19 @@ class MultiLatentAttention(nn.Module):
         self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
         self.linear_kv_up_proj = ColumnLinear(mla.kv_lora_rank, (pair,), **cut)
         self.linear_proj = RowLinear(
-            model.num_attention_heads * mla.v_head_dim, model.hidden_size, bias=model.add_bias_linear,
-            init=build.initial_output(), region=region, mesh=build.mesh, dtype=build.dtype)
+            model.num_attention_heads * mla.v_head_dim,
+            model.hidden_size,
+            bias=model.add_bias_linear,
+            init=build.initial_output(),
+            region=region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
         self.peaks = Peaks() if model.qk_clip else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
 
         Returns the attention's output and the normed input, both like x.
@@ -96,11 +104,14 @@ class MultiLatentAttention(nn.Module):
         """
         mla = self.mla
         of_key, of_value = self.linear_kv_up_proj.weight.unflatten(0, (self.heads, -1)).split(
-            [mla.qk_head_dim, mla.v_head_dim], dim=1)
+            [mla.qk_head_dim, mla.v_head_dim], dim=1
+        )
         still, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((torch.einsum("sbnk,nkr->sbnr", still, of_key), turned), dim=-1)
         key = kept[:, :, None]
-        found = attend(self.build, query, key, key[..., :mla.kv_lora_rank], mask, training=self.training, kernel=kernel)
+        found = attend(
+            self.build, query, key, key[..., : mla.kv_lora_rank], mask, training=self.training, kernel=kernel
+        )
         return torch.einsum("sbnr,nvr->sbnv", found.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
     def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
@@ -109,9 +120,11 @@ class MultiLatentAttention(nn.Module):
         The rotated key serves all heads, so a head's rotated query shrinks by the whole factor.
         """
         mla, tp = self.mla, self.build.mesh.tp
-        own = shrink[tp.rank * self.heads:(tp.rank + 1) * self.heads, None]
+        own = shrink[tp.rank * self.heads : (tp.rank + 1) * self.heads, None]
         queries = torch.cat(((own**alpha).expand(-1, mla.qk_head_dim), own.expand(-1, mla.qk_pos_emb_head_dim)), dim=1)
-        keys = torch.cat(((own**(1.0 - alpha)).expand(-1, mla.qk_head_dim), torch.ones_like(own).expand(-1, mla.v_head_dim)), dim=1)
+        keys = torch.cat(
+            ((own ** (1.0 - alpha)).expand(-1, mla.qk_head_dim), torch.ones_like(own).expand(-1, mla.v_head_dim)), dim=1
+        )
         query = self.linear_q_proj if self.linear_q_up_proj is None else self.linear_q_up_proj
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
@@ -121,7 +134,9 @@ class MultiLatentAttention(nn.Module):
         """
         query = self.linear_q_down_proj(x) if self.linear_q_proj is None else self.linear_q_proj(x)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
-        latent, shared = self.linear_kv_down_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1)
+        latent, shared = self.linear_kv_down_proj(x).split(
+            [self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1
+        )
         # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
         latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
         return query, latent, self.build.region.copy_to_region(shared.contiguous())[:, :, None]
@@ -129,7 +144,9 @@ class MultiLatentAttention(nn.Module):
     def _query(self, query: Tensor, table: RotaryTable | None) -> Tensor:
         """Queries or their latent to [s, b, n/tp, dk + d], rotated."""
         q = query if self.linear_q_up_proj is None else self.linear_q_up_proj(query)
-        still, turned = q.unflatten(-1, (self.heads, -1)).split([self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1)
+        still, turned = q.unflatten(-1, (self.heads, -1)).split(
+            [self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1
+        )
         return torch.cat((still, self._turn(turned, table)), dim=-1)
 
     def _key_and_value(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
@@ -152,4 +169,6 @@ def score_scale(model: ModelConfig) -> float:
     """
     if model.softmax_scale is not None:
         return model.softmax_scale
-    return yarn_growth(model.rope, model.rope.mscale_all_dim) ** 2 / math.sqrt(model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim)
+    return yarn_growth(model.rope, model.rope.mscale_all_dim) ** 2 / math.sqrt(
+        model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
+    )

@@ -21,11 +21,23 @@ class MLP(nn.Module):
         self.build = build
         part = FusedSegment(model.ffn_hidden_size if width is None else width)
         self.linear_fc1 = ColumnLinear(
-            model.hidden_size, (part, part) if model.gated else (part,), bias=model.add_bias_linear,
-            init=build.initial(), region=build.region, mesh=build.mesh, dtype=build.dtype)
+            model.hidden_size,
+            (part, part) if model.gated else (part,),
+            bias=model.add_bias_linear,
+            init=build.initial(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
         self.linear_fc2 = RowLinear(
-            part.size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(),
-            region=build.region, mesh=build.mesh, dtype=build.dtype)
+            part.size,
+            model.hidden_size,
+            bias=model.add_bias_linear,
+            init=build.initial_output(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
         gate = ParamSpec((1, model.hidden_size), build.initial(), "matrix", sum_over=build.region.outside_sums)
         self.gate_weight = parameter(gate, build.mesh, build.dtype) if weighs else None
 

@@ -35,7 +35,14 @@ class _LaterWeights(Function):
     """x W^T of each row's own expert, whose weight gradients may wait. kernel: what multiplies."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor], wgrad_store: WeightGradStore) -> Tensor:
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        kernel: Callable[..., Tensor],
+        wgrad_store: WeightGradStore,
+    ) -> Tensor:
         context.save_for_backward(x, weight, counts)
         context.kernel, context.wgrad_store = kernel, wgrad_store
         return kernel(x, weight, counts)
@@ -53,7 +60,9 @@ class _LaterWeights(Function):
 def _weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
     """dW, [e, out, in]. x: [n, in]; gradient: [n, out], sorted by expert; counts: [e]."""
     sizes = counts.tolist()
-    return (torch.stack([gone.t().matmul(rows) for gone, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)]),)
+    return (
+        torch.stack([gone.t().matmul(rows) for gone, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)]),
+    )
 
 
 class GroupedLinear(nn.Module):
@@ -73,10 +82,22 @@ class GroupedLinear(nn.Module):
         if self.scaling is not None:
             self.grouped_linear = partial(low_grouped_linear, scaling=self.scaling)
         self.bias_share = 1.0 if cut == 1 else float(build.mesh.etp.is_first)
-        self.weight = parameter(ParamSpec((experts, outputs, inputs), init, "matrix", (by_expert, by_width), reduce_over="edp",
-                                          stacked=True), build.mesh, build.dtype)
-        spec = ParamSpec((experts, outputs), constant(0.0), "vector", (by_expert, by_width) if cut == 1 else (by_expert,),
-                         sum_over=() if cut == 1 else ("etp",), reduce_over="edp", stacked=True)
+        self.weight = parameter(
+            ParamSpec(
+                (experts, outputs, inputs), init, "matrix", (by_expert, by_width), reduce_over="edp", stacked=True
+            ),
+            build.mesh,
+            build.dtype,
+        )
+        spec = ParamSpec(
+            (experts, outputs),
+            constant(0.0),
+            "vector",
+            (by_expert, by_width) if cut == 1 else (by_expert,),
+            sum_over=() if cut == 1 else ("etp",),
+            reduce_over="edp",
+            stacked=True,
+        )
         self.bias = parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -99,8 +120,9 @@ class Experts(nn.Module):
         super().__init__()
         model, part = build.model, FusedSegment(build.model.moe.moe_ffn_hidden_size)
         self.build = build
-        self.linear_fc1 = GroupedLinear(build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1,
-                                        init=build.initial())
+        self.linear_fc1 = GroupedLinear(
+            build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.initial()
+        )
         self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.initial_output())
 
     def forward(self, rows: Rows) -> Tensor:
@@ -127,7 +149,9 @@ class MoELayer(nn.Module):
         self.experts = Experts(build)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = MLP(build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate)
+            self.shared_experts = MLP(
+                build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate
+            )
         self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh, build.kernels)
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -138,7 +162,9 @@ class MoELayer(nn.Module):
         moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
         own = region.scatter_tokens(x)
         routing = self.router(own, context)
-        parcel = self.dispatcher.send(own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None)
+        parcel = self.dispatcher.send(
+            own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
+        )
         shared = self._shared(x, context) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
         outputs = self.experts(parcel.arrive())
         routed = region.gather_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)

@@ -27,7 +27,9 @@ class RelativeBias(nn.Module):
         super().__init__()
         model = build.model
         cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
-        spec = ParamSpec((model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "table", (cut,))
+        spec = ParamSpec(
+            (model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "table", (cut,)
+        )
         self.weight = parameter(spec, build.mesh, build.dtype)
 
 

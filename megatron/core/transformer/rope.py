@@ -68,7 +68,9 @@ def yarn_growth(config: RopeConfig, share: float) -> float:
     return 0.1 * share * math.log(config.rotary_scaling_factor) + 1.0
 
 
-def rotary_table(positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype, pairs: bool) -> RotaryTable:
+def rotary_table(
+    positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype, pairs: bool
+) -> RotaryTable:
     """The table for these positions, [b or 1, s], or [3, b or 1, s] by time, height and width. pairs: whether neighbouring
     channels are rotated together, else the two halves of a head.
     """

@@ -33,9 +33,14 @@ from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 
 _TINY = 1e-20
 _FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together
-_NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
-          "global_aux_loss": "global_load_balancing_loss"}
-Choices = Mapping[str, Mapping[tuple[int, int], Tensor]]  # router -> first sample of a microbatch in its step, and depth -> experts [t, k]
+_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+Choices = Mapping[
+    str, Mapping[tuple[int, int], Tensor]
+]  # router -> first sample of a microbatch in its step, and depth -> experts [t, k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,9 @@ class Router(nn.Module):
             for axis in (mesh.tp_cp, mesh.dp):
                 collectives.all_reduce(loads, axis)
             for router, load in zip(biased, loads, strict=True):
-                router.expert_bias.data.copy_(moved_bias(router.expert_bias.data, load, router.moe.moe_router_bias_update_rate))
+                router.expert_bias.data.copy_(
+                    moved_bias(router.expert_bias.data, load, router.moe.moe_router_bias_update_rate)
+                )
         for router in routers:
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
@@ -130,7 +137,9 @@ class Router(nn.Module):
         """The choice, or in training that of an earlier step that is replayed."""
         if microbatch_context is not None and self.replayed is not None:
             found = self.replayed.get((microbatch_context.sample, depth))
-            assert found is not None, f"no choice was recorded for the microbatch from sample {microbatch_context.sample} on"
+            assert found is not None, (
+                f"no choice was recorded for the microbatch from sample {microbatch_context.sample} on"
+            )
             assert len(found) == len(scores), "a choice is replayed for as many tokens as it was made for"
             return found
         with torch.no_grad():
@@ -150,12 +159,19 @@ class Router(nn.Module):
         wanted = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
         if wanted:
             shares = affinities(scores, moe.moe_router_score_function)
-            by_sequence = microbatch_context.compute_once((self, context.depth, "chosen"), lambda: collectives.all_reduce(
-                count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences), axis))
+            by_sequence = microbatch_context.compute_once(
+                (self, context.depth, "chosen"),
+                lambda: collectives.all_reduce(
+                    count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences),
+                    axis,
+                ),
+            )
             for kind, coefficient in wanted:
                 chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
-                    chosen = microbatch_context.compute_once((self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0)))[None]
+                    chosen = microbatch_context.compute_once(
+                        (self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0))
+                    )[None]
                 loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
                 weights = self._joined(weights, loss, coefficient, _NAMES[kind], context)
         if moe.moe_z_loss_coeff:
@@ -259,7 +275,11 @@ def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing
     policy: probs keeps those of most weight, the earlier of equal ones; position keeps the earliest.
     """
     experts, weights = routing.experts.flatten(), routing.weights.detach().flatten()
-    order = weights.argsort(descending=True, stable=True) if policy == "probs" else torch.arange(len(experts), device=experts.device)
+    order = (
+        weights.argsort(descending=True, stable=True)
+        if policy == "probs"
+        else torch.arange(len(experts), device=experts.device)
+    )
     order = order[experts[order].argsort(stable=True)]  # expert by expert, best first
     counts = count_choices(routing.experts, num_experts)[0]
     first = counts.cumsum(0) - counts

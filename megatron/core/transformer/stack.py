@@ -26,9 +26,13 @@ class Stack(nn.Module):
         self.build = build
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
-        self.aside: Callable[[list[Layer]], AbstractContextManager] = lambda layers: nullcontext()  # around what recomputation keeps of them
+        self.aside: Callable[[list[Layer]], AbstractContextManager] = lambda layers: (
+            nullcontext()
+        )  # around what recomputation keeps of them
 
-    def forward(self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
         """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
         bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
@@ -51,7 +55,7 @@ class Stack(nn.Module):
         size = choice.recompute_num_layers or 1
         if choice.recompute_method == "block":
             return [([layer], place < size) for place, layer in enumerate(layers)]
-        return [(layers[start:start + size], True) for start in range(0, len(layers), size)]
+        return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
     def _saved_axis(self) -> Axis | None:
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None

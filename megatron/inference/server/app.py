@@ -39,8 +39,11 @@ from megatron.inference.server.serving import Limits, Serving
 logger = logging.getLogger(__name__)
 
 _OPEN = ("/", "/health", "/v1/health")
-_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'", "X-Content-Type-Options": "nosniff"}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 _CLIENT_LEFT = 499  # of no standard, and seen in the metrics only
 _MISDIRECTED = 421
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine, as they stand in a call
@@ -56,8 +59,14 @@ class RequestFilter:
     limits: those of connections are read where they come in.
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, hosts: Collection[str],
-                 answers: Counter[tuple[str, int]], limits: Limits) -> None:
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        token: str,
+        hosts: Collection[str],
+        answers: Counter[tuple[str, int]],
+        limits: Limits,
+    ) -> None:
         self.limits = limits
         self._app, self._token, self._hosts, self._answers = app, token, frozenset(hosts), answers
 
@@ -79,14 +88,19 @@ class RequestFilter:
             # Any path may be asked for, and only those that there are get a number of their own.
             path = scope["route"].path if scope.get("route") is not None else "other"
             self._answers[path, status or _CLIENT_LEFT] += 1
-            logger.info("%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun)
+            logger.info(
+                "%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun
+            )
 
     def _refusal(self, scope: Scope) -> Refused | None:
         """Why a call is not let in."""
         given = dict(reversed(scope["headers"]))  # the first of each name counts
         host = host_of(given.get(b"host", b""))
         if self._hosts and host not in self._hosts:
-            return Refused(f"this server is not {host[:100]!r}; it is started with --allowed-hosts NAME to go by other names", _MISDIRECTED)
+            return Refused(
+                f"this server is not {host[:100]!r}; it is started with --allowed-hosts NAME to go by other names",
+                _MISDIRECTED,
+            )
         if not self._token or scope["path"] in _OPEN:
             return None
         if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + self._token.encode()):
@@ -99,7 +113,9 @@ def host_of(header: bytes) -> str:
     return re.sub(r":\d*$", "", header.decode("latin-1").strip().lower()).rstrip(".")
 
 
-def build_app(serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()) -> RequestFilter:
+def build_app(
+    serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()
+) -> RequestFilter:
     """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything. hosts:
     names of this server, if only those may be called.
     """
@@ -138,7 +154,11 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
         service = serving.service
         if failure := service.failure:
             return json_answer({"status": "failed", "reason": failure}, 503)
-        return json_answer({"status": "draining", "reason": service.closing}, 503) if service.closing else json_answer({"status": "ok"})
+        return (
+            json_answer({"status": "draining", "reason": service.closing}, 503)
+            if service.closing
+            else json_answer({"status": "ok"})
+        )
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -185,7 +205,9 @@ class Chunks(StreamingResponse):
     """Server-sent events; a client who leaves, even before the first of them, lets the requests go."""
 
     def __init__(self, call: PendingRequests, content: AsyncIterator[str]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(
+            content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -224,12 +246,16 @@ async def body_of(request: Request, serving: Serving) -> bytes:
         async for part in request.stream():
             parts.extend(part)
             if len(parts) > most:
-                raise Refused(f"the body is larger than the {most} bytes that this server takes", 413, {"Connection": "close"})
+                raise Refused(
+                    f"the body is larger than the {most} bytes that this server takes", 413, {"Connection": "close"}
+                )
 
     try:
         await asyncio.wait_for(collect(), serving.limits.read_seconds)
     except asyncio.TimeoutError:
-        raise Refused(f"the body did not come within {serving.limits.read_seconds} s", 408, {"Connection": "close"}) from None
+        raise Refused(
+            f"the body did not come within {serving.limits.read_seconds} s", 408, {"Connection": "close"}
+        ) from None
     except ClientDisconnect:  # starlette's
         raise ClientDisconnected from None
     return bytes(parts)
@@ -247,4 +273,10 @@ def error_answer(path: str, error: Refused) -> Response:
 
 
 def _model(serving: Serving, begun: int) -> dict[str, Any]:
-    return {"id": serving.model, "object": "model", "created": begun, "owned_by": "megatron", "max_model_len": serving.positions}
+    return {
+        "id": serving.model,
+        "object": "model",
+        "created": begun,
+        "owned_by": "megatron",
+        "max_model_len": serving.positions,
+    }

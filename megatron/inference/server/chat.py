@@ -37,12 +37,16 @@ class Chat:
     def _ends(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Found in a small conversation: the answer is `b`, and what comes after it ends it."""
         try:
-            pieces = self._encoder.template.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            pieces = self._encoder.template.pieces(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            )
         except DataError:
             return (), ()
         answer = [piece for piece in pieces if piece.answer]
         marks = [self._encoder.marks[piece.text] for piece in answer if piece.mark]
-        words = [after.strip() for piece in answer if not piece.mark and (after := piece.text.partition("b")[2]).strip()]
+        words = [
+            after.strip() for piece in answer if not piece.mark and (after := piece.text.partition("b")[2]).strip()
+        ]
         return tuple(marks[:1]), () if marks else tuple(words[:1])
 
 
@@ -67,7 +71,11 @@ def messages_of(value: Any) -> list[dict[str, str]]:
 def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
-    texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"] if isinstance(value, list) else []
+    texts = (
+        [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
+        if isinstance(value, list)
+        else []
+    )
     if not texts or len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
         raise Refused(f"{where}: content must be a string, or a list of parts of the type text")
     return "".join(texts)

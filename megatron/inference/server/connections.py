@@ -69,7 +69,11 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the connection that has waited longest; whether there is one."""
-        waiting = {other: other._waits.when() for other in self.connections if isinstance(other, Connection) and other._waits is not None}
+        waiting = {
+            other: other._waits.when()
+            for other in self.connections
+            if isinstance(other, Connection) and other._waits is not None
+        }
         if waiting:
             min(waiting, key=waiting.__getitem__)._too_slow()
         return bool(waiting)

@@ -67,6 +67,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 def parse(body: bytes) -> dict[str, Any]:
     """The object of a JSON body; `Refused` if it is none."""
+
     def no_number(word: str) -> None:
         raise ValueError(f"{word} is no number")
 
@@ -112,14 +113,19 @@ def anything(_: Any) -> str:
 
 def only(*values: Any) -> Check:
     """A check for fields of which one value can be served."""
-    return lambda value: "" if any(type(value) is type(one) and value == one for one in values) else (
-        f"can only be {' or '.join(json.dumps(one) for one in values)} here")
+    return lambda value: (
+        ""
+        if any(type(value) is type(one) and value == one for one in values)
+        else (f"can only be {' or '.join(json.dumps(one) for one in values)} here")
+    )
 
 
 def integer(low: int | None = None, high: int | None = None, *, said: str = "") -> Check:
     """A check for whole numbers. said: in words."""
     said = said or "must be an integer" + _limits(low, high)
-    return lambda value: "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else said
+    return lambda value: (
+        "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else said
+    )
 
 
 def number(low: float, high: float, *, above: bool = False, said: str = "") -> Check:

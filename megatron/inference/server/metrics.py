@@ -34,9 +34,14 @@ def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     for field, name, kind, told in _ROWS:
         lines += [*_head(name, kind, told), f"{_PREFIX}{name} {getattr(metrics, field)}"]
     lines += _head("finished_total", "counter", "requests that ended, by the reason")
-    lines += [f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())]
+    lines += [
+        f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
+    ]
     lines += _head("http_answers_total", "counter", "HTTP answers, by path and status")
-    lines += [f'{_PREFIX}http_answers_total{{path="{path}",status="{status}"}} {count}' for (path, status), count in sorted(answers.items())]
+    lines += [
+        f'{_PREFIX}http_answers_total{{path="{path}",status="{status}"}} {count}'
+        for (path, status), count in sorted(answers.items())
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,18 @@ from typing import Any
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.chat import Chat, messages_of
-from megatron.inference.server.fields import Field, Refused, anything, boolean, integer, is_integer, number, only, read, text
+from megatron.inference.server.fields import (
+    Field,
+    Refused,
+    anything,
+    boolean,
+    integer,
+    is_integer,
+    number,
+    only,
+    read,
+    text,
+)
 from megatron.inference.server.request_handling import PendingRequests
 from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, told
 
@@ -26,39 +37,82 @@ _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
 
 def _prompt(value: Any) -> str:
-    ids = isinstance(value, list) and bool(value) and (all(map(is_integer, value)) or all(
-        isinstance(part, list) and part and all(map(is_integer, part)) for part in value))
+    ids = (
+        isinstance(value, list)
+        and bool(value)
+        and (
+            all(map(is_integer, value))
+            or all(isinstance(part, list) and part and all(map(is_integer, part)) for part in value)
+        )
+    )
     texts = isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value)
-    return "" if isinstance(value, str) or texts or ids else "must be a string, ids, or a list of strings or of lists of ids"
+    return (
+        ""
+        if isinstance(value, str) or texts or ids
+        else "must be a string, ids, or a list of strings or of lists of ids"
+    )
 
 
 def _stop(value: Any) -> str:
     words = [value] if isinstance(value, str) else value
-    good = isinstance(words, list) and len(words) <= _MOST_STOPS and all(isinstance(word, str) and 0 < len(word) <= _LONGEST_STOP for word in words)
+    good = (
+        isinstance(words, list)
+        and len(words) <= _MOST_STOPS
+        and all(isinstance(word, str) and 0 < len(word) <= _LONGEST_STOP for word in words)
+    )
     return "" if good else f"must be a string, or at most {_MOST_STOPS} of them, of 1 to {_LONGEST_STOP} characters"
 
 
 def _options(value: Any) -> str:
-    good = isinstance(value, dict) and set(value) <= {"include_usage", "include_obfuscation"} and all(isinstance(one, bool) for one in value.values())
+    good = (
+        isinstance(value, dict)
+        and set(value) <= {"include_usage", "include_obfuscation"}
+        and all(isinstance(one, bool) for one in value.values())
+    )
     return "" if good else "must be an object with include_usage, a boolean value"
 
 
 _COMMON = (
     Field("model", text),
-    Field("temperature", number(0.0, 2.0), 1.0), Field("top_p", number(0.0, 1.0), 1.0), Field("top_k", integer(0, 10**6), 0),
-    Field("min_p", number(0.0, 1.0), 0.0), Field("repetition_penalty", number(0.01, 100.0), 1.0),
-    Field("n", integer(1, _MOST_CHOICES), 1), Field("seed", integer(-2**63, 2**64 - 1)), Field("stop", _stop, []),
-    Field("ignore_eos", boolean, False), Field("stream", boolean, False), Field("stream_options", _options),
-    Field("frequency_penalty", only(0, 0.0)), Field("presence_penalty", only(0, 0.0)), Field("logit_bias", only({})),
-    Field("user", text), Field("metadata", anything), Field("store", only(False)))
+    Field("temperature", number(0.0, 2.0), 1.0),
+    Field("top_p", number(0.0, 1.0), 1.0),
+    Field("top_k", integer(0, 10**6), 0),
+    Field("min_p", number(0.0, 1.0), 0.0),
+    Field("repetition_penalty", number(0.01, 100.0), 1.0),
+    Field("n", integer(1, _MOST_CHOICES), 1),
+    Field("seed", integer(-(2**63), 2**64 - 1)),
+    Field("stop", _stop, []),
+    Field("ignore_eos", boolean, False),
+    Field("stream", boolean, False),
+    Field("stream_options", _options),
+    Field("frequency_penalty", only(0, 0.0)),
+    Field("presence_penalty", only(0, 0.0)),
+    Field("logit_bias", only({})),
+    Field("user", text),
+    Field("metadata", anything),
+    Field("store", only(False)),
+)
 COMPLETION = (
-    *_COMMON, Field("prompt", _prompt, needed=True), Field("max_tokens", integer(0), 16), Field("logprobs", integer(0, _MOST_TOP)),
-    Field("echo", boolean, False), Field("best_of", integer(1, _MOST_CHOICES)), Field("suffix", only("")))
+    *_COMMON,
+    Field("prompt", _prompt, needed=True),
+    Field("max_tokens", integer(0), 16),
+    Field("logprobs", integer(0, _MOST_TOP)),
+    Field("echo", boolean, False),
+    Field("best_of", integer(1, _MOST_CHOICES)),
+    Field("suffix", only("")),
+)
 CHAT = (
-    *_COMMON, Field("messages", anything, needed=True), Field("max_tokens", integer(1)), Field("max_completion_tokens", integer(1)),
-    Field("logprobs", boolean, False), Field("top_logprobs", integer(0, _MOST_TOP)),
-    Field("tools", only([])), Field("tool_choice", only("none")), Field("response_format", only({"type": "text"})),
-    Field("modalities", only(["text"])))
+    *_COMMON,
+    Field("messages", anything, needed=True),
+    Field("max_tokens", integer(1)),
+    Field("max_completion_tokens", integer(1)),
+    Field("logprobs", boolean, False),
+    Field("top_logprobs", integer(0, _MOST_TOP)),
+    Field("tools", only([])),
+    Field("tool_choice", only("none")),
+    Field("response_format", only({"type": "text"})),
+    Field("modalities", only(["text"])),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +153,17 @@ def completion(body: bytes, serving: Serving) -> Asked:
     prompt = asked["prompt"]
     several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
     if len(several) * asked["n"] > serving.limits.prompts:
-        raise Refused(f"{len(several)} prompts with n={asked['n']} are more than the {serving.limits.prompts} texts of one call")
+        raise Refused(
+            f"{len(several)} prompts with n={asked['n']} are more than the {serving.limits.prompts} texts of one call"
+        )
     ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
-    echo = tuple(part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several) if asked["echo"] else ()
+    echo = (
+        tuple(
+            part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several
+        )
+        if asked["echo"]
+        else ()
+    )
     requests = _requests(asked, serving, ids, asked["max_tokens"], scored, asked["logprobs"] or 0)
     return Asked(asked, requests, chat=False, echo=echo)
 
@@ -111,7 +173,9 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:
     asked = read(CHAT, body)
     _demand_model(asked, serving)
     if chat is None:
-        raise Refused("the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format")
+        raise Refused(
+            "the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format"
+        )
     if asked["top_logprobs"] and not asked["logprobs"]:
         raise Refused("top_logprobs needs logprobs to be true")
     if None not in (asked["max_tokens"], asked["max_completion_tokens"]):
@@ -120,8 +184,12 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:
         raise Refused(f"n={asked['n']} is more than the {serving.limits.prompts} texts of one call")
     ids = tuple(chat.ids(messages_of(asked["messages"])))
     room = serving.positions - len(ids) + 1
-    count = asked["max_completion_tokens"] or asked["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
-    return Asked(asked, _requests(asked, serving, [ids], count, asked["logprobs"], asked["top_logprobs"] or 0, chat), chat=True)
+    count = (
+        asked["max_completion_tokens"] or asked["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
+    )
+    return Asked(
+        asked, _requests(asked, serving, [ids], count, asked["logprobs"], asked["top_logprobs"] or 0, chat), chat=True
+    )
 
 
 def _demand_model(asked: dict[str, Any], serving: Serving) -> None:
@@ -137,21 +205,40 @@ def _known(ids: Sequence[int], serving: Serving) -> Sequence[int]:
     return ids
 
 
-def _requests(asked: dict[str, Any], serving: Serving, prompts: Sequence[tuple[int, ...]], count: int, scored: bool, top: int,
-              chat: Chat | None = None) -> tuple[Request, ...]:
+def _requests(
+    asked: dict[str, Any],
+    serving: Serving,
+    prompts: Sequence[tuple[int, ...]],
+    count: int,
+    scored: bool,
+    top: int,
+    chat: Chat | None = None,
+) -> tuple[Request, ...]:
     # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
     temperature = cooled(asked["temperature"]) if asked["top_p"] > 0.0 else 0.0
-    sampling = Sampling(temperature, asked["top_k"], float(asked["top_p"]), float(asked["min_p"]), float(asked["repetition_penalty"]))
+    sampling = Sampling(
+        temperature, asked["top_k"], float(asked["top_p"]), float(asked["min_p"]), float(asked["repetition_penalty"])
+    )
     stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
     found = []
     for ids in prompts:
         serving.demand(_known(ids, serving), count)
         for number_of_choice in range(asked["n"]):
             seed = None if asked["seed"] is None else (asked["seed"] + number_of_choice) % 2**63
-            found.append(Request(ids, count, sampling, seed, stop_ids=chat.stop_ids if chat and not asked["ignore_eos"] else (),
-                                 stop_words=(*stop, *(chat.stop_words if chat and not asked["ignore_eos"] else ())),
-                                 ignore_eod=asked["ignore_eos"], logprobs=scored, prompt_logprobs=scored and asked.get("echo", False),
-                                 top_logprobs=top))
+            found.append(
+                Request(
+                    ids,
+                    count,
+                    sampling,
+                    seed,
+                    stop_ids=chat.stop_ids if chat and not asked["ignore_eos"] else (),
+                    stop_words=(*stop, *(chat.stop_words if chat and not asked["ignore_eos"] else ())),
+                    ignore_eod=asked["ignore_eos"],
+                    logprobs=scored,
+                    prompt_logprobs=scored and asked.get("echo", False),
+                    top_logprobs=top,
+                )
+            )
     return tuple(found)
 
 
@@ -164,8 +251,17 @@ async def whole(asked: Asked, call: PendingRequests, serving: Serving) -> dict[s
         spelling = Spelling(serving.tokenizer, () if reply.prompt else asked.requests[place].prompt)
         scores = _Scores(serving, asked.chat, spelling)
         content = asked.prefix(place) + reply.text
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": content, "refusal": None}} if asked.chat else {"text": content}
-        choices.append({"index": place, **said, "logprobs": scores.of(tokens) if asked.scored else None, "finish_reason": reply.reason})
+        said: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": content, "refusal": None}} if asked.chat else {"text": content}
+        )
+        choices.append(
+            {
+                "index": place,
+                **said,
+                "logprobs": scores.of(tokens) if asked.scored else None,
+                "finish_reason": reply.reason,
+            }
+        )
     kind = "chat.completion" if asked.chat else "text_completion"
     return {**_head(asked, serving, kind), "choices": choices, "usage": _usage(asked, replies)}
 
@@ -197,14 +293,28 @@ def _opening(asked: Asked) -> list[dict[str, Any]]:
     """What is said before the first token."""
     places = range(len(asked.requests))
     if asked.chat:
-        return [{"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None} for place in places]
-    return [{"index": place, "text": asked.prefix(place), "logprobs": None, "finish_reason": None} for place in places if asked.prefix(place)]
+        return [
+            {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            for place in places
+        ]
+    return [
+        {"index": place, "text": asked.prefix(place), "logprobs": None, "finish_reason": None}
+        for place in places
+        if asked.prefix(place)
+    ]
 
 
 def _delta(asked: Asked, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
-    said: dict[str, Any] = {"delta": {"content": event.text} if event.text else {}} if asked.chat else {"text": event.text}
+    said: dict[str, Any] = (
+        {"delta": {"content": event.text} if event.text else {}} if asked.chat else {"text": event.text}
+    )
     told_scores = scores.of(event.tokens, last=event.reply is not None) if asked.scored and event.tokens else None
-    return {"index": place, **said, "logprobs": told_scores, "finish_reason": None if event.reply is None else event.reply.reason}
+    return {
+        "index": place,
+        **said,
+        "logprobs": told_scores,
+        "finish_reason": None if event.reply is None else event.reply.reason,
+    }
 
 
 class _Scores:
@@ -217,15 +327,34 @@ class _Scores:
         """What is told of the next tokens."""
         texts = self._spelling.add([token.id for token in tokens], last=last)
         if self._chat:
-            return {"content": [{**_named(piece, told(token)), "top_logprobs": [_named(self._name(number), max(score, LEAST_LOGPROB))
-                                                                              for number, score in token.top]}
-                                for piece, token in zip(texts, tokens, strict=True)], "refusal": None}
+            return {
+                "content": [
+                    {
+                        **_named(piece, told(token)),
+                        "top_logprobs": [
+                            _named(self._name(number), max(score, LEAST_LOGPROB)) for number, score in token.top
+                        ],
+                    }
+                    for piece, token in zip(texts, tokens, strict=True)
+                ],
+                "refusal": None,
+            }
         offsets = []
         for piece in texts:
             offsets.append(self._offset)
             self._offset += len(piece)
-        top = [{self._name(number): max(score, LEAST_LOGPROB) for number, score in token.top} if token.logprob is not None else None for token in tokens]
-        return {"tokens": texts, "token_logprobs": [told(token) for token in tokens], "top_logprobs": top, "text_offset": offsets}
+        top = [
+            {self._name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
+            if token.logprob is not None
+            else None
+            for token in tokens
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [told(token) for token in tokens],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
 
     def _name(self, token: int) -> str:
         said = self._serving.tokenizer.detokenize([token])
@@ -237,15 +366,23 @@ def _named(piece: str, logprob: float | None) -> dict[str, Any]:
 
 
 def _head(asked: Asked, serving: Serving, kind: str) -> dict[str, Any]:
-    return {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
-            "model": serving.model}
+    return {
+        "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": serving.model,
+    }
 
 
 def _usage(asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
-    prompt = sum(len(request.prompt) for request in asked.requests[::asked.fields["n"]])
+    prompt = sum(len(request.prompt) for request in asked.requests[:: asked.fields["n"]])
     new = sum(len(reply.tokens) for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.cached_tokens for reply in replies[::asked.fields["n"]])}}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(reply.cached_tokens for reply in replies[:: asked.fields["n"]])},
+    }
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -24,8 +24,10 @@ from megatron.inference.server.serving import Serving, cooled, told
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
-_RETIRED = {"sentences": "sentences is no longer used.  Replace with prompts",
-            "max_len": "max_len is no longer used.  Replace with tokens_to_generate"}
+_RETIRED = {
+    "sentences": "sentences is no longer used.  Replace with prompts",
+    "max_len": "max_len is no longer used.  Replace with tokens_to_generate",
+}
 
 
 def _prompts(value: Any) -> str:
@@ -38,11 +40,19 @@ FIELDS = (
     Field("prompts", _prompts, needed=True),
     Field("tokens_to_generate", integer(0, said="must be an integer greater than or equal to 0"), 64),
     Field("logprobs", boolean, False),
-    Field("temperature", number(0.0, 100.0, above=True, said="must be a positive number less than or equal to 100.0"), 1.0),
-    Field("top_k", integer(0, 1000, said="must be an integer equal to or greater than 0 and less than or equal to 1000"), 0),
+    Field(
+        "temperature", number(0.0, 100.0, above=True, said="must be a positive number less than or equal to 100.0"), 1.0
+    ),
+    Field(
+        "top_k",
+        integer(0, 1000, said="must be an integer equal to or greater than 0 and less than or equal to 1000"),
+        0,
+    ),
     Field("top_p", number(0.0, 1.0, said="must be a positive float less than or equal to 1.0"), 0.0),
     Field("top_p_decay", number(0.0, 1.0, said="must be a positive float less than or equal to 1.0"), 0.0),
-    Field("top_p_bound", number(0.0, 1.0, above=True, said="must be a positive float less than or equal to top_p"), 0.0),
+    Field(
+        "top_p_bound", number(0.0, 1.0, above=True, said="must be a positive float less than or equal to top_p"), 0.0
+    ),
     *(Field(name, boolean, False) for name in _SWITCHES),
     Field("random_seed", integer(0, said="must be a positive integer")),
     Field("beam_width", integer(1, _WIDEST, said=f"must be an integer from 1 to {_WIDEST}")),
@@ -54,19 +64,35 @@ FIELDS = (
 def _across(asked: dict[str, Any], serving: Serving) -> list[str]:
     """What is wrong between fields that are right by themselves."""
     width, most = asked["beam_width"], serving.limits.prompts
-    return [said for broken, said in (
-        (len(asked["prompts"]) > most, f"Maximum number of prompts is {most}"),
-        (not all(asked["prompts"]) and not asked["add_BOS"], "Empty prompts require add_BOS=true"),
-        (asked["tokens_to_generate"] == 0 and not asked["logprobs"], "tokens_to_generate=0 implies logprobs should be True"),
-        (asked["top_k"] > 0 and asked["top_p"] > 0.0, "cannot set both top-k and top-p samplings."),
-        (asked["top_p_decay"] > 0.0 and asked["top_p"] == 0.0, "top_p_decay cannot be set without top_p"),
-        (asked["top_p_bound"] > 0.0 and asked["top_p"] == 0.0, "top_p_bound cannot be set without top_p"),
-        (asked["top_p_bound"] > asked["top_p"] > 0.0, "top_p_bound must be a positive float less than or equal to top_p"),
-        (width is not None and len(asked["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
-        (width is not None and asked["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
-        (width is not None and 2 * width > serving.ids, f"beam_width must be at most half of the {serving.ids} ids"),
-        (asked["stop_token"] is not None and asked["stop_token"] >= serving.ids, f"stop_token must be below {serving.ids}"),
-    ) if broken]
+    return [
+        said
+        for broken, said in (
+            (len(asked["prompts"]) > most, f"Maximum number of prompts is {most}"),
+            (not all(asked["prompts"]) and not asked["add_BOS"], "Empty prompts require add_BOS=true"),
+            (
+                asked["tokens_to_generate"] == 0 and not asked["logprobs"],
+                "tokens_to_generate=0 implies logprobs should be True",
+            ),
+            (asked["top_k"] > 0 and asked["top_p"] > 0.0, "cannot set both top-k and top-p samplings."),
+            (asked["top_p_decay"] > 0.0 and asked["top_p"] == 0.0, "top_p_decay cannot be set without top_p"),
+            (asked["top_p_bound"] > 0.0 and asked["top_p"] == 0.0, "top_p_bound cannot be set without top_p"),
+            (
+                asked["top_p_bound"] > asked["top_p"] > 0.0,
+                "top_p_bound must be a positive float less than or equal to top_p",
+            ),
+            (width is not None and len(asked["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
+            (width is not None and asked["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
+            (
+                width is not None and 2 * width > serving.ids,
+                f"beam_width must be at most half of the {serving.ids} ids",
+            ),
+            (
+                asked["stop_token"] is not None and asked["stop_token"] >= serving.ids,
+                f"stop_token must be below {serving.ids}",
+            ),
+        )
+        if broken
+    ]
 
 
 def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Request]]:
@@ -75,8 +101,13 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     refuse(_across(asked, serving))
     tokenizer, count = serving.tokenizer, asked["tokens_to_generate"]
     begin = [] if not asked["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
-    sampling = Sampling(cooled(asked["temperature"]), asked["top_k"], float(asked["top_p"]), top_p_decay=float(asked["top_p_decay"]),
-                        top_p_bound=float(asked["top_p_bound"]))
+    sampling = Sampling(
+        cooled(asked["temperature"]),
+        asked["top_k"],
+        float(asked["top_p"]),
+        top_p_decay=float(asked["top_p_decay"]),
+        top_p_bound=float(asked["top_p_bound"]),
+    )
     stops = ["\n"] * asked["stop_on_eol"] + ["\n\n"] * asked["stop_on_double_eol"]
     requests = []
     for place, prompt in enumerate(asked["prompts"]):
@@ -84,11 +115,21 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
         if not ids:
             raise Refused("a prompt has no tokens; give some text, or add_BOS=true")
         serving.demand(ids, count)
-        requests.append(Request(
-            tuple(ids), count, sampling, None if asked["random_seed"] is None else asked["random_seed"] + place,
-            stop_ids=() if asked["stop_token"] is None else (asked["stop_token"],), ignore_eod=asked["stop_token"] is not None,
-            stop_words=tuple(stops), keep_stop=True, newline_after_colon=not asked["prevent_newline_after_colon"],
-            logprobs=asked["logprobs"], prompt_logprobs=asked["logprobs"]))
+        requests.append(
+            Request(
+                tuple(ids),
+                count,
+                sampling,
+                None if asked["random_seed"] is None else asked["random_seed"] + place,
+                stop_ids=() if asked["stop_token"] is None else (asked["stop_token"],),
+                ignore_eod=asked["stop_token"] is not None,
+                stop_words=tuple(stops),
+                keep_stop=True,
+                newline_after_colon=not asked["prevent_newline_after_colon"],
+                logprobs=asked["logprobs"],
+                prompt_logprobs=asked["logprobs"],
+            )
+        )
     return asked, requests
 
 
@@ -97,13 +138,20 @@ async def generate(body: bytes, serving: Serving, searches: Searches) -> dict[st
     asked, requests = await asyncio.to_thread(requests_of, body, serving)
     if asked["beam_width"] is not None:
         beams = await searches.run(_search(asked, requests[0], serving))
-        return {"text": [asked["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams],
-                "segments": [_segments(serving, requests[0], beam.ids) for beam in beams], "scores": [beam.score for beam in beams]}
+        return {
+            "text": [
+                asked["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams
+            ],
+            "segments": [_segments(serving, requests[0], beam.ids) for beam in beams],
+            "scores": [beam.score for beam in beams],
+        }
     replies = await PendingRequests(serving.service, requests).replies()
-    return {"text": [prompt + reply.text for prompt, reply in zip(asked["prompts"], replies, strict=True)],
-            "segments": [_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)],
-            "logprobs": [_logprobs(reply) for reply in replies] if asked["logprobs"] else None,
-            "reasons": [reply.reason for reply in replies]}
+    return {
+        "text": [prompt + reply.text for prompt, reply in zip(asked["prompts"], replies, strict=True)],
+        "segments": [_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)],
+        "logprobs": [_logprobs(reply) for reply in replies] if asked["logprobs"] else None,
+        "reasons": [reply.reason for reply in replies],
+    }
 
 
 def _search(asked: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
@@ -111,8 +159,14 @@ def _search(asked: dict[str, Any], request: Request, serving: Serving) -> Callab
 
     def search(ask: Ask) -> list[Beam]:
         try:
-            return beam_search(ask, request.prompt, width=asked["beam_width"], num_tokens=request.num_tokens, ends=ends,
-                               length_penalty=float(asked["length_penalty"]))
+            return beam_search(
+                ask,
+                request.prompt,
+                width=asked["beam_width"],
+                num_tokens=request.num_tokens,
+                ends=ends,
+                length_penalty=float(asked["length_penalty"]),
+            )
         except BeamFailed as error:
             raise Refused(str(error), 503) from error
 

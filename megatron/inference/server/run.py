@@ -38,9 +38,26 @@ class Server(uvicorn.Server):
     listened at.
     """
 
-    def __init__(self, app: RequestFilter, service: Service, drain_seconds: float, ready: Callable[[str], None] = lambda address: None) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off",
-                                        ws="none", http=Connection, timeout_graceful_shutdown=_LEAVING_SECONDS))
+    def __init__(
+        self,
+        app: RequestFilter,
+        service: Service,
+        drain_seconds: float,
+        ready: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                lifespan="off",
+                ws="none",
+                http=Connection,
+                timeout_graceful_shutdown=_LEAVING_SECONDS,
+            )
+        )
         self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -78,7 +95,9 @@ def bound(host: str, port: int) -> socket.socket:
     Raises `ConfigError` if the address cannot be had.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         sock = socket.socket(family, kind)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,8 +110,14 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: RequestFilter, service: Service, sock: socket.socket, *, drain_seconds: float,
-          ready: Callable[[str], None] = lambda address: None) -> None:
+def serve(
+    app: RequestFilter,
+    service: Service,
+    sock: socket.socket,
+    *,
+    drain_seconds: float,
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
     """Serve on a socket until a signal. The service has been started; it has stopped when this returns. ready: is told the address
     when it is listened at. Raises `ServerFailed`.
     """

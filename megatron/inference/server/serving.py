@@ -71,8 +71,10 @@ class Serving:
         if most is not None and num_tokens > most:
             raise Refused(f"{num_tokens} new tokens are asked for; this server gives {most}")
         if len(prompt) + max(0, num_tokens - 1) > self.positions:
-            raise Refused(f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.positions} positions of the "
-                          "network; shorten the prompt or ask for fewer")
+            raise Refused(
+                f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.positions} positions of the "
+                "network; shorten the prompt or ask for fewer"
+            )
 
 
 class Spelling:
@@ -92,7 +94,7 @@ class Spelling:
             self._ids.append(token)
             text = self._tokenizer.detokenize(self._ids)
             whole = not text.endswith("\ufffd") or last and place == len(ids)
-            found.append(text[self._said:] if whole else text[self._said:-1])
+            found.append(text[self._said :] if whole else text[self._said : -1])
             self._said += len(found[-1])
             if whole and len(self._ids) > 2 * _CONTEXT:
                 self._ids = self._ids[-_CONTEXT:]

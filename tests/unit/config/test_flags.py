@@ -70,12 +70,24 @@ def read(*words: str) -> Sample:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("", {}), ("--count 4", {"count": 4}), ("--rate 1e-3", {"rate": 1e-3}),
-    ("--quick", {"quick": True}), ("--no-quick", {"quick": False}), ("--quick --no-quick", {"quick": False}),
-    ("--disable-bias", {"biased": False}), ("--no-biased", {"biased": False}), ("--biased", {"biased": True}),
-    ("--disable-bias --biased", {"biased": True}), ("--method two", {"method": "two"}), ("--level 2", {"level": 2}),
-    ("--sizes 1 2 3", {"sizes": (1, 2, 3)}), ("--sizes", {"sizes": ()}), ("--modules b a", {"modules": ("b", "a")}),
-    ("--name x", {"name": "x"}), ("--called y", {"name": "y"}), ("--hexadecimal ff", {"hexadecimal": 255}),
+    ("", {}),
+    ("--count 4", {"count": 4}),
+    ("--rate 1e-3", {"rate": 1e-3}),
+    ("--quick", {"quick": True}),
+    ("--no-quick", {"quick": False}),
+    ("--quick --no-quick", {"quick": False}),
+    ("--disable-bias", {"biased": False}),
+    ("--no-biased", {"biased": False}),
+    ("--biased", {"biased": True}),
+    ("--disable-bias --biased", {"biased": True}),
+    ("--method two", {"method": "two"}),
+    ("--level 2", {"level": 2}),
+    ("--sizes 1 2 3", {"sizes": (1, 2, 3)}),
+    ("--sizes", {"sizes": ()}),
+    ("--modules b a", {"modules": ("b", "a")}),
+    ("--name x", {"name": "x"}),
+    ("--called y", {"name": "y"}),
+    ("--hexadecimal ff", {"hexadecimal": 255}),
 ]
 
 
@@ -88,7 +100,9 @@ def test_a_part_gets_its_own_flags() -> None:
     assert read("--inner-size", "9").part == Part(9)
 
 
-@pytest.mark.parametrize("line", ["--method three", "--level 3", "--modules a c", "--count two", "--plain 3", "--rate", "--meth one"])
+@pytest.mark.parametrize(
+    "line", ["--method three", "--level 3", "--modules a c", "--count two", "--plain 3", "--rate", "--meth one"]
+)
 def test_words_that_do_not_fit_are_refused(line: str) -> None:
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         read(*line.split())
@@ -116,7 +130,16 @@ def test_a_value_named_like_a_part_does_not_replace_it() -> None:
 
 def test_spellings_of_a_field_are_all_known() -> None:
     assert spelling("num_layers") == "--num-layers"
-    assert {"--quick", "--no-quick", "--biased", "--no-biased", "--disable-bias", "--name", "--called", "--inner-size"} <= known_flags(Sample)
+    assert {
+        "--quick",
+        "--no-quick",
+        "--biased",
+        "--no-biased",
+        "--disable-bias",
+        "--name",
+        "--called",
+        "--inner-size",
+    } <= known_flags(Sample)
     assert "--plain" not in known_flags(Sample)
 
 
@@ -147,7 +170,12 @@ def test_every_spelling_belongs_to_one_field_and_every_flag_has_help() -> None:
 
 def test_help_of_a_switch_that_is_on_speaks_of_turning_it_off() -> None:
     """A line such as `--no-save-optim  save the optimizer's state` says the opposite of what the flag does."""
-    switches = [field for config in (RunConfig, InferenceConfig) for field, kind in flag_fields(config) if kind is bool and field.default]
+    switches = [
+        field
+        for config in (RunConfig, InferenceConfig)
+        for field, kind in flag_fields(config)
+        if kind is bool and field.default
+    ]
     silent = [field.name for field in switches if not re.search(r"\b(no|not|without|alone)\b", field.metadata["help"])]
     assert silent == [] and len(switches) > 20
 
@@ -156,7 +184,9 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
     """Words that give a field a value other than its default, and that value."""
     arguments = [a for a in typing.get_args(kind) if a is not type(None)]
     if kind is bool:
-        return ([f"--no-{field.name.replace('_', '-')}"] if field.default else [spelling(field.name)]), not field.default
+        return (
+            [f"--no-{field.name.replace('_', '-')}"] if field.default else [spelling(field.name)]
+        ), not field.default
     if typing.get_origin(kind) not in (Literal, tuple) and arguments:
         return example(field, arguments[0]) if len(arguments) == 1 else pytest.fail(f"{field.name}: {kind}")
     if typing.get_origin(kind) is Literal:
@@ -164,7 +194,11 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
         return [spelling(field.name), str(chosen)], chosen
     if typing.get_origin(kind) is tuple:
         element = arguments[0]
-        values = tuple(typing.get_args(element))[:2] if typing.get_origin(element) is Literal else tuple(element(n) for n in (11, 12))
+        values = (
+            tuple(typing.get_args(element))[:2]
+            if typing.get_origin(element) is Literal
+            else tuple(element(n) for n in (11, 12))
+        )
         return [spelling(field.name), *map(str, values)], values
     return [spelling(field.name), "91"], kind("91")
 
@@ -184,4 +218,6 @@ def test_every_field_of_a_run_says_what_another_value_means() -> None:
     roles = roles_of(RunConfig)
     assert {field.name for field, _ in flag_fields(RunConfig)} < roles.keys() and len(roles) > 300
     silent = [name for name, role in roles.items() if role not in get_args(Role)]
-    assert not silent, f'give these a role="..." beside their help (config/flags.py says which there are): {", ".join(silent)}'
+    assert not silent, (
+        f'give these a role="..." beside their help (config/flags.py says which there are): {", ".join(silent)}'
+    )

@@ -24,11 +24,16 @@ FIELDS = {word: (field, kind) for field, kind in flag_fields(RunConfig) for word
 # Another value, the same function: why.
 ALIKE = {
     "--transformer-impl": "names who multiplies, and both are the kernels of this project",
-    "--yarn-original-max-position-embeddings": "Megatron fills in 4096", "--yarn-beta-fast": "Megatron fills in 32", "--yarn-beta-slow": "Megatron fills in 1",
-    "--distributed-backend": "auto is nccl on GPUs", "--fp4-recipe": "filled in as nvfp4", "--dataloader-type": "Megatron fills in single",
+    "--yarn-original-max-position-embeddings": "Megatron fills in 4096",
+    "--yarn-beta-fast": "Megatron fills in 32",
+    "--yarn-beta-slow": "Megatron fills in 1",
+    "--distributed-backend": "auto is nccl on GPUs",
+    "--fp4-recipe": "filled in as nvfp4",
+    "--dataloader-type": "Megatron fills in single",
     "--cross-entropy-fusion-impl": "auto takes a kernel by the machine, and all compute one loss",
     "--moe-flex-dispatcher-backend": "auto takes the package that is installed",
-    "--null-tokenizer-pad-id": "-1 is none", "--yarn-correction-range-round-to-int": "Megatron fills in that it rounds",
+    "--null-tokenizer-pad-id": "-1 is none",
+    "--yarn-correction-range-round-to-int": "Megatron fills in that it rounds",
     "--tiktoken-num-special-tokens": "filled in as 1000 for a vocabulary file of Megatron's",
 }
 
@@ -63,13 +68,20 @@ def is_default(flag: str) -> bool:
 def on_the_page() -> dict[str, str]:
     """Flag -> what the page says of its default, from the table under "Defaults that differ"."""
     text = PAGE.read_text(encoding="utf-8").partition("## Defaults that differ")[2].partition("\n## ")[0]
-    return {flag: line for line in text.splitlines() if line.startswith("| `--") for flag in re.findall(r"`(--[\w-]+)`", line.split("|")[1])}
+    return {
+        flag: line
+        for line in text.splitlines()
+        if line.startswith("| `--")
+        for flag in re.findall(r"`(--[\w-]+)`", line.split("|")[1])
+    }
 
 
 def test_every_flag_of_megatron_is_a_flag_here_or_is_answered() -> None:
     assert len(DATA) > 800
     read_before = {"--yaml-cfg"}  # whose file is read as flags
-    assert [flag for flag in DATA if flag not in FIELDS and flag not in read_before and find(flag, FIELDS) is None] == []
+    assert [
+        flag for flag in DATA if flag not in FIELDS and flag not in read_before and find(flag, FIELDS) is None
+    ] == []
 
 
 @pytest.mark.parametrize("flag", sorted(DATA.keys() & FIELDS.keys()))
@@ -78,7 +90,9 @@ def test_a_default_is_megatrons_or_differs_for_a_reason(flag: str) -> None:
     if is_default(flag):
         assert flag not in ALIKE and flag not in said, f"{flag} has Megatron's default: take it from the list"
     else:
-        assert (flag in ALIKE) != (flag in said), f"{flag}: {shown(FIELDS[flag][0].default)} here, {DATA[flag][1]} there; say why in docs or ALIKE"
+        assert (flag in ALIKE) != (flag in said), (
+            f"{flag}: {shown(FIELDS[flag][0].default)} here, {DATA[flag][1]} there; say why in docs or ALIKE"
+        )
 
 
 def test_the_page_names_no_default_that_is_not_there() -> None:

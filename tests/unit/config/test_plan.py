@@ -40,7 +40,7 @@ def test_every_accepted_cut_has_each_layer_once_and_in_order() -> None:
         assert [(stage.rank, stage.chunk) for stage in stages] == [(s % pp, s // pp) for s in range(pp * vpp)]
         on_rank = [sum(len(stage.layers) for stage in stages if stage.rank == rank) for rank in range(pp)]
         assert first in (None, on_rank[0]) and last in (None, on_rank[-1])
-        middle = on_rank[first is not None:pp - (last is not None)]
+        middle = on_rank[first is not None : pp - (last is not None)]
         assert len(set(middle)) <= 1, "the ranks without a count of their own share evenly"
     assert accepted > 100
 
@@ -58,7 +58,7 @@ def test_only_the_first_stage_embeds_and_only_the_last_has_the_head() -> None:
     assert [stage.has_embedding for stage in stages] == [True, False, False, False]
     assert [stage.has_output for stage in stages] == [False, False, False, True]
     assert [(stage.index, stage.count) for stage in stages] == [(index, 4) for index in range(4)]
-    whole, = partition(layer_plans(3), pp=1)
+    (whole,) = partition(layer_plans(3), pp=1)
     assert (whole.has_embedding, whole.has_output, len(whole.layers)) == (True, True, 3)
 
 
@@ -89,7 +89,7 @@ def test_embedding_and_loss_take_a_layers_place_if_asked() -> None:
         ("E||tL", ("E", "", "tL")),
         ("Et*3|(tt|)*29m|L", ("Ettt", *["tt"] * 29, "m", "L")),
         ("E|*3tL", ("E", "", "", "tL")),
-        ("(E(t)*12L)", ("Etttttttttttt" "L",)),
+        ("(E(t)*12L)", ("EttttttttttttL",)),
     ],
 )
 def test_a_layout_string_is_unrolled(layout: str, stages: tuple[str, ...]) -> None:

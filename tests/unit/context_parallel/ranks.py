@@ -48,7 +48,9 @@ class Case:
 
 def mesh_of(cp: int, inner: int = 1) -> Mesh:
     """A pool of context ranks."""
-    return Mesh.build(ParallelConfig(context_parallel_size=cp, hierarchical_context_parallel_sizes=(inner, cp // inner)), CPU)
+    return Mesh.build(
+        ParallelConfig(context_parallel_size=cp, hierarchical_context_parallel_sizes=(inner, cp // inner)), CPU
+    )
 
 
 def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
@@ -59,13 +61,20 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
         return torch.randn(shape, dtype=torch.float64, generator=random)
 
     q = draw(case.length, case.batch, case.heads, case.size)
-    k, v = draw(case.length, case.batch, case.groups, case.size), draw(case.length, case.batch, case.groups, case.value_size)
+    k, v = (
+        draw(case.length, case.batch, case.groups, case.size),
+        draw(case.length, case.batch, case.groups, case.value_size),
+    )
     documents = (torch.rand((case.batch, case.length), generator=random) < 0.25).cumsum(1)
     padding = torch.rand((case.batch, case.length), generator=random) < 0.7
     if case.hidden is not None:
         padding[:, Zigzag(case.length, 4).places(case.hidden, CPU)] = False
-    mask = MaskSpec(causal=case.causal, window=case.window, documents=documents if case.documents else None,
-                    padding=padding if case.padding else None)
+    mask = MaskSpec(
+        causal=case.causal,
+        window=case.window,
+        documents=documents if case.documents else None,
+        padding=padding if case.padding else None,
+    )
     tensors = [x.to(case.dtype) for x in (q, k, v, draw(case.heads))]
     return tensors, mask, draw(case.length, case.batch, case.heads * case.value_size).to(case.dtype)
 

@@ -27,12 +27,23 @@ WORLD_TESTS = settings(max_examples=12, deadline=None, suppress_health_check=[He
 def cases(draw: st.DrawFn, size: int) -> Case:
     """Any attention that `size` ranks can share: any length, even one with fewer places than ranks."""
     groups = draw(st.sampled_from([1, 2, 4]))
-    return Case(length=draw(st.integers(1, 26)), batch=draw(st.integers(1, 2)), heads=4 * draw(st.integers(1, 2)), groups=groups,
-                value_size=draw(st.sampled_from([6, 4, 8])), causal=draw(st.booleans()), window=draw(windows),
-                documents=draw(st.booleans()), padding=draw(st.booleans()), sink=draw(st.booleans()),
-                softcap=draw(st.none() | st.just(2.0)), scale=draw(st.none() | st.just(0.3)),
-                inner=draw(st.sampled_from([n for n in (1, 2, 4) if size % n == 0])),
-                kernel=draw(st.sampled_from(["fused", "reference"])), seed=draw(st.integers(0, 99)))
+    return Case(
+        length=draw(st.integers(1, 26)),
+        batch=draw(st.integers(1, 2)),
+        heads=4 * draw(st.integers(1, 2)),
+        groups=groups,
+        value_size=draw(st.sampled_from([6, 4, 8])),
+        causal=draw(st.booleans()),
+        window=draw(windows),
+        documents=draw(st.booleans()),
+        padding=draw(st.booleans()),
+        sink=draw(st.booleans()),
+        softcap=draw(st.none() | st.just(2.0)),
+        scale=draw(st.none() | st.just(0.3)),
+        inner=draw(st.sampled_from([n for n in (1, 2, 4) if size % n == 0])),
+        kernel=draw(st.sampled_from(["fused", "reference"])),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
 def compare(world: Worlds, size: int, case: Case, kind: str) -> None:
@@ -63,9 +74,17 @@ def test_eight_ranks_attend_as_one(world: Worlds, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{"padding": True, "documents": True, "seed": 3}, {"window": (0, 0), "length": 19},
-                                     {"window": (4, 0), "groups": 2}, {"length": 3, "sink": True}, {"causal": False, "window": (2, 1)}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"padding": True, "documents": True, "seed": 3},
+        {"window": (0, 0), "length": 19},
+        {"window": (4, 0), "groups": 2},
+        {"length": 3, "sink": True},
+        {"causal": False, "window": (2, 1)},
+    ],
+    ids=str,
+)
 def test_corners_that_must_not_be_left_to_chance(world: Worlds, kind: str, changes: dict[str, object]) -> None:
     compare(world, 4, Case(inner=2, **changes), kind)
 
@@ -83,7 +102,9 @@ def test_a_rank_whose_queries_see_no_key_gives_zero_and_has_no_gradient(world: W
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_stays_near_the_whole_in_fp64(world: Worlds, kind: str) -> None:
     case = Case(length=32, heads=4, groups=2, size=16, value_size=16, inner=2, dtype=torch.bfloat16)
-    expected = ranks.whole(Case(**{**{field: getattr(case, field) for field in Case.__dataclass_fields__}, "dtype": torch.float64}))
+    expected = ranks.whole(
+        Case(**{**{field: getattr(case, field) for field in Case.__dataclass_fields__}, "dtype": torch.float64})
+    )
     for name, a, b in zip(NAMES, world(4).run(ranks.in_pieces, case, kind)[0], expected, strict=True):
         assert float((a.double() - b).abs().max()) <= 3e-2 * max(1.0, float(b.abs().max())), name
 
@@ -101,7 +122,9 @@ masks = st.builds(MaskSpec, st.booleans(), windows)
 
 
 @given(st.integers(0, 60), st.integers(1, 5), masks, st.data())
-def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(length: int, size: int, mask: MaskSpec, data: st.DataObject) -> None:
+def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(
+    length: int, size: int, mask: MaskSpec, data: st.DataObject
+) -> None:
     cut, rank, source = Zigzag(length, size), *(data.draw(st.integers(0, size - 1)) for _ in range(2))
     queries, keys = cut.places(rank, ranks.CPU), cut.places(source, ranks.CPU)
     seen = mask.visible(length, length, ranks.CPU)[0, 0][queries][:, keys]
@@ -121,6 +144,11 @@ def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(length: int, 
 def test_under_causality_every_step_of_the_ring_is_as_long_for_all_ranks(size: int) -> None:
     cut = Zigzag(16 * size, size)
     for step in range(1, size):
-        scored = {sum((pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start) for pair in
-                      pairs(cut.chunks(rank), cut.chunks((rank - step) % size), MaskSpec())) for rank in range(size)}
+        scored = {
+            sum(
+                (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
+                for pair in pairs(cut.chunks(rank), cut.chunks((rank - step) % size), MaskSpec())
+            )
+            for rank in range(size)
+        }
         assert scored == {16 * 16 // 2}, f"step {step}: {scored}"

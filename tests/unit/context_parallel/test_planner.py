@@ -23,13 +23,19 @@ def plan_of(problem: tuple[list[int], int, int, float]) -> Assignment:
 
 
 @given(problems())
-def test_every_sequence_is_in_one_share_of_a_block_that_its_length_deserves(problem: tuple[list[int], int, int, float]) -> None:
+def test_every_sequence_is_in_one_share_of_a_block_that_its_length_deserves(
+    problem: tuple[list[int], int, int, float],
+) -> None:
     lengths, ranks, limit, _ = problem
     plan = plan_of(problem)
     assert sorted(number for share in plan.shares for number in share.sequences) == list(range(len(lengths)))
     for share in plan.shares:
-        assert share.first % share.size == 0 and share.first + share.size <= ranks and share.size & (share.size - 1) == 0
-        assert sum(lengths[number] for number in share.sequences) <= limit * share.size, "no rank holds more than the limit"
+        assert (
+            share.first % share.size == 0 and share.first + share.size <= ranks and share.size & (share.size - 1) == 0
+        )
+        assert sum(lengths[number] for number in share.sequences) <= limit * share.size, (
+            "no rank holds more than the limit"
+        )
         for number in share.sequences:
             fewer = share.size // 2
             assert fewer == 0 or lengths[number] > limit * fewer, "half as many ranks would not hold it"
@@ -41,7 +47,12 @@ def test_loads_are_the_work_of_the_shares(problem: tuple[list[int], int, int, fl
     plan = plan_of(problem)
     if ranks & (ranks - 1) == 0:  # else a block may wait for one that is no part of a larger
         for rank in range(ranks):
-            own = sum(cost(lengths[number], linear) / share.size for share in plan.shares if share.includes(rank) for number in share.sequences)
+            own = sum(
+                cost(lengths[number], linear) / share.size
+                for share in plan.shares
+                if share.includes(rank)
+                for number in share.sequences
+            )
             assert plan.loads[rank] == pytest.approx(own)
     assert plan.balance == pytest.approx(sum(plan.loads) / ranks / max(plan.loads) if lengths else 1.0)
 
@@ -58,7 +69,13 @@ def test_no_rank_has_more_to_do_than_the_mean_and_one_sequence(problem: tuple[li
 def test_the_plan_of_the_docstring() -> None:
     plan = assign([15, 7, 4, 4, 3, 1], ranks=8, limit=4)
     assert [(share.first, share.size, share.sequences) for share in plan.shares] == [
-        (0, 4, (0,)), (4, 2, (1,)), (6, 1, (2,)), (7, 1, (3,)), (6, 1, (4,)), (7, 1, (5,))]
+        (0, 4, (0,)),
+        (4, 2, (1,)),
+        (6, 1, (2,)),
+        (7, 1, (3,)),
+        (6, 1, (4,)),
+        (7, 1, (5,)),
+    ]
 
 
 def test_equal_short_sequences_are_shared_out_evenly() -> None:

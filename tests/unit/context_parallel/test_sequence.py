@@ -13,7 +13,12 @@ cuts = st.builds(Zigzag, st.integers(0, 200), st.integers(1, 12))
 
 def test_four_ranks_hold_a_chunk_from_each_end() -> None:
     cut = Zigzag(16, 4)
-    assert [cut.places(rank, CPU).tolist() for rank in range(4)] == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert [cut.places(rank, CPU).tolist() for rank in range(4)] == [
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
 
 
 @given(cuts)

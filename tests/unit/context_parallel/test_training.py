@@ -51,9 +51,18 @@ def train_here(changes: dict[str, Any], counting: list[int]) -> tuple[list[float
 
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("counting", COUNTING.values(), ids=COUNTING)
-@pytest.mark.parametrize("layout", [{"context_parallel_size": 4}, {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
-                                    {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}], ids=str)
-def test_ranks_without_a_token_that_counts_change_nothing(world: Worlds, layout: dict[str, int], counting: list[int], per_token: bool) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context_parallel_size": 4},
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_ranks_without_a_token_that_counts_change_nothing(
+    world: Worlds, layout: dict[str, int], counting: list[int], per_token: bool
+) -> None:
     changes = {"calculate_per_token_loss": per_token}
     alone = train_here(changes, counting)
     assert counting == [] or all(norm > 0 for norm in alone[0])
@@ -64,9 +73,18 @@ def test_ranks_without_a_token_that_counts_change_nothing(world: Worlds, layout:
 
 def seen_here(changes: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     """On every rank: two training microbatches as the data gives them."""
-    run = tiny.run_of(tiny.config(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1, **changes))
-    train, _, _ = build_datasets(run.config.data, sequence_length=16, seed=1, train_samples=16, valid_samples=0, test_samples=0,
-                                 tokenizer=run.tokenizer)
+    run = tiny.run_of(
+        tiny.config(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1, **changes)
+    )
+    train, _, _ = build_datasets(
+        run.config.data,
+        sequence_length=16,
+        seed=1,
+        train_samples=16,
+        valid_samples=0,
+        test_samples=0,
+        tokenizer=run.tokenizer,
+    )
     found = []
     stream = microbatches(run, train, consumed_samples=0, reads=True)
     for batch in (next(stream), next(stream)):
@@ -89,9 +107,15 @@ def test_the_data_of_context_ranks_are_pieces_of_one_sequence_but_for_its_docume
 def test_what_has_no_places_is_not_cut() -> None:
     rows, number = torch.arange(8).view(1, 8), torch.arange(8)
     group: Any = object()
-    batch = Batch(tokens=rows, labels=rows, loss_mask=rows, extras={"each": rows, "sample": number, "other": torch.zeros(1, 5)})
+    batch = Batch(
+        tokens=rows, labels=rows, loss_mask=rows, extras={"each": rows, "sample": number, "other": torch.zeros(1, 5)}
+    )
     cut = batch.over_context(Axis("cp", 2, 1, (0, 1), group))
-    assert cut.tokens.tolist() == [[2, 3, 4, 5]] and cut.extras["each"].tolist() == [[2, 3, 4, 5]] and cut.positions is None
+    assert (
+        cut.tokens.tolist() == [[2, 3, 4, 5]]
+        and cut.extras["each"].tolist() == [[2, 3, 4, 5]]
+        and cut.positions is None
+    )
     assert cut.extras["sample"] is number and cut.extras["other"].shape == (1, 5)
     assert batch.over_context(Axis("cp")) is batch
 
@@ -144,7 +168,17 @@ def test_documents_are_taken_out_of_rows_whole_and_those_without_a_loss_are_left
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2], [0] * 10])
     mask = torch.ones(2, 10)
     mask[0, 3:7] = 0.0
-    found = list(documents_of(Batch(tokens=tokens, labels=tokens + 1, loss_mask=mask, documents=documents, extras={"mtp_1_tokens": tokens + 2})))
+    found = list(
+        documents_of(
+            Batch(
+                tokens=tokens,
+                labels=tokens + 1,
+                loss_mask=mask,
+                documents=documents,
+                extras={"mtp_1_tokens": tokens + 2},
+            )
+        )
+    )
     assert [document["tokens"].tolist() for document in found] == [[0, 1, 2], [7, 8, 9], list(range(10, 20))]
     assert [document["positions"].tolist() for document in found] == [[0, 1, 2], [7, 8, 9], list(range(10))]
     assert all(torch.equal(document["labels"], document["tokens"] + 1) for document in found)
@@ -154,8 +188,15 @@ def test_documents_are_taken_out_of_rows_whole_and_those_without_a_loss_are_left
 def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
     """On every rank: of its share of a global batch as the data gives it, places held, places of the whole, and what has a loss."""
     run = tiny.run_of(tiny.config(torch.distributed.get_world_size(), **changes))
-    train, _, _ = build_datasets(run.config.data, sequence_length=16, seed=1, train_samples=16, valid_samples=0, test_samples=0,
-                                 tokenizer=run.tokenizer)
+    train, _, _ = build_datasets(
+        run.config.data,
+        sequence_length=16,
+        seed=1,
+        train_samples=16,
+        valid_samples=0,
+        test_samples=0,
+        tokenizer=run.tokenizer,
+    )
     stream = microbatches(run, train, consumed_samples=0, reads=True)
     found = []
     for _ in range(stream.begin(2)):
@@ -167,7 +208,9 @@ def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
 
 def test_the_data_of_a_global_batch_are_divided_over_all_ranks(world: Worlds) -> None:
     changes = {**HYBRID, "dataloader_inter_document_masking": True, "global_batch_size": 8}
-    whole = [sample["tokens"] for sample in seen_here({"dataloader_inter_document_masking": True, "micro_batch_size": 8})[:1]]
+    whole = [
+        sample["tokens"] for sample in seen_here({"dataloader_inter_document_masking": True, "micro_batch_size": 8})[:1]
+    ]
     results = world(4).run(read_here, changes)
     read = sorted(token for found in results for _, _, tokens in found for token in tokens)
     assert read == sorted(whole[0].flatten().tolist()), "every token of the eight samples is on one rank"

@@ -25,13 +25,29 @@ SIZE = 32
 
 def options(**changes: object) -> PairOptions:
     tokenizer = LetterTokenizer()
-    return PairOptions(**{"sequence_length": SIZE, "short_seq_prob": 0.1, "masking": MaskOptions(0.15), "pairs": "sentence-order",
-                          "continues": word_continuations(tokenizer), "cls": CLS, "sep": SEP, "mask": MASK, "pad": PAD, **changes})
+    return PairOptions(
+        **{
+            "sequence_length": SIZE,
+            "short_seq_prob": 0.1,
+            "masking": MaskOptions(0.15),
+            "pairs": "sentence-order",
+            "continues": word_continuations(tokenizer),
+            "cls": CLS,
+            "sep": SEP,
+            "mask": MASK,
+            "pad": PAD,
+            **changes,
+        }
+    )
 
 
-def dataset(folder: Path, *, documents: list = DOCUMENTS, seed: int = 1, samples: int | None = None, **changes: object) -> BERTDataset:
+def dataset(
+    folder: Path, *, documents: list = DOCUMENTS, seed: int = 1, samples: int | None = None, **changes: object
+) -> BERTDataset:
     source = write(folder / "data", documents)
-    return BERTDataset(source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=seed, split="train")
+    return BERTDataset(
+        source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=seed, split="train"
+    )
 
 
 def unmasked(sample: dict[str, np.ndarray]) -> list[int]:
@@ -58,17 +74,23 @@ def test_a_sample_is_a_pair_of_texts_from_its_row_in_the_stated_form(tmp_path: P
         assert len(a) + len(b) == min(len(whole), target) and bool(sample["truncated"]) == (len(whole) > target)
         one, other = (b, a) if sample["is_random"] else (a, b)  # in the order of the text
         boundaries = np.cumsum([len(data.map.source.get(sentence)) for sentence in range(first, last)])[:-1].tolist()
-        assert any(_is_run(one, whole[:cut]) and _is_run(other, whole[cut:]) for cut in boundaries), "no cut gives this pair"
+        assert any(_is_run(one, whole[:cut]) and _is_run(other, whole[cut:]) for cut in boundaries), (
+            "no cut gives this pair"
+        )
         used = 3 + len(a) + len(b)
         assert sample["types"].tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (SIZE - used)
-        assert sample["padding_mask"].tolist() == [int(token != PAD) for token in sample["text"][:used]] + [0] * (SIZE - used)
+        assert sample["padding_mask"].tolist() == [int(token != PAD) for token in sample["text"][:used]] + [0] * (
+            SIZE - used
+        )
         assert sample["text"][used:].tolist() == [PAD] * (SIZE - used)
         assert not sample["labels"][sample["loss_mask"] == 0].any()
-        assert sample["loss_mask"].sum() <= min(0.15 * target, max(1, round(0.15 * used))), "too many; a short target may have none"
+        assert sample["loss_mask"].sum() <= min(0.15 * target, max(1, round(0.15 * used))), (
+            "too many; a short target may have none"
+        )
 
 
 def _is_run(part: list[int], whole: list[int]) -> bool:
-    return any(whole[start:start + len(part)] == part for start in range(len(whole) - len(part) + 1))
+    return any(whole[start : start + len(part)] == part for start in range(len(whole) - len(part) + 1))
 
 
 def test_a_text_too_long_loses_tokens_at_both_ends_and_the_longer_one_loses_first(tmp_path: Path) -> None:
@@ -85,7 +107,9 @@ def test_a_text_too_long_loses_tokens_at_both_ends_and_the_longer_one_loses_firs
 
 
 def test_a_padding_id_other_than_zero_marks_no_token_and_no_type(tmp_path: Path) -> None:
-    for index, sample in enumerate(dataset(tmp_path, documents=some_documents(120, high=98), pad=99)[i] for i in range(20)):
+    for index, sample in enumerate(
+        dataset(tmp_path, documents=some_documents(120, high=98), pad=99)[i] for i in range(20)
+    ):
         empty = (sample["padding_mask"] == 0) & (sample["loss_mask"] == 0)
         assert set(sample["text"][empty].tolist()) <= {99} and not sample["types"][empty].any(), index
 
@@ -138,7 +162,9 @@ def test_without_a_binary_head_a_sample_is_one_text(tmp_path: Path) -> None:
         (text,) = parts(sample)
         assert len(text) == min(target, len(data.map.ids(first, last))) and _is_run(text, data.map.ids(first, last))
         assert not sample["is_random"] and not sample["types"].any()
-    assert {len(range(*data.map.row(index)[:2])) for index in range(len(data))} >= {1}, "a sentence alone makes a sample"
+    assert {len(range(*data.map.row(index)[:2])) for index in range(len(data))} >= {1}, (
+        "a sentence alone makes a sample"
+    )
 
 
 def test_next_sentence_pairs_are_half_from_elsewhere_and_keep_their_order(tmp_path: Path) -> None:
@@ -150,7 +176,9 @@ def test_next_sentence_pairs_are_half_from_elsewhere_and_keep_their_order(tmp_pa
         assert _is_run(a, data.map.ids(first, last))
         assert sample["is_random"] or _is_run(b, data.map.ids(first, last))
         foreign += not _is_run(b, data.map.ids(first, last))
-    assert abs(foreign / len(data) - 0.5) < 3 * (0.25 / len(data)) ** 0.5 + 0.03  # a random text may come from the same row
+    assert (
+        abs(foreign / len(data) - 0.5) < 3 * (0.25 / len(data)) ** 0.5 + 0.03
+    )  # a random text may come from the same row
 
 
 @pytest.mark.parametrize("pairs", ["sentence-order", "next-sentence", None])
@@ -160,8 +188,12 @@ def test_sources_say_where_every_token_came_from(tmp_path: Path, pairs: str | No
         ids = unmasked(data[index])
         message = [None] * len(ids)
         for span in data.sources(index):
-            message[span.start:span.start + span.length] = data.map.source.get(span.sequence, span.offset, span.length).tolist()
-        assert [token for token, at in zip(ids, message) if at is not None] == [token for token in message if token is not None]
+            message[span.start : span.start + span.length] = data.map.source.get(
+                span.sequence, span.offset, span.length
+            ).tolist()
+        assert [token for token, at in zip(ids, message) if at is not None] == [
+            token for token in message if token is not None
+        ]
         assert {token for token, at in zip(ids, message) if at is None} <= {CLS, SEP} and len(message) == len(ids)
 
 
@@ -198,11 +230,15 @@ def test_a_tokenizer_without_the_special_tokens_is_refused_with_all_that_it_lack
     for name in ("cls", "sep", "mask"):
         if not hasattr(tokenizer, name):
             setattr(tokenizer, name, None)
-    with pytest.raises(ConfigError, match=r"BERT needs \[CLS\], \[SEP\], \[MASK\], padding, which NullTokenizer does not have"):
+    with pytest.raises(
+        ConfigError, match=r"BERT needs \[CLS\], \[SEP\], \[MASK\], padding, which NullTokenizer does not have"
+    ):
         bert_kind(run_config(mock_data=True), tokenizer)
 
 
 def test_the_settings_are_the_flags() -> None:
     assert DataConfig().masking.mask_prob == 0.15 and DataConfig().masking.short_seq_prob == 0.1
-    kind = bert_kind(run_config(mock_data=True, mask_prob=0.3, short_seq_prob=0.0, bert_binary_head=False), LetterTokenizer())
+    kind = bert_kind(
+        run_config(mock_data=True, mask_prob=0.3, short_seq_prob=0.0, bert_binary_head=False), LetterTokenizer()
+    )
     assert (kind.options.masking.probability, kind.options.short_seq_prob, kind.options.pairs) == (0.3, 0.0, None)

@@ -91,39 +91,48 @@ def test_a_million_samples_of_eight_datasets_are_ordered():
     assert abs(np.bincount(datasets) - weights / weights.sum() * 1_000_000).max() < 1
 
 
-@pytest.mark.parametrize("words, prefixes, weights", [
-    (["a"], ("a",), None),
-    (["a", "b", "c"], ("a", "b", "c"), None),
-    (["a", "b"], ("a", "b"), None),
-    (["30", "a", "70", "b"], ("a", "b"), (0.3, 0.7)),
-    (["1.0", "a"], ("a",), (1.0,)),
-    (["1", "2", "3"], ("1", "2", "3"), None),
-    (["3e0", "a", "1", "2"], ("a", "2"), (0.75, 0.25)),
-])
+@pytest.mark.parametrize(
+    "words, prefixes, weights",
+    [
+        (["a"], ("a",), None),
+        (["a", "b", "c"], ("a", "b", "c"), None),
+        (["a", "b"], ("a", "b"), None),
+        (["30", "a", "70", "b"], ("a", "b"), (0.3, 0.7)),
+        (["1.0", "a"], ("a",), (1.0,)),
+        (["1", "2", "3"], ("1", "2", "3"), None),
+        (["3e0", "a", "1", "2"], ("a", "2"), (0.75, 0.25)),
+    ],
+)
 def test_blend_lists_are_prefixes_or_weights_and_prefixes(words, prefixes, weights):
     blend = parse_blend(words, "--data-path")
     assert (blend.prefixes, blend.weights) == (prefixes, weights)
 
 
-@pytest.mark.parametrize("words, message", [
-    ([], "--data-path names no dataset"),
-    (["0.3", "a", "b", "c"], "mixes datasets with and without a weight: 'b' stands"),
-    (["0", "a", "1", "b"], "gives a the weight 0.0"),
-    (["-1", "a", "1", "b"], "gives a the weight -1.0"),
-    (["nan", "a", "1", "b"], "gives a the weight nan"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "--data-path names no dataset"),
+        (["0.3", "a", "b", "c"], "mixes datasets with and without a weight: 'b' stands"),
+        (["0", "a", "1", "b"], "gives a the weight 0.0"),
+        (["-1", "a", "1", "b"], "gives a the weight -1.0"),
+        (["nan", "a", "1", "b"], "gives a the weight nan"),
+    ],
+)
 def test_blend_lists_that_make_no_sense_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_blend(words, "--data-path")
 
 
-@pytest.mark.parametrize("text, shares", [
-    ("969, 30, 1", [(0.0, 0.969), (0.969, 0.999), (0.999, 1.0)]),
-    ("90,10", [(0.0, 0.9), (0.9, 1.0), None]),
-    ("1", [(0.0, 1.0), None, None]),
-    ("0,0,5", [None, None, (0.0, 1.0)]),
-    ("[.5/.25/.25]", [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]),
-])
+@pytest.mark.parametrize(
+    "text, shares",
+    [
+        ("969, 30, 1", [(0.0, 0.969), (0.969, 0.999), (0.999, 1.0)]),
+        ("90,10", [(0.0, 0.9), (0.9, 1.0), None]),
+        ("1", [(0.0, 1.0), None, None]),
+        ("0,0,5", [None, None, (0.0, 1.0)]),
+        ("[.5/.25/.25]", [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]),
+    ],
+)
 def test_a_split_is_three_shares(text, shares):
     result = parse_split(text)
     assert [share is None for share in result] == [share is None for share in shares]
@@ -149,8 +158,15 @@ def prefixes(tmp_path):
 
 def build(config, train, valid=0, test=0, tokenizer=ByteTokenizer(), length=10):
     """The datasets of a run with samples of 10 tokens."""
-    return build_datasets(config, sequence_length=length, seed=1234, train_samples=train, valid_samples=valid,
-                          test_samples=test, tokenizer=tokenizer)
+    return build_datasets(
+        config,
+        sequence_length=length,
+        seed=1234,
+        train_samples=train,
+        valid_samples=valid,
+        test_samples=test,
+        tokenizer=tokenizer,
+    )
 
 
 def drawn_ids(dataset, count=None):
@@ -161,7 +177,10 @@ def drawn_ids(dataset, count=None):
 def test_one_path_is_cut_into_three_splits_of_sequences(prefixes):
     train, valid, test = build(DataConfig(data_path=(prefixes[0],), split="50,25,25"), 30, 7, 7)
     assert [sorted(set(dataset.document_index.tolist())) for dataset in (train, valid, test)] == [
-        list(range(20)), list(range(20, 30)), list(range(30, 40))]
+        list(range(20)),
+        list(range(20, 30)),
+        list(range(30, 40)),
+    ]
     assert [len(train) >= 30, len(valid) >= 7, len(test) >= 7] == [True] * 3
     train, valid, test = build(DataConfig(data_path=(prefixes[0],), split="1"), 30, 7, 0)
     assert (len(train.source), valid, test) == (40, None, None)
@@ -226,8 +245,10 @@ def test_each_split_may_have_its_own_paths(prefixes, tmp_path):
     expected = [[1] * 5, [3] * 5, None]
     arguments = tmp_path / "splits.json"
     arguments.write_text(json.dumps({"train": f"1.0 {a}", "valid": [c], "test": None}))
-    for config in (DataConfig(train_data_path=("1.0", a), valid_data_path=(c,)),
-                   DataConfig(per_split_data_args_path=str(arguments))):
+    for config in (
+        DataConfig(train_data_path=("1.0", a), valid_data_path=(c,)),
+        DataConfig(per_split_data_args_path=str(arguments)),
+    ):
         datasets = build(config, 5, 5, 5)
         assert [dataset and drawn_ids(dataset, 5) for dataset in datasets] == expected
         assert type(datasets[0]).__name__ == "GPTDataset" and len(datasets[0].source) == 40
@@ -238,25 +259,31 @@ def test_each_split_may_have_its_own_paths(prefixes, tmp_path):
 def test_the_words_of_a_file_are_those_of_the_command_line(prefixes, tmp_path):
     a, b, _ = prefixes
     (tmp_path / "words").write_text(f"0.25 {a}\n  0.75 {b}\n")
-    by_file, by_flag = (build(config, 40)[0] for config in (
-        DataConfig(data_args_path=str(tmp_path / "words")), DataConfig(data_path=("0.25", a, "0.75", b))))
+    by_file, by_flag = (
+        build(config, 40)[0]
+        for config in (DataConfig(data_args_path=str(tmp_path / "words")), DataConfig(data_path=("0.25", a, "0.75", b)))
+    )
     assert drawn_ids(by_file) == drawn_ids(by_flag)
 
 
-@pytest.mark.parametrize("config, message", [
-    (DataConfig(), "comes from nowhere; give exactly one of --mock-data; --data-path"),
-    (DataConfig(mock_data=True, data_path=("a",)), "comes from --mock-data and --data-path; give exactly one"),
-    (DataConfig(train_data_path=("a",), split="1,1,1"), "every split has its own: leave it out"),
-    (DataConfig(data_args_path="not/there"), "--data-args-path not/there cannot be read"),
-    (DataConfig(per_split_data_args_path="not/there"), "--per-split-data-args-path not/there cannot be read"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (DataConfig(), "comes from nowhere; give exactly one of --mock-data; --data-path"),
+        (DataConfig(mock_data=True, data_path=("a",)), "comes from --mock-data and --data-path; give exactly one"),
+        (DataConfig(train_data_path=("a",), split="1,1,1"), "every split has its own: leave it out"),
+        (DataConfig(data_args_path="not/there"), "--data-args-path not/there cannot be read"),
+        (DataConfig(per_split_data_args_path="not/there"), "--per-split-data-args-path not/there cannot be read"),
+    ],
+)
 def test_sources_that_make_no_sense_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         plan_splits(config)
 
 
-@pytest.mark.parametrize("content, message", [
-    ("{", "is not JSON"), ("[]", "is not an object"), ('{"dev": "a"}', "keys train, valid, test")])
+@pytest.mark.parametrize(
+    "content, message", [("{", "is not JSON"), ("[]", "is not an object"), ('{"dev": "a"}', "keys train, valid, test")]
+)
 def test_a_damaged_file_of_splits_is_refused(tmp_path, content, message):
     (tmp_path / "splits.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
@@ -266,13 +293,15 @@ def test_a_damaged_file_of_splits_is_refused(tmp_path, content, message):
 def test_caches_stand_beside_the_data_or_where_the_user_says(prefixes, tmp_path):
     build(DataConfig(data_path=(prefixes[0],), split="1"), 5)
     assert len(list((tmp_path / "a" / "cache" / "GPTDataset_indices").glob("*-GPTDataset-train-*"))) == 4
-    config = DataConfig(data_path=("1", prefixes[1], "1", prefixes[2]), split="1",
-                        data_cache_path=str(tmp_path / "mine"))
+    config = DataConfig(
+        data_path=("1", prefixes[1], "1", prefixes[2]), split="1", data_cache_path=str(tmp_path / "mine")
+    )
     first, _, _ = build(config, 50)
     assert not (tmp_path / "b").exists()
     names = sorted(path.name.split("-", 1)[1] for path in (tmp_path / "mine").iterdir())
     assert [name for name in names if name.startswith("Blended")] == [
-        f"BlendedDataset-train-{part}" for part in ("dataset_index.npy", "dataset_sample_index.npy", "description.txt")]
+        f"BlendedDataset-train-{part}" for part in ("dataset_index.npy", "dataset_sample_index.npy", "description.txt")
+    ]
     again, _, _ = build(config, 50)
     assert not again.dataset_index.flags.writeable, "read from the file, not built"
     assert drawn_ids(again) == drawn_ids(first)
@@ -280,8 +309,10 @@ def test_caches_stand_beside_the_data_or_where_the_user_says(prefixes, tmp_path)
 
 def test_threads_build_the_same_datasets(prefixes):
     words = tuple(word for prefix in prefixes * 3 for word in ("1", prefix))
-    one, four = (build(DataConfig(data_path=words, split="8,1,1", num_dataset_builder_threads=threads), 60, 20)
-                 for threads in (1, 4))
+    one, four = (
+        build(DataConfig(data_path=words, split="8,1,1", num_dataset_builder_threads=threads), 60, 20)
+        for threads in (1, 4)
+    )
     for first, second in zip(one[:2], four[:2]):
         assert drawn_ids(first) == drawn_ids(second)
 
@@ -289,7 +320,10 @@ def test_threads_build_the_same_datasets(prefixes):
 def test_mock_data_needs_no_files_and_is_cut_in_thirds():
     train, valid, test = build(DataConfig(mock_data=True), 50, 20, 10, NullTokenizer(1000), 1024)
     assert [(int(d.document_index.min()), int(d.document_index.max()) + 1) for d in (train, valid, test)] == [
-        (0, 33333), (33333, 66667), (66667, 100000)]
+        (0, 33333),
+        (33333, 66667),
+        (66667, 100000),
+    ]
     assert train[0]["tokens"].max() <= 1000
 
 
@@ -320,17 +354,32 @@ def test_the_default_split_of_a_small_corpus_leaves_out_what_it_has_no_data_for(
             builder.add_sequence(np.arange(40) % 9)
             builder.end_document()
     config = DataConfig(data_path=(str(tmp_path / "small"),), data_cache_path=str(tmp_path / "cache"))
-    made = build_datasets(config, sequence_length=8, seed=1, train_samples=10, valid_samples=4, test_samples=4,
-                          tokenizer=NullTokenizer(20))
+    made = build_datasets(
+        config,
+        sequence_length=8,
+        seed=1,
+        train_samples=10,
+        valid_samples=4,
+        test_samples=4,
+        tokenizer=NullTokenizer(20),
+    )
     assert [dataset is None for dataset in made] == [False, False, True]
 
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 # From 1e-9 to 1e9, and many equal small ones beside a few large ones: the worst for the rule of the largest lag.
 ANY_WEIGHT = st.one_of(st.floats(1e-9, 1.0), st.floats(1.0, 1e9), st.sampled_from([1e-9, 1e-4, 0.5, 1.0]))
-ANY_WEIGHTS = st.one_of(st.lists(ANY_WEIGHT, min_size=1, max_size=25), st.builds(
-    lambda large, small, count: large + [small] * count, st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
-    st.floats(1e-9, 0.1), st.integers(1, 30)))
+ANY_WEIGHTS = st.one_of(
+    st.lists(ANY_WEIGHT, min_size=1, max_size=25),
+    st.builds(
+        lambda large, small, count: large + [small] * count,
+        st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4),
+        st.floats(1e-9, 0.1),
+        st.integers(1, 30),
+    ),
+)
 
 
 def furthest(weights, datasets):
@@ -376,7 +425,9 @@ def test_lanes_of_the_exact_order_join_into_one_walk():
         counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
         return abs(np.arange(1, 40_001)[:, None] * weights - counts)
 
-    assert distances(whole).max() < 1 < distances(blend_order(weights, 40_000)[0]).max(), "the common order is not so exact"
+    assert distances(whole).max() < 1 < distances(blend_order(weights, 40_000)[0]).max(), (
+        "the common order is not so exact"
+    )
 
 
 @QUICK
@@ -406,7 +457,10 @@ def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
     assert row == [a, "0.5", "100", "50.0000%", "1000", "2.273"]
     [first, second] = [line for line in lines if line.startswith("WARNING")]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "which every rank would say"
-    assert f"train: {a} is gone through 2.3 times, more than --warn-epochs 2" in first and f"{c} is gone through 2.3" in second
+    assert (
+        f"train: {a} is gone through 2.3 times, more than --warn-epochs 2" in first
+        and f"{c} is gone through 2.3" in second
+    )
 
 
 def test_what_goes_round_in_cycles_is_counted_as_often_as_it_comes(prefixes):
@@ -438,7 +492,13 @@ class Documents:
     """Each sample is the first token of a document."""
 
     def __init__(self, source, part, num_samples, cache):
-        self.source, self.part, self.num_samples, self.cache, self.prefix = source, part, num_samples, cache, source.prefix
+        self.source, self.part, self.num_samples, self.cache, self.prefix = (
+            source,
+            part,
+            num_samples,
+            cache,
+            source.prefix,
+        )
         self.description = {"part": [part.start, part.stop]}
         self.tokens_per_epoch, self.samples_per_epoch = len(part), len(part)
 
@@ -459,7 +519,9 @@ def test_a_kind_says_what_split_counts_and_how_samples_are_cut(tmp_path):
     train, valid, test = build_splits(config, PerDocument(), (20, 3, 3))
     assert [dataset.part for dataset in (train, valid, test)] == [range(0, 7), range(7, 9), range(9, 10)]
     assert str(train.cache.folder).endswith("d/cache/Documents_indices")
-    mixed, _, _ = build_splits(DataConfig(data_path=("1", str(tmp_path / "d"), "3", str(tmp_path / "d"))), PerDocument(), (20, 0, 0))
+    mixed, _, _ = build_splits(
+        DataConfig(data_path=("1", str(tmp_path / "d"), "3", str(tmp_path / "d"))), PerDocument(), (20, 0, 0)
+    )
     assert mixed.drawn.tolist() == [5, 15] and int(mixed[0]["dataset_id"]) in (0, 1)
 
 
@@ -475,9 +537,15 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=12), length=st.integers(1, 9),
-       samples=st.one_of(st.none(), st.integers(1, 40)), seed=st.integers(0, 99))
-def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(tmp_path_factory, lengths, length, samples, seed):
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=12),
+    length=st.integers(1, 9),
+    samples=st.one_of(st.none(), st.integers(1, 40)),
+    seed=st.integers(0, 99),
+)
+def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
+    tmp_path_factory, lengths, length, samples, seed
+):
     """Documents of any number of sequences of any length, over any number of epochs; every token id is unique."""
     tokens = sum(map(sum, lengths))
     if tokens == 0 or (samples is None and tokens <= length):
@@ -493,8 +561,14 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
                 builder.add_sequence(local)
             builder.end_document()
     source = IndexedDataset(prefix)
-    dataset = GPTDataset(source, WindowOptions(sequence_length=length, vocab_size=tokens, eod=-2),
-                         sequences=range(len(source)), num_samples=samples, seed=seed, split="train")
+    dataset = GPTDataset(
+        source,
+        WindowOptions(sequence_length=length, vocab_size=tokens, eod=-2),
+        sequences=range(len(source)),
+        num_samples=samples,
+        seed=seed,
+        split="train",
+    )
     seen = {document: set() for document in range(len(lengths))}
     for index in range(len(dataset)):
         sample = dataset[index]
@@ -509,5 +583,6 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
         for token in window:
             seen[home[token]].add(index)
     assert {document: dataset.holding(document).tolist() for document in seen} == {
-        document: sorted(indices) for document, indices in seen.items()}
+        document: sorted(indices) for document, indices in seen.items()
+    }
     assert (dataset.tokens_per_epoch, dataset.samples_per_epoch) == (tokens, tokens / length)

@@ -31,12 +31,19 @@ Message = dict[str, Any]
 QUESTION, ANSWER = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}
 CONVERSATIONS: dict[str, list[Message]] = {
     "one turn": [QUESTION, ANSWER],
-    "two turns and a system message": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, {"role": "user", "content": "And?"},
-                                       {"role": "assistant", "content": "On\n\non."}],
+    "two turns and a system message": [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "On\n\non."},
+    ],
     "spaces around": [{"role": "user", "content": "  a \n"}, {"role": "assistant", "content": "\n\n b\t "}],
     "nothing said": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
-    "letters of the world": [{"role": "user", "content": "\u4f60\u597d \u0645\u0631\u062d\u0628\u0627 e\u0301"},
-                             {"role": "assistant", "content": "\U0001f469\u200d\U0001f680 <b>&amp;</b> {{ 1 }} {% if %} \\n"}],
+    "letters of the world": [
+        {"role": "user", "content": "\u4f60\u597d \u0645\u0631\u062d\u0628\u0627 e\u0301"},
+        {"role": "assistant", "content": "\U0001f469\u200d\U0001f680 <b>&amp;</b> {{ 1 }} {% if %} \\n"},
+    ],
 }
 # As it comes with a published model, with and without marks around the answers.
 FOREIGN = """{%- if messages[0]['role'] == 'system' %}
@@ -81,8 +88,14 @@ def template(text: str) -> Template:
 
 def theirs(text: str, messages: list[Message], **settings: Any) -> tuple[str, list[tuple[int, int]]]:
     """The conversation as transformers writes it, and where it finds answers."""
-    rendered, places = render_jinja_template([messages], chat_template=text, bos_token="<s>", eos_token="</s>",
-                                             return_assistant_tokens_mask="{% generation" in text or "{%- generation" in text, **settings)
+    rendered, places = render_jinja_template(
+        [messages],
+        chat_template=text,
+        bos_token="<s>",
+        eos_token="</s>",
+        return_assistant_tokens_mask="{% generation" in text or "{%- generation" in text,
+        **settings,
+    )
     return rendered[0], places[0] if places else []
 
 
@@ -91,7 +104,10 @@ def test_conversations_are_written_as_transformers_writes_them(name: str, kind: 
     text, messages = TEMPLATES[name], CONVERSATIONS[kind]
     assert template(text).render(messages) == theirs(text, messages)[0]
     requested = messages[:-1]
-    assert template(text).render(requested, add_generation_prompt=True) == theirs(text, requested, add_generation_prompt=True)[0]
+    assert (
+        template(text).render(requested, add_generation_prompt=True)
+        == theirs(text, requested, add_generation_prompt=True)[0]
+    )
 
 
 @pytest.mark.parametrize("name, kind", [pair for pair in EVERY if pair[0] != "foreign"])
@@ -122,10 +138,15 @@ def spelled(name: str, messages: list[Message]) -> list[tuple[str, bool]]:
         if name == "chatml":
             result += [(f"<|im_start|>{message['role']}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)]
         elif name == "llama3":
-            result += [(f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False), (f"{text.strip()}<|eot_id|>", learnt)]
+            result += [
+                (f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False),
+                (f"{text.strip()}<|eot_id|>", learnt),
+            ]
         elif name == "llama2":
             first = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system is not None and number == 0 else ""
-            result += [(f" {text.strip()} </s>", True)] if learnt else [(f"<s>[INST] {first}{text.strip()} [/INST]", False)]
+            result += (
+                [(f" {text.strip()} </s>", True)] if learnt else [(f"<s>[INST] {first}{text.strip()} [/INST]", False)]
+            )
         else:
             first = f"{system}\n\n" if system is not None and number == 0 else ""
             result += [(f" {text.strip()}</s>", True)] if learnt else [(f"[INST] {first}{text} [/INST]", False)]
@@ -135,7 +156,9 @@ def spelled(name: str, messages: list[Message]) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("name, kind", [pair for pair in EVERY if pair[0] in FORMATS])
 def test_ids_and_what_is_learnt_equal_a_count_by_hand(tokenizer: Any, name: str, kind: str) -> None:
     package = package_tokenizer()
-    expected = [(token, learnt) for text, learnt in spelled(name, CONVERSATIONS[kind]) for token in package.encode(text).ids]
+    expected = [
+        (token, learnt) for text, learnt in spelled(name, CONVERSATIONS[kind]) for token in package.encode(text).ids
+    ]
     encoder = Encoder(tokenizer, name)
     (ids,) = encoder.encode([encoder.template.pieces(CONVERSATIONS[kind])])
     assert ids.dtype == np.int32
@@ -147,8 +170,13 @@ def test_a_message_cannot_forge_a_mark(tokenizer: Any) -> None:
     encoder = Encoder(tokenizer, "chatml")
     (ids,) = encoder.encode([encoder.template.pieces([{"role": "user", "content": forged}, ANSWER])])
     plain = np.where(ids < 0, ~ids, ids)
-    assert [(plain == tokenizer.special[name]).sum() for name in ("<|im_start|>", "<|im_end|>", "</s>", "<|endoftext|>")] == [2, 2, 0, 0]
-    assert tokenizer.detokenize(plain.tolist()) == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+    assert [
+        (plain == tokenizer.special[name]).sum() for name in ("<|im_start|>", "<|im_end|>", "</s>", "<|endoftext|>")
+    ] == [2, 2, 0, 0]
+    assert (
+        tokenizer.detokenize(plain.tolist())
+        == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+    )
     assert tokenizer.detokenize(ids[ids >= 0].tolist()) == "So.<|im_end|>"
 
 
@@ -157,16 +185,32 @@ def test_an_answer_is_tokenized_as_what_follows_its_prompt(tmp_path: Path) -> No
     from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 
     (tmp_path / "text").write_text("\n".join(f"[INST] so on {n} on so [/INST] and so on {n}" for n in range(60)))
-    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "m"), vocab_size=90,
-                                             model_type="bpe", normalization_rule_name="identity",
-                                             remove_extra_whitespaces=False, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=90,
+        model_type="bpe",
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     for kind in ("bare", "begun"):
         ours = SentencePieceTokenizer(tmp_path / "m.model", kind)
         encoder = Encoder(ours, "llama2")
-        (ids,) = encoder.encode([encoder.template.pieces([{"role": "user", "content": "so on 1"}, {"role": "assistant", "content": "and so"}])])
+        (ids,) = encoder.encode(
+            [
+                encoder.template.pieces(
+                    [{"role": "user", "content": "so on 1"}, {"role": "assistant", "content": "and so"}]
+                )
+            ]
+        )
         model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
         # The published recipe: begin, the whole turn as one text, end.
-        assert np.where(ids < 0, ~ids, ids).tolist() == [model.bos_id(), *model.encode("[INST] so on 1 [/INST] and so "), model.eos_id()]
+        assert np.where(ids < 0, ~ids, ids).tolist() == [
+            model.bos_id(),
+            *model.encode("[INST] so on 1 [/INST] and so "),
+            model.eos_id(),
+        ]
         assert model.decode(ids[ids >= 0].tolist()) == "and so "
 
 
@@ -183,8 +227,16 @@ def test_a_template_that_rewrites_the_past_is_refused_with_what_to_do() -> None:
         template(forgetful).pieces([QUESTION, ANSWER, QUESTION, ANSWER])
 
 
-@pytest.mark.parametrize("text", ["{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-                                  "{{ raise_exception('roles must alternate') }}", "{{ nothing.at.all }}", "{{ 1 // 0 }}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ nothing.at.all }}",
+        "{{ 1 // 0 }}",
+    ],
+)
 def test_a_template_runs_in_a_sandbox_and_its_complaints_are_told(text: str) -> None:
     with pytest.raises(DataError, match="the chat template does not take the conversation"):
         template("{% generation %}{% endgeneration %}" + text).pieces([QUESTION, ANSWER])
@@ -199,9 +251,12 @@ def test_what_cannot_be_a_template_is_a_matter_of_settings(tokenizer: Any) -> No
 
 # Packing
 
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=120), st.integers(50, 80), st.integers(0, 5))
-def test_packs_hold_every_piece_once_within_their_room_and_waste_little(sizes: list[int], capacity: int, seed: int) -> None:
+def test_packs_hold_every_piece_once_within_their_room_and_waste_little(
+    sizes: list[int], capacity: int, seed: int
+) -> None:
     order, last = plan_packs(np.array(sizes), capacity, seed)
     assert sorted(order.tolist()) == list(range(len(sizes))) and last[-1]
     packs = np.split(order, np.flatnonzero(last)[:-1] + 1)
@@ -222,8 +277,11 @@ def test_many_pieces_are_packed_window_by_window_and_nearly_full() -> None:
 
 # Files and samples
 
+
 def write(path: Path, conversations: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps({"messages": row})) + "\n" for row in conversations))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps({"messages": row})) + "\n" for row in conversations)
+    )
     return str(path)
 
 
@@ -232,8 +290,14 @@ def read(path: str, tokenizer: Any, cache: IndexCache = IndexCache(None), templa
 
 
 def talk(number: int, turns: int = 1) -> list[Message]:
-    return [message for turn in range(turns) for message in (
-        {"role": "user", "content": f"q{number}.{turn}" + "?" * (number % 7)}, {"role": "assistant", "content": f"a{number}.{turn}" + "!" * (number % 11)})]
+    return [
+        message
+        for turn in range(turns)
+        for message in (
+            {"role": "user", "content": f"q{number}.{turn}" + "?" * (number % 7)},
+            {"role": "assistant", "content": f"a{number}.{turn}" + "!" * (number % 11)},
+        )
+    ]
 
 
 def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path) -> None:
@@ -246,16 +310,38 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
         spans = data.sources(index)
         for document, span in enumerate(spans):
             ids = source.get(span.sequence).tolist()
-            assert (span.start, span.offset, span.length, span.document) == (len(expected), 0, len(ids) - 1, span.sequence)
+            assert (span.start, span.offset, span.length, span.document) == (
+                len(expected),
+                0,
+                len(ids) - 1,
+                span.sequence,
+            )
             for place in range(len(ids) - 1):
                 now, after = ids[place], ids[place + 1]
-                expected.append((now if now >= 0 else ~now, after if after >= 0 else ~after, float(after >= 0), place, document))
+                expected.append(
+                    (now if now >= 0 else ~now, after if after >= 0 else ~after, float(after >= 0), place, document)
+                )
         filled += len(expected)
         expected += [(0, 0, 0.0, place, len(spans)) for place in range(160 - len(expected))]
         sample = data[index]
-        assert list(zip(*(sample[name].tolist() for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids")))) == expected
+        assert (
+            list(
+                zip(
+                    *(
+                        sample[name].tolist()
+                        for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+                    )
+                )
+            )
+            == expected
+        )
         assert {name: array.dtype.name for name, array in sample.items()} == {
-            "tokens": "int64", "labels": "int64", "loss_mask": "float32", "position_ids": "int64", "document_ids": "int64"}
+            "tokens": "int64",
+            "labels": "int64",
+            "loss_mask": "float32",
+            "position_ids": "int64",
+            "document_ids": "int64",
+        }
         seen += [span.sequence for span in spans]
         assert all(index in data.holding(span.document) for span in spans)
     assert sorted(seen) == list(range(5, 50)), "every conversation of the split once, and no other"
@@ -274,8 +360,8 @@ def test_every_epoch_goes_through_all_samples_in_an_order_of_its_own(tokenizer: 
     size = len(once)
     many = packs(2 * size + 1)
     assert len(many) == 3 * size and many[:size] == once
-    assert sorted(many[size:2 * size]) == sorted(many[2 * size:]) == sorted(once)
-    assert many[size:2 * size] != once != many[2 * size:]
+    assert sorted(many[size : 2 * size]) == sorted(many[2 * size :]) == sorted(once)
+    assert many[size : 2 * size] != once != many[2 * size :]
 
 
 def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_left_out(tokenizer: Any, tmp_path: Path) -> None:
@@ -286,22 +372,38 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_left_out(t
     assert sorted(span.sequence for index in range(len(data)) for span in data.sources(index)) == [0, 2]
     (index,) = data.holding(0)
     sample, ids = data[index], source.get(0)[:41]
-    assert sample["labels"].tolist() == np.where(ids < 0, ~ids, ids)[1:].tolist() and sample["loss_mask"].tolist() == (ids[1:] >= 0).tolist()
+    assert (
+        sample["labels"].tolist() == np.where(ids < 0, ~ids, ids)[1:].tolist()
+        and sample["loss_mask"].tolist() == (ids[1:] >= 0).tolist()
+    )
     with pytest.raises(DataError, match="valid split .* none with an answer within 41 tokens; .*--seq-length"):
         ChatDataset(source, range(1, 2), sequence_length=40, num_samples=None, seed=1, split="valid")
 
 
 def test_a_system_message_begins_a_conversation_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
     system = {"role": "system", "content": "S"}
-    source = read(write(tmp_path / "chat.jsonl", [[system, *talk(1), system, *talk(2)], "", [QUESTION, ANSWER, system, *talk(3)]]), tokenizer)
+    source = read(
+        write(
+            tmp_path / "chat.jsonl", [[system, *talk(1), system, *talk(2)], "", [QUESTION, ANSWER, system, *talk(3)]]
+        ),
+        tokenizer,
+    )
     assert source.document_indices.tolist() == [0, 2, 2, 4]
-    apart = read(write(tmp_path / "apart.jsonl", [[system, *talk(1)], [system, *talk(2)], [QUESTION, ANSWER], [system, *talk(3)]]), tokenizer)
+    apart = read(
+        write(
+            tmp_path / "apart.jsonl", [[system, *talk(1)], [system, *talk(2)], [QUESTION, ANSWER], [system, *talk(3)]]
+        ),
+        tokenizer,
+    )
     assert [source.get(number).tolist() for number in range(4)] == [apart.get(number).tolist() for number in range(4)]
 
 
 BAD_ROWS = {
-    '{"messages": [': "not JSON", '["messages"]': 'no list of "messages"', '{"text": "x"}': 'no list of "messages"',
-    '{"messages": []}': 'no list of "messages"', '{"messages": ["x"]}': 'message 1 has no "role"',
+    '{"messages": [': "not JSON",
+    '["messages"]': 'no list of "messages"',
+    '{"text": "x"}': 'no list of "messages"',
+    '{"messages": []}': 'no list of "messages"',
+    '{"messages": ["x"]}': 'message 1 has no "role"',
     '{"messages": [{"role": "user"}]}': 'message 1 has no text as "content"',
     '{"messages": [{"role": "user", "content": "x"}]}': "without an answer",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": 5}]}': "message 2 has no text",
@@ -370,20 +472,31 @@ def test_ids_are_made_once_and_again_when_what_they_come_from_changes(tokenizer:
 
 def run(tokenizer: Any, samples: int = 30, **changes: Any) -> Any:
     config = DataConfig(chat=ChatConfig(sft=True, sft_tokenizer_prompt_format="chatml"), **changes)
-    return build_datasets(config, sequence_length=64, seed=3, train_samples=samples, valid_samples=4, test_samples=0, tokenizer=tokenizer)
+    return build_datasets(
+        config, sequence_length=64, seed=3, train_samples=samples, valid_samples=4, test_samples=0, tokenizer=tokenizer
+    )
 
 
 def test_a_run_mixes_files_by_weight_and_splits_them_by_lines(tokenizer: Any, tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{name}.jsonl", [talk(number + shift) for number in range(50)]) for name, shift in (("a", 0), ("b", 100))]
-    train, valid, test = run(tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache"))
+    paths = [
+        write(tmp_path / f"{name}.jsonl", [talk(number + shift) for number in range(50)])
+        for name, shift in (("a", 0), ("b", 100))
+    ]
+    train, valid, test = run(
+        tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache")
+    )
     origins = [train.sources(index) for index in range(30)]
     assert abs(sum(spans[0].prefix == paths[0] for spans in origins) - 22.5) <= 1
     assert {span.document for spans in origins for span in spans} <= set(range(40))
     assert {span.document for index in range(4) for span in valid.sources(index)} <= set(range(40, 50)) and test is None
-    again, _, _ = run(tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache"))
+    again, _, _ = run(
+        tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache")
+    )
     assert all((train[index][name] == again[index][name]).all() for index in range(30) for name in train[index])
     beside, _, _ = run(tokenizer, data_path=(paths[0],), split="80,20")
-    assert list((tmp_path / "a.jsonl.cache" / "ChatDataset_indices").glob("*ChatDataset-train*.npy")) and len(beside) >= 30
+    assert (
+        list((tmp_path / "a.jsonl.cache" / "ChatDataset_indices").glob("*ChatDataset-train*.npy")) and len(beside) >= 30
+    )
 
 
 def test_made_up_conversations_need_no_template() -> None:
@@ -391,7 +504,9 @@ def test_made_up_conversations_need_no_template() -> None:
     assert len(train) >= 30 and len(valid) >= 4
     for index in range(10):
         sample = train[index]
-        assert 0 < sample["loss_mask"].sum() < 64 and sample["tokens"].max() <= 256 and sample["document_ids"].max() >= 0
+        assert (
+            0 < sample["loss_mask"].sum() < 64 and sample["tokens"].max() <= 256 and sample["document_ids"].max() >= 0
+        )
     source = MockConversations(100, 99)
     for number in (0, 17, 9999):
         size = int(source.sequence_lengths[number])

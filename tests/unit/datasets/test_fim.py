@@ -59,8 +59,14 @@ def read_back(text: str, original: str) -> str:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), min_size=1, max_size=12), min_size=1, max_size=4),
-       st.integers(0, 10**9))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), min_size=1, max_size=12),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 10**9),
+)
 def test_the_parts_of_a_rearranged_document_are_its_text(tokenizer: Any, documents: list[str], index: int) -> None:
     result = tokenizer.detokenize(fill(tokenizer, fim_rate=1.0)(ids_of(tokenizer, *documents), index))
     parts = result.split("<|endoftext|>")
@@ -71,8 +77,11 @@ def test_the_parts_of_a_rearranged_document_are_its_text(tokenizer: Any, documen
 def test_documents_are_rearranged_and_turned_round_at_the_given_rates(tokenizer: Any) -> None:
     documents = [f"one {number:04d} two" for number in range(40)]
     rearrange, ids = fill(tokenizer, fim_rate=0.7, fim_spm_rate=0.2), ids_of(tokenizer, *documents)
-    kinds = [read_back(part, document) for index in range(100)
-             for part, document in zip(tokenizer.detokenize(rearrange(ids, index)).split("<|endoftext|>"), documents)]
+    kinds = [
+        read_back(part, document)
+        for index in range(100)
+        for part, document in zip(tokenizer.detokenize(rearrange(ids, index)).split("<|endoftext|>"), documents)
+    ]
     count, chosen = len(kinds), sum(kind != "" for kind in kinds)
     assert abs(chosen - 0.7 * count) < 3 * (count * 0.7 * 0.3) ** 0.5
     # With an empty prefix, for which one of two draws from 13 places must be the first, both kinds read alike: as spm.
@@ -93,17 +102,27 @@ def test_cuts_fall_on_every_character_alike(tokenizer: Any) -> None:
     assert (abs(seen - expected) <= error).all(), seen
 
 
-@pytest.mark.parametrize("rate, fragment, expected", [(1.0, None, 1.0), (1.0, 0.25, 0.25), (0.5, 0.5, 0.25), (0.0, 1.0, 0.0)])
-def test_fragments_are_rearranged_instead_of_a_document_that_is_cut(tokenizer: Any, rate: float, fragment: float | None, expected: float) -> None:
+@pytest.mark.parametrize(
+    "rate, fragment, expected", [(1.0, None, 1.0), (1.0, 0.25, 0.25), (0.5, 0.5, 0.25), (0.0, 1.0, 0.0)]
+)
+def test_fragments_are_rearranged_instead_of_a_document_that_is_cut(
+    tokenizer: Any, rate: float, fragment: float | None, expected: float
+) -> None:
     rearrange = fill(tokenizer, fim_rate=rate, fim_fragment_rate=fragment, fim_split_sample="<cut>")
     cut = np.array([tokenizer.special["<cut>"]])
     pieces = [f"piece {number}" for number in range(8)]
     joined = np.concatenate([part for piece in pieces for part in (ids_of(tokenizer, piece), cut)])
-    kinds = [read_back(part, piece) for index in range(300) for part, piece in
-             zip(tokenizer.detokenize(rearrange(joined, index)).split("<cut>"), [*pieces, ""])]
+    kinds = [
+        read_back(part, piece)
+        for index in range(300)
+        for part, piece in zip(tokenizer.detokenize(rearrange(joined, index)).split("<cut>"), [*pieces, ""])
+    ]
     whole, count = 300 * 8, sum(kind != "" for kind in kinds)
     # Fragments of a document share its draw: at worst, the standard deviation is that of 300 documents.
-    assert abs(count - expected * whole) <= 3 * (300 * rate * (1 - rate)) ** 0.5 * 8 + 3 * (whole * expected * (1 - expected)) ** 0.5
+    assert (
+        abs(count - expected * whole)
+        <= 3 * (300 * rate * (1 - rate)) ** 0.5 * 8 + 3 * (whole * expected * (1 - expected)) ** 0.5
+    )
     uncut = tokenizer.detokenize(rearrange(ids_of(tokenizer, "no cut here"), 1))
     assert read_back(uncut, "no cut here") if rate == 1 else True
 
@@ -128,10 +147,15 @@ def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_sample(tokeni
     in_order = [fill(tokenizer)(ids, index).tolist() for index in range(30)]
     rearrange = fill(tokenizer)
     with ThreadPoolExecutor(4) as threads:
-        shuffled = dict(zip(reversed(range(30)), threads.map(lambda index: rearrange(ids, index).tolist(), reversed(range(30)))))
+        shuffled = dict(
+            zip(reversed(range(30)), threads.map(lambda index: rearrange(ids, index).tolist(), reversed(range(30))))
+        )
     assert [shuffled[index] for index in range(30)] == in_order
     assert len({tuple(ids) for ids in in_order}) > 25
-    assert fill(tokenizer, seed=6)(ids, 0).tolist() != in_order[0] or fill(tokenizer, seed=6)(ids, 1).tolist() != in_order[1]
+    assert (
+        fill(tokenizer, seed=6)(ids, 0).tolist() != in_order[0]
+        or fill(tokenizer, seed=6)(ids, 1).tolist() != in_order[1]
+    )
 
 
 def test_pieces_of_a_character_that_the_window_cut_are_left_out(tokenizer: Any) -> None:
@@ -144,7 +168,12 @@ def test_pieces_of_a_character_that_the_window_cut_are_left_out(tokenizer: Any) 
 def test_a_tokenizer_without_the_tokens_is_refused_by_their_names() -> None:
     with pytest.raises(ConfigError) as error:
         fill(ByteTokenizer(), fim_pad_token="<pad>")
-    for flag in ("--fim-prefix-token '<fim_prefix>'", "--fim-middle-token", "--fim-suffix-token", "--fim-pad-token '<pad>'"):
+    for flag in (
+        "--fim-prefix-token '<fim_prefix>'",
+        "--fim-middle-token",
+        "--fim-suffix-token",
+        "--fim-pad-token '<pad>'",
+    ):
         assert flag in str(error.value)
 
 
@@ -170,7 +199,9 @@ def test_what_a_tokenizer_puts_around_text_is_found() -> None:
 
 def build(tokenizer: Any, prefix: Path, length: int, **changes: Any) -> Any:
     config = DataConfig(data_path=(str(prefix),), split="1", fill=FillConfig(fim_data=True, **{**NAMES, **changes}))
-    train, _, _ = build_datasets(config, sequence_length=length, seed=3, train_samples=40, valid_samples=0, test_samples=0, tokenizer=tokenizer)
+    train, _, _ = build_datasets(
+        config, sequence_length=length, seed=3, train_samples=40, valid_samples=0, test_samples=0, tokenizer=tokenizer
+    )
     return train
 
 
@@ -181,7 +212,10 @@ def test_samples_of_a_run_are_rearranged_windows_of_the_full_length(tokenizer: A
         for document in documents:
             builder.add_sequence([*tokenizer.tokenize(document), tokenizer.eod])
             builder.end_document()
-    plain, marked = build(tokenizer, tmp_path / "data", 32, fim_rate=0.0), build(tokenizer, tmp_path / "data", 32, fim_rate=1.0)
+    plain, marked = (
+        build(tokenizer, tmp_path / "data", 32, fim_rate=0.0),
+        build(tokenizer, tmp_path / "data", 32, fim_rate=1.0),
+    )
     rearrange = fill(tokenizer, seed=3, fim_rate=1.0)
     for index in (*range(40), 7):
         window = np.append(plain[index]["tokens"], plain[index]["labels"][-1])
@@ -204,11 +238,13 @@ def test_what_falls_short_is_padding_without_loss(tokenizer: Any, tmp_path: Path
         sample = build(tokenizer, tmp_path / "data", 50, fim_rate=1.0, **changes)[0]
         real = int(sample["loss_mask"].sum())
         assert 15 < real < 35 and sample["loss_mask"].tolist() == [1.0] * real + [0.0] * (50 - real)
-        assert set(sample["tokens"][real + 1:].tolist()) == {fed} and pad not in sample["tokens"]
+        assert set(sample["tokens"][real + 1 :].tolist()) == {fed} and pad not in sample["tokens"]
         assert set(sample["labels"][real:].tolist()) == {0}
 
 
 def test_made_up_data_can_be_rearranged(tokenizer: Any) -> None:
     config = DataConfig(mock_data=True, fill=FillConfig(fim_data=True, fim_rate=1.0, **NAMES))
-    train, _, _ = build_datasets(config, sequence_length=64, seed=3, train_samples=4, valid_samples=0, test_samples=0, tokenizer=tokenizer)
+    train, _, _ = build_datasets(
+        config, sequence_length=64, seed=3, train_samples=4, valid_samples=0, test_samples=0, tokenizer=tokenizer
+    )
     assert all(tokenizer.special[PREFIX] in train[index]["tokens"] for index in range(4))

@@ -79,17 +79,27 @@ def test_options_on_document_ends_equal_a_loop_over_positions(tmp_path):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, EOD), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+@given(
+    st.lists(st.integers(1, EOD), min_size=9, max_size=9), st.booleans(), st.booleans(), st.booleans(), st.booleans()
+)
 def test_options_hold_together_with_padding_for_any_window(window, positions, apart, masked, padded):
     pad = 7 if padded else -1
     lengths, starts = np.array([9]), np.array([0, 1])
-    source = SimpleNamespace(prefix="x", sequence_lengths=lengths, document_indices=starts,
-                             get=lambda sequence, offset=0, length=None: np.array(window)[offset : None if length is None else offset + length])
+    source = SimpleNamespace(
+        prefix="x",
+        sequence_lengths=lengths,
+        document_indices=starts,
+        get=lambda sequence, offset=0, length=None: np.array(window)[
+            offset : None if length is None else offset + length
+        ],
+    )
     sample = dataset(source, pad=pad, reset_position_ids=positions, reset_attention_mask=apart, eod_mask_loss=masked)[0]
     tokens, labels = window[:-1], window[1:]
     assert sample["tokens"].tolist() == [0 if token == pad else token for token in tokens]
     assert sample["labels"].tolist() == [0 if label == pad else label for label in labels]
-    assert sample["loss_mask"].tolist() == [float(label != pad and not (masked and token == EOD)) for token, label in zip(tokens, labels)]
+    assert sample["loss_mask"].tolist() == [
+        float(label != pad and not (masked and token == EOD)) for token, label in zip(tokens, labels)
+    ]
     since = [next((back for back in range(place) if tokens[place - back - 1] == EOD), place) for place in range(8)]
     assert sample["position_ids"].tolist() == (since if positions else list(range(8)))
     if apart:
@@ -100,8 +110,10 @@ def test_options_hold_together_with_padding_for_any_window(window, positions, ap
         assert "document_ids" not in sample
 
 
-@pytest.mark.parametrize("option, key", [
-    ("reset_position_ids", "position_ids"), ("reset_attention_mask", "document_ids"), ("eod_mask_loss", "loss_mask")])
+@pytest.mark.parametrize(
+    "option, key",
+    [("reset_position_ids", "position_ids"), ("reset_attention_mask", "document_ids"), ("eod_mask_loss", "loss_mask")],
+)
 def test_each_option_changes_only_its_own_array(tmp_path, option, key):
     source = write(tmp_path / "data", [[1, EOD, 2, 3, EOD, 4, 5, 6, 7, 8]])
     plain, changed = dataset(source)[0], dataset(source, **{option: True})[0]
@@ -177,11 +189,12 @@ def test_a_cache_is_not_used_for_the_same_documents_in_another_order(tmp_path):
     cache, documents = IndexCache(tmp_path / "cache"), random_documents(20)
     dataset(write(tmp_path / "data", documents), samples=5, cache=cache)
     place = next(place for place in range(20) if len(documents[place]) != len(documents[place + 1]))
-    documents[place:place + 2] = reversed(documents[place:place + 2])
+    documents[place : place + 2] = reversed(documents[place : place + 2])
     source = write(tmp_path / "data", documents)
     retained, built = dataset(source, samples=5, cache=cache), dataset(source, samples=5)
     assert [retained[number]["tokens"].tolist() for number in range(len(retained))] == [
-        built[number]["tokens"].tolist() for number in range(len(built))]
+        built[number]["tokens"].tolist() for number in range(len(built))
+    ]
 
 
 def test_files_replaced_under_a_running_dataset_are_noticed(tmp_path):

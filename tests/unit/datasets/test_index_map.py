@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import index_map
-from megatron.core.datasets.index_map import EpochPlan, IndexCache, build_indices, index_shapes, load_or_build, plan_epochs
+from megatron.core.datasets.index_map import (
+    EpochPlan,
+    IndexCache,
+    build_indices,
+    index_shapes,
+    load_or_build,
+    plan_epochs,
+)
 from megatron.core.datasets.indexed import DataError
 
 
@@ -51,7 +58,7 @@ def reference(lengths, first, wanted, sequence_length, seed, keep_partial=False)
     random = np.random.RandomState(seed)
     ids = list(range(first, first + len(lengths)))
     order = []
-    for rounds in ([epochs - 1, 1] if separate else [epochs]):
+    for rounds in [epochs - 1, 1] if separate else [epochs]:
         part = np.array(ids * rounds, np.int32)
         random.shuffle(part)
         order += part.tolist()
@@ -59,7 +66,7 @@ def reference(lengths, first, wanted, sequence_length, seed, keep_partial=False)
     samples = math.ceil(ratio) if keep_partial else math.floor(ratio)
     rows = walk(dict(zip(ids, lengths)), order, sequence_length, samples)
     shuffled = []
-    for part in ([(0, before), (before, samples)] if separate else [(0, samples)]):
+    for part in [(0, before), (before, samples)] if separate else [(0, samples)]:
         piece = np.arange(*part, dtype=np.uint32)
         random.shuffle(piece)
         shuffled += piece.tolist()
@@ -114,11 +121,14 @@ def test_a_kept_partial_sample_equals_the_slow_walk(monkeypatch, at_once):
     assert partial > 20
 
 
-@pytest.mark.parametrize("count, samples, place, order", [
-    (10, 10, np.int32, np.uint32),
-    (2**31 - 1, 2**32 - 3, np.int32, np.uint32),
-    (2**31, 2**32 - 2, np.int64, np.int64),
-])
+@pytest.mark.parametrize(
+    "count, samples, place, order",
+    [
+        (10, 10, np.int32, np.uint32),
+        (2**31 - 1, 2**32 - 3, np.int32, np.uint32),
+        (2**31, 2**32 - 2, np.int64, np.int64),
+    ],
+)
 def test_index_types_grow_where_32_bits_end(count, samples, place, order):
     shapes = index_shapes(count, EpochPlan(1, samples, samples))
     assert shapes["document_index"][1] is np.int32
@@ -150,8 +160,10 @@ def test_a_cache_is_built_once_and_then_mapped(tmp_path):
         load_or_build(cache, "Numbers-train", {"n": 2}, SHAPES, never)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "header", "huge header", "content", "empty", "missing", "shape", "dtype",
-                                    "description", "checksums"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncate", "header", "huge header", "content", "empty", "missing", "shape", "dtype", "description", "checksums"],
+)
 def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, damage):
     cache = IndexCache(tmp_path)
     load_or_build(cache, "Numbers", {}, SHAPES, numbers)
@@ -201,8 +213,12 @@ def build_many_times(folder: str, seed: int) -> None:
     for number in random.permutation(12).tolist():
         plan = plan_epochs(int(lengths.sum()), 300 + number, sequence_length=8)
         result = load_or_build(
-            IndexCache(Path(folder)), "Race-train", {"n": number}, index_shapes(200, plan),
-            lambda: build_indices(lengths, plan, first=0, sequence_length=8, seed=3))
+            IndexCache(Path(folder)),
+            "Race-train",
+            {"n": number},
+            index_shapes(200, plan),
+            lambda: build_indices(lengths, plan, first=0, sequence_length=8, seed=3),
+        )
         expected = build_indices(lengths, plan, first=0, sequence_length=8, seed=3)
         assert all((result[key] == expected[key]).all() for key in expected)
         if number % 4 == 0:
@@ -229,6 +245,7 @@ def test_a_size_that_only_building_tells_is_cached_too(tmp_path):
 
 def build_slowly(folder: str, seconds: float) -> None:
     """Build the numbers in so many seconds; a file a build tells how often that happened."""
+
     def build() -> dict[str, np.ndarray]:
         Path(folder, f"built-by-{os.getpid()}").write_text("")
         time.sleep(seconds)

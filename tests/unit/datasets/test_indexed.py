@@ -34,13 +34,28 @@ def idx_bytes(code: int, itemsize: int) -> bytes:
     """The index of the three documents, field by field."""
     lengths = [len(ids) for ids in SEQUENCES]
     offsets = [0, 3 * itemsize, 4 * itemsize]
-    return (b"\x4d\x4d\x49\x44\x49\x44\x58\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
-            + struct.pack("<Q", 3) + struct.pack("<Q", 4) + struct.pack("<3i", *lengths)
-            + struct.pack("<3q", *offsets) + struct.pack("<4q", *DOCUMENTS))
+    return (
+        b"\x4d\x4d\x49\x44\x49\x44\x58\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", 3)
+        + struct.pack("<Q", 4)
+        + struct.pack("<3i", *lengths)
+        + struct.pack("<3q", *offsets)
+        + struct.pack("<4q", *DOCUMENTS)
+    )
 
 
-FORMATS = [(1, "B", np.uint8), (2, "b", np.int8), (3, "h", np.int16), (4, "i", np.int32), (5, "q", np.int64),
-           (6, "d", np.float64), (7, "f", np.float32), (8, "H", np.uint16)]
+FORMATS = [
+    (1, "B", np.uint8),
+    (2, "b", np.int8),
+    (3, "h", np.int16),
+    (4, "i", np.int32),
+    (5, "q", np.int64),
+    (6, "d", np.float64),
+    (7, "f", np.float32),
+    (8, "H", np.uint16),
+]
 
 
 @pytest.fixture
@@ -168,22 +183,33 @@ def test_a_truncated_bin_file_is_named_with_both_sizes(by_hand):
         IndexedDataset(by_hand)
 
 
-@pytest.mark.parametrize("at, value, message", [
-    (0, b"TNTIDX\x00\x00", "begins with b'TNTIDX.*'lazy' or 'cached'.*tools/preprocess_data.py"),
-    (0, b"GARBAGE", "begins with b'GARBAGE"),
-    (9, struct.pack("<Q", 2), "has format version 2"),
-    (17, b"\x09", "has dtype code 9"),
-    (17, b"\x00", "has dtype code 0"),
-    (18, struct.pack("<Q", 2**40), "need"),
-    (18, struct.pack("<Q", 2**64 - 1), "need"),
-    (34, struct.pack("<i", -3), "a sequence of -3 tokens"),
-    (34, struct.pack("<i", 4), "from byte 0 to 24, but their lengths take bytes 0 to 28"),
-    (34 + 12, struct.pack("<q", 4), "from byte 4 to 24"),
-    (34 + 12 * 3, struct.pack("<q", 1), r"document array from \(1, 3\), expected \(0, 3\)"),
-    (34 + 12 * 3 + 8 * 3, struct.pack("<q", 4), r"document array from \(0, 4\), expected \(0, 3\)"),
-    (34 + 12 * 3 + 8, struct.pack("<q", -1), "1 documents end before they begin, first document 0; the index is damaged"),
-    (34 + 12 * 3 + 8, struct.pack("<q", 9), "1 documents end before they begin, first document 1; the index is damaged"),
-])
+@pytest.mark.parametrize(
+    "at, value, message",
+    [
+        (0, b"TNTIDX\x00\x00", "begins with b'TNTIDX.*'lazy' or 'cached'.*tools/preprocess_data.py"),
+        (0, b"GARBAGE", "begins with b'GARBAGE"),
+        (9, struct.pack("<Q", 2), "has format version 2"),
+        (17, b"\x09", "has dtype code 9"),
+        (17, b"\x00", "has dtype code 0"),
+        (18, struct.pack("<Q", 2**40), "need"),
+        (18, struct.pack("<Q", 2**64 - 1), "need"),
+        (34, struct.pack("<i", -3), "a sequence of -3 tokens"),
+        (34, struct.pack("<i", 4), "from byte 0 to 24, but their lengths take bytes 0 to 28"),
+        (34 + 12, struct.pack("<q", 4), "from byte 4 to 24"),
+        (34 + 12 * 3, struct.pack("<q", 1), r"document array from \(1, 3\), expected \(0, 3\)"),
+        (34 + 12 * 3 + 8 * 3, struct.pack("<q", 4), r"document array from \(0, 4\), expected \(0, 3\)"),
+        (
+            34 + 12 * 3 + 8,
+            struct.pack("<q", -1),
+            "1 documents end before they begin, first document 0; the index is damaged",
+        ),
+        (
+            34 + 12 * 3 + 8,
+            struct.pack("<q", 9),
+            "1 documents end before they begin, first document 1; the index is damaged",
+        ),
+    ],
+)
 def test_a_damaged_field_of_the_index_is_named(by_hand, at, value, message):
     path = Path(f"{by_hand}.idx")
     content = bytearray(path.read_bytes())
@@ -241,7 +267,10 @@ def test_a_mapped_bin_file_that_shrinks_is_named_before_its_pages_are_touched(by
     assert data[0].tolist() == [5, 6, 7]
     os.truncate(f"{by_hand}.bin", cut)
     for read in (lambda: data[2], lambda: data.raw(0, 4)):
-        with pytest.raises(DataError, match=rf"by_hand\.bin has {cut} bytes, and had 24 when it was opened: it was cut or is written anew"):
+        with pytest.raises(
+            DataError,
+            match=rf"by_hand\.bin has {cut} bytes, and had 24 when it was opened: it was cut or is written anew",
+        ):
             read()
 
 
@@ -285,9 +314,11 @@ def test_any_documents_are_written_to_the_bytes_of_the_table_and_read_back(tmp_p
     with IndexedDatasetBuilder(folder / "flat", dtype) as flat:
         for some in (documents[: len(documents) // 2], documents[len(documents) // 2 :]):
             sequences = [sequence for document in some for sequence in document]
-            flat.add_documents(np.array([token for sequence in sequences for token in sequence], np.int64),
-                               np.array([len(sequence) for sequence in sequences], np.int64),
-                               np.array([len(document) for document in some], np.int64))
+            flat.add_documents(
+                np.array([token for sequence in sequences for token in sequence], np.int64),
+                np.array([len(sequence) for sequence in sequences], np.int64),
+                np.array([len(document) for document in some], np.int64),
+            )
     for name in ("one", "flat"):
         assert ((folder / f"{name}.bin").read_bytes(), (folder / f"{name}.idx").read_bytes()) == (ids, index)
         assert problems_of(str(folder / name)) == []
@@ -300,7 +331,8 @@ def test_documents_added_at_once_have_one_sequence_each_and_empty_ones_none(tmp_
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents(np.array([5, 6, 7, 8], np.uint16), np.array([3, 0, 1]))
     assert ((tmp_path / "data.bin").read_bytes(), (tmp_path / "data.idx").read_bytes()) == pair_by_hand(
-        [[[5, 6, 7]], [], [[8]]], 8, "H")
+        [[[5, 6, 7]], [], [[8]]], 8, "H"
+    )
 
 
 def test_modes_of_images_and_text_follow_the_document_array(tmp_path):
@@ -342,7 +374,9 @@ def test_a_sequence_that_does_not_end_where_the_next_begins_is_not_read(by_hand,
     content = bytearray(path.read_bytes())
     content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 8)
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"1 sequences do not begin where the lengths before them end, first sequence 1; the index"):
+    with pytest.raises(
+        DataError, match=r"1 sequences do not begin where the lengths before them end, first sequence 1; the index"
+    ):
         IndexedDataset(by_hand, mmap)
     with pytest.raises(DataError, match=rf"gives sequence {sequence} .*the index is damaged"):
         IndexedDataset(by_hand, mmap, check=False)[sequence]
@@ -384,15 +418,20 @@ def test_a_type_that_the_sidecar_contradicts_is_refused(tmp_path):
     write_sentences(tmp_path / "data", some_documents(3))
     path = tmp_path / "data.idx"
     path.write_bytes(path.read_bytes()[:17] + b"\x03" + path.read_bytes()[18:])
-    with pytest.raises(DataError, match=r"data\.json says dtype uint16, but the pair has int16.*or remove .*data\.json"):
+    with pytest.raises(
+        DataError, match=r"data\.json says dtype uint16, but the pair has int16.*or remove .*data\.json"
+    ):
         IndexedDataset(tmp_path / "data")
     (tmp_path / "data.json").unlink()
     assert IndexedDataset(tmp_path / "data").dtype == np.int16, "nothing else tells them apart"
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=3),
-       cut=st.integers(0, 40), extra=st.binary(max_size=3))
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=3),
+    cut=st.integers(0, 40),
+    extra=st.binary(max_size=3),
+)
 def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it(tmp_path_factory, changes, cut, extra):
     documents = [[[5, 6, 7]], [], [[8], [9, 10, 11, 12]], [[13]]]
     ids, index = pair_by_hand(documents, 4, "i")
@@ -430,12 +469,16 @@ def test_samples_of_a_fuzzed_index_are_right_or_refused(tmp_path_factory, at, va
     (folder / "data.bin").write_bytes(ids)
     (folder / "data.idx").write_bytes(index)
     options = WindowOptions(8, 50, 0)
-    right = GPTDataset(IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train")
+    right = GPTDataset(
+        IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train"
+    )
     expected = [right[number]["tokens"].tolist() for number in range(30)]
     (folder / "data.idx").unlink()
     (folder / "data.idx").write_bytes(index[:at] + bytes([value]) + index[at + 1 :])
     try:
-        data = GPTDataset(IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train")
+        data = GPTDataset(
+            IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train"
+        )
     except DataError:
         return
     for number in range(30):
@@ -541,8 +584,14 @@ def test_a_writer_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as builder:
         for batch in documents_of(3):
             builder.add_documents(*batch)
-    np.savez(tmp_path / "data.npz", **{f"{name}{number}": part for number, batch in enumerate(documents_of(3))
-                                       for name, part in zip(("ids", "lengths"), batch)})
+    np.savez(
+        tmp_path / "data.npz",
+        **{
+            f"{name}{number}": part
+            for number, batch in enumerate(documents_of(3))
+            for name, part in zip(("ids", "lengths"), batch)
+        },
+    )
     generator, kills = random.Random(5), 0
     command = [sys.executable, "-c", WRITER, str(tmp_path / "data"), str(tmp_path / "journal")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -24,15 +24,21 @@ def framing(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
     folder = tmp_path_factory.mktemp("framing")
     made = package_tokenizer(("<|endoftext|>", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]", "[PAD]"))
     made.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A $B", special_tokens=[(name, made.token_to_id(name)) for name in ("<s>", "</s>")])
+        single="<s> $A </s>",
+        pair="<s> $A $B",
+        special_tokens=[(name, made.token_to_id(name)) for name in ("<s>", "</s>")],
+    )
     made.save(str(folder / "tokenizer.json"))
     return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
 
 
 def without_frame(config: TokenizerConfig) -> TokenizerConfig:
     """The same without special tokens around texts."""
-    return TokenizerConfig(tokenizer_type=config.tokenizer_type, tokenizer_model=config.tokenizer_model,
-                           tokenizer_hf_include_special_tokens=False)
+    return TokenizerConfig(
+        tokenizer_type=config.tokenizer_type,
+        tokenizer_model=config.tokenizer_model,
+        tokenizer_hf_include_special_tokens=False,
+    )
 
 
 def test_ids_of_texts_are_taken_out_of_their_frames(framing: TokenizerConfig) -> None:

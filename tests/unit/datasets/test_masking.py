@@ -12,7 +12,9 @@ TOKENIZER = LetterTokenizer()
 CONTINUES = word_continuations(TOKENIZER)
 
 
-def slow(ids: list[int], words: list[list[int]], options: MaskOptions, target: int, random: np.random.RandomState) -> tuple[dict, list]:
+def slow(
+    ids: list[int], words: list[list[int]], options: MaskOptions, target: int, random: np.random.RandomState
+) -> tuple[dict, list]:
     """Positions and their labels, and the spans in the order of choice; replaced tokens are not looked at."""
     requested = min(options.probability * target, max(1, int(round(len(ids) * options.probability))))
     sizes = np.arange(1, options.max_ngram + 1)
@@ -20,7 +22,7 @@ def slow(ids: list[int], words: list[list[int]], options: MaskOptions, target: i
     shares /= shares.sum(keepdims=True)
     if options.longer:
         shares = shares[::-1]
-    grams = [[words[start:start + size] for size in sizes] for start in range(len(words))]
+    grams = [[words[start : start + size] for size in sizes] for start in range(len(words))]
     random.shuffle(grams)
     labels, spans = {}, []
     for gram in grams:
@@ -43,12 +45,20 @@ def text(length: int, random: np.random.RandomState) -> list[int]:
 
 def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 60) -> tuple[list[int], Masked]:
     ids = text(length, np.random.RandomState(seed))
-    return ids, mask(ids, candidates(ids, CONTINUES, (CLS, SEP)), options, target_length=target, replace=lambda token: MASK,
-                     random=np.random.RandomState(seed + 1))
+    return ids, mask(
+        ids,
+        candidates(ids, CONTINUES, (CLS, SEP)),
+        options,
+        target_length=target,
+        replace=lambda token: MASK,
+        random=np.random.RandomState(seed + 1),
+    )
 
 
-@pytest.mark.parametrize("options", [MaskOptions(0.15), MaskOptions(0.3, 1), MaskOptions(0.15, 10, geometric=True),
-                                     MaskOptions(0.2, 4, longer=True)])
+@pytest.mark.parametrize(
+    "options",
+    [MaskOptions(0.15), MaskOptions(0.3, 1), MaskOptions(0.15, 10, geometric=True), MaskOptions(0.2, 4, longer=True)],
+)
 def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
     for seed in range(60):
         ids, result = hidden(options, length=3 + seed, seed=seed)
@@ -69,8 +79,14 @@ def test_words_are_hidden_whole_and_special_tokens_never() -> None:
 
 def test_as_many_tokens_are_hidden_as_was_said() -> None:
     for length, target, requested in ((60, 60, 9), (60, 30, 4), (4, 60, 1), (200, 190, 28)):
-        counts = [len(hidden(MaskOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels) for seed in range(100)]
-        assert max(counts) == requested and sum(count == requested for count in counts) > 90, (length, target, set(counts))
+        counts = [
+            len(hidden(MaskOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels) for seed in range(100)
+        ]
+        assert max(counts) == requested and sum(count == requested for count in counts) > 90, (
+            length,
+            target,
+            set(counts),
+        )
 
 
 def test_every_place_is_as_likely_as_any_other() -> None:
@@ -87,8 +103,14 @@ def test_every_place_is_as_likely_as_any_other() -> None:
 @pytest.mark.parametrize("longer", [False, True])
 def test_lengths_of_runs_have_the_stated_probabilities(longer: bool) -> None:
     ids = [9] * 400
-    words, random, options = candidates(ids, CONTINUES, ()), np.random.RandomState(1), MaskOptions(0.5, 3, longer=longer)
-    firsts = [len(mask(ids, words, options, target_length=400, replace=int, random=random).spans[0]) for _ in range(3000)]
+    words, random, options = (
+        candidates(ids, CONTINUES, ()),
+        np.random.RandomState(1),
+        MaskOptions(0.5, 3, longer=longer),
+    )
+    firsts = [
+        len(mask(ids, words, options, target_length=400, replace=int, random=random).spans[0]) for _ in range(3000)
+    ]
     shares = np.array([6, 3, 2]) / 11
     for size, share in zip((1, 2, 3), shares[::-1] if longer else shares):
         # A run that begins at the last place or the last but one is cut short.

@@ -55,8 +55,9 @@ def test_a_resumed_run_goes_on_where_it_stopped_whatever_the_number_of_micro_bat
 def test_a_cyclic_epoch_draws_every_whole_block_once_and_then_shuffles_anew(sharded, num_samples, micro, ranks):
     block = micro * ranks
     blocks = num_samples // block
-    epochs = global_batches(cyclic, num_samples, batch=blocks * block, micro=micro, ranks=ranks, steps=3,
-                            sharded=sharded)
+    epochs = global_batches(
+        cyclic, num_samples, batch=blocks * block, micro=micro, ranks=ranks, steps=3, sharded=sharded
+    )
     for rows in epochs:
         drawn = sum(rows, [])
         assert len(set(drawn)) == len(drawn) == blocks * block and max(drawn) < num_samples
@@ -105,7 +106,9 @@ def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(dat
         consumed, steps = 0, []
         for size in sizes:
             micro, ranks = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 4), (6, 2), (1, 12), (12, 1)]))
-            steps += global_batches(sampler, num_samples, batch=size, micro=micro, ranks=ranks, steps=1, consumed=consumed, **options)
+            steps += global_batches(
+                sampler, num_samples, batch=size, micro=micro, ranks=ranks, steps=1, consumed=consumed, **options
+            )
             consumed += size
         result = [sorted(sum(rows, [])) for rows in steps]
         assert [len(step) for step in result] == sizes
@@ -121,7 +124,10 @@ def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(dat
 @given(num_samples=st.integers(1, 100), micro=st.integers(1, 5), ranks=st.integers(1, 5), spare=st.integers(0, 3))
 def test_a_whole_pass_has_every_sample_once_and_ends_at_the_same_step_on_all_ranks(num_samples, micro, ranks, spare):
     blocks = -(-num_samples // (micro * ranks)) + spare
-    rows = [list(whole(num_samples, micro_batch_size=micro, rank=rank, num_ranks=ranks, blocks=blocks)) for rank in range(ranks)]
+    rows = [
+        list(whole(num_samples, micro_batch_size=micro, rank=rank, num_ranks=ranks, blocks=blocks))
+        for rank in range(ranks)
+    ]
     assert all(len(row) == blocks and all(len(part) == micro for part in row) for row in rows)
     numbers = sorted(number for row in rows for part in row for number in part)
     assert numbers == [FILL] * (blocks * micro * ranks - num_samples) + list(range(num_samples))
@@ -129,8 +135,13 @@ def test_a_whole_pass_has_every_sample_once_and_ends_at_the_same_step_on_all_ran
 
 def test_a_digest_tells_key_type_shape_and_content_apart():
     one = {"tokens": np.arange(6).reshape(2, 3), "loss_mask": np.ones((2, 3), np.float32)}
-    others = [{**one, "tokens": one["tokens"] + 1}, {**one, "tokens": one["tokens"].reshape(3, 2)},
-              {**one, "tokens": one["tokens"].astype(np.uint64)}, {"tokens": one["tokens"]},
-              {"labels": one["tokens"], "loss_mask": one["loss_mask"]}, {**one, "loss_mask": 1 - one["loss_mask"]}]
+    others = [
+        {**one, "tokens": one["tokens"] + 1},
+        {**one, "tokens": one["tokens"].reshape(3, 2)},
+        {**one, "tokens": one["tokens"].astype(np.uint64)},
+        {"tokens": one["tokens"]},
+        {"labels": one["tokens"], "loss_mask": one["loss_mask"]},
+        {**one, "loss_mask": 1 - one["loss_mask"]},
+    ]
     again = {"loss_mask": one["loss_mask"].copy(), "tokens": np.asfortranarray(one["tokens"])}
     assert digest(again) == digest(one) and len({digest(other) for other in [one, *others]}) == 7

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.sentence_map import MapOptions, SentenceMap, build_map, mt19937_64, shuffled, usable_documents
+from megatron.core.datasets.sentence_map import (
+    MapOptions,
+    SentenceMap,
+    build_map,
+    mt19937_64,
+    shuffled,
+    usable_documents,
+)
 from tests.helpers.sentences import some_documents, write
 
 
@@ -20,8 +27,21 @@ def twister(bits: int, seed: int) -> Iterator[int]:
     """The Mersenne Twister of Matsumoto and Nishimura, word by word, as std::mt19937 and std::mt19937_64 are defined."""
     n, m, r, a, f, u, d, s, b, t, c, last = {
         32: (624, 397, 31, 0x9908B0DF, 1812433253, 11, 0xFFFFFFFF, 7, 0x9D2C5680, 15, 0xEFC60000, 18),
-        64: (312, 156, 31, 0xB5026F5AA96619E9, 6364136223846793005, 29, 0x5555555555555555, 17, 0x71D67FFFEDA60000, 37,
-             0xFFF7EEE000000000, 43)}[bits]
+        64: (
+            312,
+            156,
+            31,
+            0xB5026F5AA96619E9,
+            6364136223846793005,
+            29,
+            0x5555555555555555,
+            17,
+            0x71D67FFFEDA60000,
+            37,
+            0xFFF7EEE000000000,
+            43,
+        ),
+    }[bits]
     full, low = 2**bits - 1, 2**r - 1
     x = [seed & full]
     for i in range(1, n):
@@ -45,7 +65,9 @@ def slow_map(lengths: list[list[int]], options: MapOptions, wanted: int | None) 
         if not options.short_seq_prob:
             return options.max_length
         draw = next(draws)
-        return options.max_length if draw % int(1 / options.short_seq_prob + 0.5) else 2 + draw % (options.max_length - 1)
+        return (
+            options.max_length if draw % int(1 / options.short_seq_prob + 0.5) else 2 + draw % (options.max_length - 1)
+        )
 
     while True:
         first = 0
@@ -75,9 +97,17 @@ def arrays(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 30) | st.just(513), max_size=7), min_size=1, max_size=30), st.integers(4, 60),
-       st.sampled_from([0.0, 0.1, 0.3, 0.4, 1.0]), st.integers(1, 2), st.integers(1, 2**31), st.none() | st.integers(1, 40))
-def test_the_map_is_the_slow_one(lengths: list, longest: int, short: float, least: int, seed: int, wanted: int | None) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 30) | st.just(513), max_size=7), min_size=1, max_size=30),
+    st.integers(4, 60),
+    st.sampled_from([0.0, 0.1, 0.3, 0.4, 1.0]),
+    st.integers(1, 2),
+    st.integers(1, 2**31),
+    st.none() | st.integers(1, 40),
+)
+def test_the_map_is_the_slow_one(
+    lengths: list, longest: int, short: float, least: int, seed: int, wanted: int | None
+) -> None:
     options = MapOptions(longest, short, least, seed)
     flat, bounds = arrays(lengths)
     if not usable_documents(flat, bounds, least).any():
@@ -108,8 +138,18 @@ def test_a_shuffle_is_a_permutation_without_a_favourite() -> None:
 
 
 def sentence_map(source: object, **changes: object) -> SentenceMap:
-    return SentenceMap(source, **{"options": MapOptions(20, 0.1, 2, 1), "name": "Test", "documents": range(40),
-                                  "num_samples": None, "split": "train", "extra": {}, **changes})
+    return SentenceMap(
+        source,
+        **{
+            "options": MapOptions(20, 0.1, 2, 1),
+            "name": "Test",
+            "documents": range(40),
+            "num_samples": None,
+            "split": "train",
+            "extra": {},
+            **changes,
+        },
+    )
 
 
 def test_a_cached_map_is_not_used_for_the_same_documents_in_another_order(tmp_path: Path) -> None:
@@ -127,12 +167,17 @@ def test_the_map_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr("megatron.core.datasets.sentence_map.build_map", lambda *_, **__: pytest.fail("built again"))
         assert sentence_map(source, cache=cache).rows.tolist() == first.rows.tolist()
-    assert first.samples_per_epoch == len(first) and sentence_map(source, num_samples=3 * len(first)).samples_per_epoch < 1.5 * len(first)
+    assert first.samples_per_epoch == len(first) and sentence_map(
+        source, num_samples=3 * len(first)
+    ).samples_per_epoch < 1.5 * len(first)
 
 
 def test_documents_that_make_no_sample_are_refused_with_the_mend(tmp_path: Path) -> None:
     source = write(tmp_path / "data", [[[7, 8]], [[9]], []])
-    with pytest.raises(DataError, match=r"train split of .*data holds 3 of its 3 documents, and none .* 2 sentences .*--split-sentences"):
+    with pytest.raises(
+        DataError,
+        match=r"train split of .*data holds 3 of its 3 documents, and none .* 2 sentences .*--split-sentences",
+    ):
         sentence_map(source, documents=range(3))
 
 
@@ -140,11 +185,17 @@ def test_spans_and_samples_of_a_document_agree(tmp_path: Path) -> None:
     source = write(tmp_path / "data", some_documents(40))
     result = sentence_map(source)
     for document in range(40):
-        of_rows = [index for index in range(len(result)) if any(
-            span.document == document for span in result.spans(*result.row(index)[:2], 0, 10**6, 0))]
+        of_rows = [
+            index
+            for index in range(len(result))
+            if any(span.document == document for span in result.spans(*result.row(index)[:2], 0, 10**6, 0))
+        ]
         assert result.holding(document).tolist() == of_rows
     for index in range(len(result)):
         first, last, _ = result.row(index)
         tokens = result.ids(first, last)
         for span in result.spans(first, last, 2, 9, 0):
-            assert source.get(span.sequence, span.offset, span.length).tolist() == tokens[2:9][span.start:span.start + span.length]
+            assert (
+                source.get(span.sequence, span.offset, span.length).tolist()
+                == tokens[2:9][span.start : span.start + span.length]
+            )

@@ -34,18 +34,39 @@ def prefix(tmp_path: Path) -> str:
 def test_a_written_pair_says_what_it_holds_and_the_checksums_of_its_bytes(prefix):
     content = json.loads(Path(f"{prefix}.json").read_text())
     ids = struct.pack("<3H", 1, 2, 3)
-    index = (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack("<2i", 2, 1) + struct.pack("<2q", 0, 4)
-             + struct.pack("<3q", 0, 2, 2))
+    index = (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 2, 3)
+        + struct.pack("<2i", 2, 1)
+        + struct.pack("<2q", 0, 4)
+        + struct.pack("<3q", 0, 2, 2)
+    )
     assert content == {
-        "format": "indexed dataset sidecar", "version": 1, "documents": 2, "sequences": 2, "tokens": 3, "dtype": "uint16",
-        "level": "sentence", "shard": [1, 3], "tokenizer": GPT2,
-        "checksums": {"bin": f"xxh3_128:{xxhash.xxh3_128_hexdigest(ids)}", "idx": f"xxh3_128:{xxhash.xxh3_128_hexdigest(index)}"},
+        "format": "indexed dataset sidecar",
+        "version": 1,
+        "documents": 2,
+        "sequences": 2,
+        "tokens": 3,
+        "dtype": "uint16",
+        "level": "sentence",
+        "shard": [1, 3],
+        "tokenizer": GPT2,
+        "checksums": {
+            "bin": f"xxh3_128:{xxhash.xxh3_128_hexdigest(ids)}",
+            "idx": f"xxh3_128:{xxhash.xxh3_128_hexdigest(index)}",
+        },
     }
 
 
 def test_what_was_written_is_read(tmp_path, prefix):
     result = sidecar.read(prefix)
-    assert (result.documents, result.sequences, result.tokens, result.shard, result.tokenizer) == (2, 2, 3, (1, 3), GPT2)
+    assert (result.documents, result.sequences, result.tokens, result.shard, result.tokenizer) == (
+        2,
+        2,
+        3,
+        (1, 3),
+        GPT2,
+    )
     other = Sidecar(5, 6, 7, "int32", BERT)
     sidecar.write(tmp_path / "other", other)
     assert sidecar.read(tmp_path / "other") == other
@@ -59,8 +80,11 @@ def test_a_pair_without_a_sidecar_passes_every_check(tmp_path):
 
 def test_another_tokenizer_is_refused_and_both_are_named(prefix):
     sidecar.check_tokenizer(prefix, GPT2)
-    with pytest.raises(DataError, match=r"data was written with GPT2BPETokenizer \(vocabulary 50257.*hash aaaaaaaaaaaa\), but "
-                                        r"the tokenizer given is BertWordPiece \(vocabulary 30522.*hash bbbbbbbbbbbb\)"):
+    with pytest.raises(
+        DataError,
+        match=r"data was written with GPT2BPETokenizer \(vocabulary 50257.*hash aaaaaaaaaaaa\), but "
+        r"the tokenizer given is BertWordPiece \(vocabulary 30522.*hash bbbbbbbbbbbb\)",
+    ):
         sidecar.check_tokenizer(prefix, BERT)
     with pytest.raises(DataError, match="hash aaaaaaaaaaaa.*hash cccccccccccc"):
         sidecar.check_tokenizer(prefix, {**GPT2, "hash": "c" * 64})
@@ -72,18 +96,21 @@ def test_unknown_keys_are_ignored(prefix):
     assert sidecar.read(prefix).documents == 2
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"version": 2}, "has version 2"),
-    ({"tokens": -1}, "tokens -1, not a count"),
-    ({"documents": True}, "documents True, not a count"),
-    ({"sequences": "2"}, "sequences '2', not a count"),
-    ({"dtype": 8}, "dtype 8"),
-    ({"level": "page"}, "level 'page'"),
-    ({"shard": [3, 3]}, "shard"),
-    ({"shard": [0, 1, 2]}, "shard"),
-    ({"tokenizer": {"kind": "x"}}, "without a hash"),
-    ({"checksums": {"bin": 5}}, "checksums"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "has version 2"),
+        ({"tokens": -1}, "tokens -1, not a count"),
+        ({"documents": True}, "documents True, not a count"),
+        ({"sequences": "2"}, "sequences '2', not a count"),
+        ({"dtype": 8}, "dtype 8"),
+        ({"level": "page"}, "level 'page'"),
+        ({"shard": [3, 3]}, "shard"),
+        ({"shard": [0, 1, 2]}, "shard"),
+        ({"tokenizer": {"kind": "x"}}, "without a hash"),
+        ({"checksums": {"bin": 5}}, "checksums"),
+    ],
+)
 def test_a_damaged_field_is_named(prefix, change, message):
     path = Path(f"{prefix}.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -36,8 +36,14 @@ def pair_bytes(sequences: int) -> dict[str, bytes]:
     lengths = np.arange(sequences, dtype=np.int32) % 7 + 1
     ids = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]).astype(np.int64) * 4
-    return {"bin": ids.tobytes(), "idx": b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, sequences, sequences + 1) + lengths.tobytes()
-            + starts.tobytes() + np.arange(sequences + 1, dtype=np.int64).tobytes()}
+    return {
+        "bin": ids.tobytes(),
+        "idx": b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 4, sequences, sequences + 1)
+        + lengths.tobytes()
+        + starts.tobytes()
+        + np.arange(sequences + 1, dtype=np.int64).tobytes(),
+    }
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -93,8 +99,10 @@ def race(url: str, folder: str) -> None:
 def test_processes_may_race_for_a_copy(tmp_path):
     (tmp_path / "data.idx").write_bytes(pair_bytes(5000)["idx"])
     context = multiprocessing.get_context("fork")
-    racers = [context.Process(target=race_safely, args=(f"file://{tmp_path}/data.idx", str(tmp_path / "cache")))
-              for _ in range(3)]
+    racers = [
+        context.Process(target=race_safely, args=(f"file://{tmp_path}/data.idx", str(tmp_path / "cache")))
+        for _ in range(3)
+    ]
     for racer in racers:
         racer.start()
     for racer in racers:
@@ -113,7 +121,9 @@ def race_safely(url: str, folder: str) -> None:
             continue
 
 
-@pytest.mark.parametrize("start, count", [(0, 10), (BLOCK - 3, 6), (5 * BLOCK - 1, BLOCK + 2), (7, 12 * BLOCK), (0, 40 * BLOCK + 5)])
+@pytest.mark.parametrize(
+    "start, count", [(0, 10), (BLOCK - 3, 6), (5 * BLOCK - 1, BLOCK + 2), (7, 12 * BLOCK), (0, 40 * BLOCK + 5)]
+)
 def test_ranges_of_an_object_equal_slices_of_its_bytes(start, count):
     content = np.random.default_rng(0).bytes(40 * BLOCK + 5)
     fsspec.filesystem("memory").pipe_file("/blocks/data.bin", content)

@@ -22,14 +22,27 @@ SENTINELS = TOKENIZER.additional_special_tokens_ids
 
 
 def options(**changes: object) -> SpanOptions:
-    return SpanOptions(**{"encoder_length": ENCODER, "decoder_length": DECODER, "short_seq_prob": 0.1, "sentinels": SENTINELS,
-                          "masking": MaskOptions(0.15, max_ngram=10, geometric=True), "continues": word_continuations(TOKENIZER),
-                          "bos": BOS, "eos": EOS, "pad": PAD, **changes})
+    return SpanOptions(
+        **{
+            "encoder_length": ENCODER,
+            "decoder_length": DECODER,
+            "short_seq_prob": 0.1,
+            "sentinels": SENTINELS,
+            "masking": MaskOptions(0.15, max_ngram=10, geometric=True),
+            "continues": word_continuations(TOKENIZER),
+            "bos": BOS,
+            "eos": EOS,
+            "pad": PAD,
+            **changes,
+        }
+    )
 
 
 def dataset(folder: Path, *, samples: int | None = None, documents: list = DOCUMENTS, **changes: object) -> T5Dataset:
     source = write(folder / "data", documents)
-    return T5Dataset(source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=1, split="train")
+    return T5Dataset(
+        source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=1, split="train"
+    )
 
 
 def filled(sample: dict[str, np.ndarray]) -> list[int]:
@@ -40,13 +53,15 @@ def filled(sample: dict[str, np.ndarray]) -> list[int]:
             spans[token] = []
         else:
             spans[list(spans)[-1]].append(token)
-    assert list(spans) == list(SENTINELS[:len(spans)]), "sentinels come in order"
+    assert list(spans) == list(SENTINELS[: len(spans)]), "sentinels come in order"
     read = sample["text_enc"][sample["enc_mask"] == 1].tolist()
     assert [token for token in read if token in SENTINELS] == list(spans)
     return [token for part in read for token in (spans[part] if part in SENTINELS else [part])]
 
 
-@pytest.mark.parametrize("changes", [{}, {"decoder_length": 8}, {"sentinels": SENTINELS[:2]}, {"masking": MaskOptions(0.5, 3)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"decoder_length": 8}, {"sentinels": SENTINELS[:2]}, {"masking": MaskOptions(0.5, 3)}]
+)
 def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(tmp_path: Path, changes: dict) -> None:
     data = dataset(tmp_path, **changes)
     length = options(**changes).decoder_length
@@ -56,7 +71,7 @@ def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(t
         assert filled(sample) == text[:target] and bool(sample["truncated"]) == (len(text) > target)
         used = int(sample["dec_mask"].sum())
         assert sample["text_dec"][0] == BOS and sample["labels"][used - 1] == EOS
-        assert sample["labels"][:used - 1].tolist() == sample["text_dec"][1:used].tolist()
+        assert sample["labels"][: used - 1].tolist() == sample["text_dec"][1:used].tolist()
         assert sample["loss_mask"].tolist() == sample["dec_mask"].tolist() == [1] * used + [0] * (length - used)
         assert set(sample["text_dec"][used:].tolist()) <= {PAD} and not sample["labels"][used:].any()
         assert set(sample["text_enc"][sample["enc_mask"] == 0].tolist()) <= {PAD}
@@ -80,7 +95,11 @@ def test_sources_say_where_the_text_came_from(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     for index in range(30):
         text = filled(data[index])
-        message = [token for span in data.sources(index) for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()]
+        message = [
+            token
+            for span in data.sources(index)
+            for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()
+        ]
         assert message == text
 
 
@@ -90,8 +109,17 @@ def test_a_text_without_tokens_leaves_the_encoder_something_to_look_at(tmp_path:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return from_values(RunConfig, {"encoder_seq_length": ENCODER, "decoder_seq_length": DECODER, "seed": 3, "architecture": "t5",
-                                   "mock_data": True, **changes}).resolve(1)
+    return from_values(
+        RunConfig,
+        {
+            "encoder_seq_length": ENCODER,
+            "decoder_seq_length": DECODER,
+            "seed": 3,
+            "architecture": "t5",
+            "mock_data": True,
+            **changes,
+        },
+    ).resolve(1)
 
 
 def test_mock_samples_and_settings_come_from_the_flags() -> None:

@@ -18,8 +18,17 @@ class Faulty(Disk):
     bytes that a write takes. gate: writes wait for it.
     """
 
-    def __init__(self, where: str = "", *, fault: int | None = None, on: str = "write", after: int = 0, at_once: int | None = None,
-                 delay: float = 0.0, gate: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        where: str = "",
+        *,
+        fault: int | None = None,
+        on: str = "write",
+        after: int = 0,
+        at_once: int | None = None,
+        delay: float = 0.0,
+        gate: threading.Event | None = None,
+    ) -> None:
         self.where, self.fault, self.on, self.after = where, fault, on, after
         self.at_once, self.delay, self.gate = at_once, delay, gate
         self.written = 0
@@ -75,7 +84,7 @@ class FaultyFile:
         if self.files.gate is not None:
             assert self.files.gate.wait(30), "the test opens the gate"
         time.sleep(self.files.delay)
-        content = content[:self.files.at_once] if self.files.at_once is not None else content
+        content = content[: self.files.at_once] if self.files.at_once is not None else content
         self.files.written += len(content)
         return self.file.write(content)
 

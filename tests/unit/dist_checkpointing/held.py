@@ -49,7 +49,13 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
             q, groups, width = 4 * choose.randint(1, 2), choose.choice((1, 2, 4)), choose.randint(1, 3)
             copies = max(1, tp // groups)
             shape = (q + 2 * groups * width, *rest)
-            shards = (Shard(0, "tp", (FusedSegment(q), FusedSegment(groups * width, copies), FusedSegment(groups * width, copies))),)
+            shards = (
+                Shard(
+                    0,
+                    "tp",
+                    (FusedSegment(q), FusedSegment(groups * width, copies), FusedSegment(groups * width, copies)),
+                ),
+            )
         elif kind == "vocabulary":
             true = choose.randint(3, 21)
             padded = -(-true // (2 * tp)) * 2 * tp
@@ -66,7 +72,9 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
 
 def whole_tensor(name: str, slot: str, shape: tuple[int, ...]) -> Tensor:
     """The global value of a tensor."""
-    generator = torch.Generator().manual_seed(sum(ord(letter) * (place + 1) for place, letter in enumerate(name + slot)))
+    generator = torch.Generator().manual_seed(
+        sum(ord(letter) * (place + 1) for place, letter in enumerate(name + slot))
+    )
     return torch.rand(shape, generator=generator)
 
 
@@ -104,8 +112,10 @@ def mesh_of(layout: Layout) -> Mesh:
     """The mesh of this process's world."""
     if not torch.distributed.is_initialized():
         return Mesh.single()
-    return Mesh.build(ParallelConfig(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp),
-                      torch.device("cpu"))
+    return Mesh.build(
+        ParallelConfig(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp),
+        torch.device("cpu"),
+    )
 
 
 def hold(seed: int, layout: Layout, mesh: Mesh) -> tuple[Tree, list[tuple[str, Tensor, Tensor]]]:
@@ -117,7 +127,7 @@ def hold(seed: int, layout: Layout, mesh: Mesh) -> tuple[Tree, list[tuple[str, T
         memory.append((f"weight {param.spec.name}", param.data, local_tensor(param.spec, "weight", mesh)))
     for segment in (segment for bucket in buckets for segment in bucket.segments()):
         for slot in SLOTS:
-            expected = local_tensor(segment.spec, slot, mesh).flatten()[segment.low:segment.high]
+            expected = local_tensor(segment.spec, slot, mesh).flatten()[segment.low : segment.high]
             tensor = expected.clone()
             put(tree, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, mesh))
             memory.append((f"{slot} {segment.name} [{segment.low}, {segment.high})", tensor, expected))

@@ -28,7 +28,12 @@ class File:
     def after_power_loss(self, kept: str) -> None:
         lost = bytes(self.content)
         if lost != self.durable:
-            self.durable = {"none": self.durable, "all": lost, "half": lost[:len(lost) // 2], "zeros": bytes(len(lost))}[kept]
+            self.durable = {
+                "none": self.durable,
+                "all": lost,
+                "half": lost[: len(lost) // 2],
+                "zeros": bytes(len(lost)),
+            }[kept]
         self.content = bytearray(self.durable)
 
 
@@ -77,7 +82,9 @@ class ModelFiles:
             node = self._folder(node.names[name], path)
 
     def list(self, path: Path) -> list[FolderEntry]:
-        return sorted(FolderEntry(name, isinstance(node, Folder), False) for name, node in self._folder_at(path).names.items())
+        return sorted(
+            FolderEntry(name, isinstance(node, Folder), False) for name, node in self._folder_at(path).names.items()
+        )
 
     def size(self, path: Path) -> int:
         return len(self._file_at(path).content)
@@ -156,13 +163,19 @@ class ModelFiles:
                 survivor = self._survivor()
                 for node in survivor._nodes():  # before any name changes: nodes that only the system showed count too
                     if isinstance(node, File):
-                        node.after_power_loss(retained if names in ("none", "all") else random_.choice(("none", "all", "half", "zeros")))
+                        node.after_power_loss(
+                            retained if names in ("none", "all") else random_.choice(("none", "all", "half", "zeros"))
+                        )
                 for node in [node for node in survivor._nodes() if isinstance(node, Folder)]:
                     count = len(node.pending)
-                    node.after_power_loss({"none": [False] * count, "all": [True] * count,
-                                           "last": [False] * (count - 1) + [True] * min(count, 1),
-                                           "but last": [True] * (count - 1) + [False] * min(count, 1)}.get(
-                        names, [random_.random() < 0.5 for _ in range(count)]))
+                    node.after_power_loss(
+                        {
+                            "none": [False] * count,
+                            "all": [True] * count,
+                            "last": [False] * (count - 1) + [True] * min(count, 1),
+                            "but last": [True] * (count - 1) + [False] * min(count, 1),
+                        }.get(names, [random_.random() < 0.5 for _ in range(count)])
+                    )
                 yield survivor
 
     def _survivor(self) -> ModelFiles:
@@ -220,8 +233,8 @@ class _Open:
         return len(content)
 
     def read_into(self, content: memoryview, place: int) -> int:
-        result = self._file.content[place:place + len(content)]
-        content[:len(result)] = result
+        result = self._file.content[place : place + len(content)]
+        content[: len(result)] = result
         return len(result)
 
     def sync(self) -> None:

@@ -48,7 +48,9 @@ def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> N
     for place, bit in bits:
         file.content[place] ^= 1 << bit
         message = refusal(files)
-        assert str(FOLDER / name) in message or (name == store.COMMIT and str(FOLDER) in message), f"bit {bit} of byte {place}: {message}"
+        assert str(FOLDER / name) in message or (name == store.COMMIT and str(FOLDER) in message), (
+            f"bit {bit} of byte {place}: {message}"
+        )
         file.content[place] ^= 1 << bit
     assert version_in(SAVE, files=files) == (20, 2), "as it was, it is loaded"
 
@@ -60,7 +62,9 @@ def test_every_byte_of_a_data_file_is_hashed_once() -> None:
     for name in SHARDS:
         ranges = sorted((one.start, one.length) for one in saved._ranges() if one.file == name)
         ends = [start + length for start, length in ranges]
-        assert [0, *ends[:-1]] == [start for start, _ in ranges] and ends[-1] == len(files._file_at(FOLDER / name).content)
+        assert [0, *ends[:-1]] == [start for start, _ in ranges] and ends[-1] == len(
+            files._file_at(FOLDER / name).content
+        )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -95,6 +99,7 @@ def from_other(*names: str) -> Callable[[Path], None]:
     def mix(folder: Path) -> None:
         for name in names:
             shutil.copy(folder.parent / "iter_0000010" / name, folder / name)
+
     return mix
 
 
@@ -112,16 +117,24 @@ def longer(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a truncated shard": (cut(SHARDS[1], 100), r"rank_00001.safetensors is cut short: it has 100 bytes, the manifest says \d+"),
+    "a truncated shard": (
+        cut(SHARDS[1], 100),
+        r"rank_00001.safetensors is cut short: it has 100 bytes, the manifest says \d+",
+    ),
     "an empty shard": (cut(SHARDS[0], 0), "rank_00000.safetensors is cut short: it has 0 bytes"),
     "a shard that goes on": (longer, "rank_00000.safetensors is too long"),
     "a truncated manifest": (cut(store.MANIFEST, 50), "manifest.json is cut short"),
     "an empty config": (cut(store.CONFIG, 0), "config.json is cut short"),
     "a truncated commit": (cut(store.COMMIT, 60), "commit.txt is damaged"),
     "swapped shards": (swap, "rank_00000.safetensors is rank_00001.safetensors of the same save, under a wrong name"),
-    "a shard of another step": (from_other(SHARDS[0]),
-                                "rank_00000.safetensors belongs to another save, of iteration 10: the folder mixes two checkpoints"),
-    "a stale manifest": (from_other(store.MANIFEST), "manifest.json is stale: it belongs to another save, of iteration 10"),
+    "a shard of another step": (
+        from_other(SHARDS[0]),
+        "rank_00000.safetensors belongs to another save, of iteration 10: the folder mixes two checkpoints",
+    ),
+    "a stale manifest": (
+        from_other(store.MANIFEST),
+        "manifest.json is stale: it belongs to another save, of iteration 10",
+    ),
     "a stale config": (from_other(store.CONFIG), "config.json is damaged, changed, or of another save"),
     "a stale commit": (from_other(store.COMMIT), "iter_0000020 was renamed: its commit.txt says iteration 10"),
     "a missing shard": (missing(SHARDS[1]), "rank_00001.safetensors is missing"),
@@ -150,8 +163,11 @@ def test_all_that_is_damaged_is_told_when_nothing_is_sound(tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as caught:
         version_in(tmp_path)
     assert [line.strip() for line in caught.value.problems] == [
-        "the checkpoint of iteration 20 is refused:", f"{tmp_path}/iter_0000020/{SHARDS[0]} is missing",
-        "the checkpoint of iteration 10 is refused:", f"{tmp_path}/iter_0000010/{SHARDS[0]} is missing"]
+        "the checkpoint of iteration 20 is refused:",
+        f"{tmp_path}/iter_0000020/{SHARDS[0]} is missing",
+        "the checkpoint of iteration 10 is refused:",
+        f"{tmp_path}/iter_0000010/{SHARDS[0]} is missing",
+    ]
 
 
 def test_without_verification_the_sizes_are_still_looked_at_but_no_tensor_is_read(tmp_path: Path) -> None:
@@ -205,7 +221,7 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path,
 def test_a_newer_format_asks_for_a_newer_program(tmp_path: Path) -> None:
     folder = save_as_two(tmp_path, 10, 1).folder
     text = (folder / store.COMMIT).read_text()
-    body = text[:text.index("seal ")].replace("megatron boxes 2", "megatron boxes 99")
+    body = text[: text.index("seal ")].replace("megatron boxes 2", "megatron boxes 99")
     (folder / store.COMMIT).write_text(f"{body}seal {store.hash_of(body.encode())}\n")
     with pytest.raises(CheckpointError, match="format version 99; this program reads up to 2, use a newer one"):
         version_in(tmp_path)

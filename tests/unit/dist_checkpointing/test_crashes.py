@@ -43,27 +43,44 @@ def after(*acts: Callable[[ModelFiles], object]) -> Callable[[ModelFiles], objec
 
 def dying(act: Callable[[ModelFiles], object], operation: str) -> Callable[[ModelFiles], object]:
     """Kill an act before its first operation that begins so."""
+
     def run(files: ModelFiles) -> None:
         trial = files.killed()
         act(trial)
-        files.log, files.crash_at = [], next(number for number, what in enumerate(trial.log) if what.startswith(operation))
+        files.log, files.crash_at = (
+            [],
+            next(number for number, what in enumerate(trial.log) if what.startswith(operation)),
+        )
         with pytest.raises(Crash):
             act(files)
         files.crash_at = None
+
     return run
 
 
 STORIES = {
     "the first save": Story(nothing, save(10, 1), None, (10, 1)),
     "the next save": Story(save(10, 1), save(20, 2), (10, 1), (20, 2)),
-    "a save that deletes older ones": Story(after(save(10, 1), save(20, 2)), save(30, 3, keep_last=1), (20, 2), (30, 3)),
+    "a save that deletes older ones": Story(
+        after(save(10, 1), save(20, 2)), save(30, 3, keep_last=1), (20, 2), (30, 3)
+    ),
     "the same iteration again": Story(save(10, 1), save(10, 2), (10, 1), (10, 2)),
     "an earlier iteration, after going back": Story(after(save(10, 1), save(20, 2)), save(15, 3), (20, 2), (15, 3)),
-    "over the remains of a save that died": Story(after(save(10, 1), dying(save(20, 2), "rename")), save(20, 3), (10, 1), (20, 3)),
+    "over the remains of a save that died": Story(
+        after(save(10, 1), dying(save(20, 2), "rename")), save(20, 3), (10, 1), (20, 3)
+    ),
     "over a replacement that died between two names": Story(
-        after(save(10, 1), dying(save(10, 2), f"rename {SAVE}/iter_0000010.00000002.tmp")), save(20, 3), (10, 1), (20, 3)),
+        after(save(10, 1), dying(save(10, 2), f"rename {SAVE}/iter_0000010.00000002.tmp")),
+        save(20, 3),
+        (10, 1),
+        (20, 3),
+    ),
     "over a deletion that died": Story(
-        after(save(10, 1), save(20, 2), dying(save(30, 3, keep_last=1), "rmdir")), save(40, 4, keep_last=2), (30, 3), (40, 4)),
+        after(save(10, 1), save(20, 2), dying(save(30, 3, keep_last=1), "rmdir")),
+        save(40, 4, keep_last=2),
+        (30, 3),
+        (40, 4),
+    ),
 }
 
 
@@ -86,7 +103,10 @@ def violations(story: Story, *, samples: int = 2, **weaknesses: bool) -> list[st
         except Crash:
             allowed = {story.old, story.new}
         where = f"before {trial.log[crash_at]}" if crash_at < len(trial.log) else "at the end"
-        for what, survivor in (("killed", files.killed()), *(("power lost", other) for other in files.without_power(random_, samples))):
+        for what, survivor in (
+            ("killed", files.killed()),
+            *(("power lost", other) for other in files.without_power(random_, samples)),
+        ):
             formatted = survivor.shown()
             if formatted not in known:
                 known[formatted] = seen(survivor), unfit_for_more(survivor)
@@ -117,7 +137,9 @@ def unfit_for_more(files: ModelFiles) -> str:
     except CheckpointError as error:
         return str(error)
     result = seen(files)
-    remains = [entry.name for entry in files.list(SAVE) if entry.name.endswith((".tmp", ".old", ".gone")) and entry.is_folder]
+    remains = [
+        entry.name for entry in files.list(SAVE) if entry.name.endswith((".tmp", ".old", ".gone")) and entry.is_folder
+    ]
     return f"a further save leaves {remains} and loads {result}" if remains or result != (50, 9) else ""
 
 
@@ -144,6 +166,13 @@ def test_a_checkpoint_is_only_ever_named_when_all_of_it_is_durable() -> None:
     files = ModelFiles()
     save_as_two(SAVE, 10, 1, files=files)
     named = files.log.index("rename /save/iter_0000010.00000001.tmp iter_0000010")
-    synced = [what.removeprefix("sync /save/iter_0000010.00000001.tmp/") for what in files.log[:named] if what.startswith("sync /save/iter")]
+    synced = [
+        what.removeprefix("sync /save/iter_0000010.00000001.tmp/")
+        for what in files.log[:named]
+        if what.startswith("sync /save/iter")
+    ]
     assert synced == ["rank_00000.safetensors", "rank_00001.safetensors", store.MANIFEST, store.CONFIG, store.COMMIT]
-    assert files.log[named - 1] == "sync folder /save/iter_0000010.00000001.tmp" and files.log[named + 1] == "sync folder /save"
+    assert (
+        files.log[named - 1] == "sync folder /save/iter_0000010.00000001.tmp"
+        and files.log[named + 1] == "sync folder /save"
+    )

@@ -27,8 +27,14 @@ from tests.unit.dist_checkpointing.failing_files import BROKEN, Faulty
 from tests.unit.dist_checkpointing.held import Layout, hold, load_bag, mesh_of, reshard, save_bag, specs
 
 ALONE = Layout(1, 1, False)
-FOUR = [Layout(1, 1, False), Layout(1, 1, True), Layout(2, 1, True), Layout(2, 2, False), Layout(4, 1, False),
-        Layout(1, 4, False)]
+FOUR = [
+    Layout(1, 1, False),
+    Layout(1, 1, True),
+    Layout(2, 1, True),
+    Layout(2, 2, False),
+    Layout(4, 1, False),
+    Layout(1, 4, False),
+]
 
 
 def saved(state: Tree, folder: Path) -> Saved:
@@ -57,7 +63,9 @@ def test_four_ranks_load_what_one_process_saved(world: Worlds, tmp_path: Path) -
 def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(4).run(save_bag, 3, layout, tmp_path)
     result = open_saved(candidates(tmp_path)[0].folder)
-    names = {f"{start}{spec.name}" for spec in specs(3, 1) for start in ("model.", "optimizer.exp_avg.", "optimizer.master.")}
+    names = {
+        f"{start}{spec.name}" for spec in specs(3, 1) for start in ("model.", "optimizer.exp_avg.", "optimizer.master.")
+    }
     assert set(result.formats) == names
     for name, whole in result.manifest.tensors.items():
         boxes = [piece.box for piece in whole.pieces]
@@ -80,7 +88,9 @@ def test_replicas_are_shared_out_evenly(world: Worlds, tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 50), st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=20))
-def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_box(tensors: list[tuple[int, set[int]]]) -> None:
+def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_box(
+    tensors: list[tuple[int, set[int]]],
+) -> None:
     ranks: list[list[Offer]] = [[] for _ in range(4)]
     for number, (size, holders) in enumerate(tensors):
         for rank in holders:
@@ -94,14 +104,26 @@ def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_
         assert max(loads) - min(loads) <= 4 * max(size for size, _ in tensors)
 
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8,
-          torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=6))
-def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(tmp_path_factory: pytest.TempPathFactory,
-                                                               kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
+) -> None:
     state = {f"t{number}": torch.randint(0, 2, shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load(target, saved(state, tmp_path_factory.mktemp("any")), complete=("",))
@@ -110,13 +132,19 @@ def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(tmp_path_factory:
 
 
 def test_values_come_back_as_json_says_them(tmp_path: Path) -> None:
-    assert load({"values": None}, saved({"values": {"a": [1, 2.5, None, "b"]}}, tmp_path)) == {"values": {"a": [1, 2.5, None, "b"]}}
+    assert load({"values": None}, saved({"values": {"a": [1, 2.5, None, "b"]}}, tmp_path)) == {
+        "values": {"a": [1, 2.5, None, "b"]}
+    }
 
 
 def test_latent_attention_saved_with_norms_of_its_own_is_todays_network_or_refused() -> None:
     before = {"multi_latent_attention": True, "qk_layernorm": False, "rotary_interleaved": True}
     norms = ["model.decoder.layers.0.self_attention.kv_layernorm.weight"]
-    assert as_today(before, norms, "x") == {"multi_latent_attention": True, "qk_layernorm": True, "rotary_interleaved": False}
+    assert as_today(before, norms, "x") == {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "rotary_interleaved": False,
+    }
     assert as_today(before, [], "x") == before, "without norms it is of today"
     with pytest.raises(CheckpointError, match="rotated the halves of a head"):
         as_today({**before, "rotary_interleaved": False}, norms, "x")
@@ -125,7 +153,11 @@ def test_latent_attention_saved_with_norms_of_its_own_is_todays_network_or_refus
 def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Path) -> None:
     value = torch.rand(4, 4)
     source = saved({"model.w": value.bfloat16(), "optimizer.master.w": value}, tmp_path)
-    half, wide, exact = torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)
+    half, wide, exact = (
+        torch.zeros(4, 4, dtype=torch.float16),
+        torch.zeros(4, 4),
+        torch.zeros(4, 4, dtype=torch.float64),
+    )
     load({"model.w": Placed((4, 4), torch.float16, [(Box((0, 0), (4, 4)), half), (Box((0, 0), (4, 4)), wide)])}, source)
     assert torch.equal(half, value.bfloat16().half()) and torch.equal(wide, value.bfloat16().float())
     load({"model.w": exact}, source, complete=("model.",), instead={"model.w": "optimizer.master.w"})
@@ -133,7 +165,9 @@ def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Pat
 
 
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
-    source = saved({"model.a": torch.ones(2, 3), "model.b": torch.ones(4), "model.c": torch.ones(1), "other": [1]}, tmp_path)
+    source = saved(
+        {"model.a": torch.ones(2, 3), "model.b": torch.ones(4), "model.c": torch.ones(1), "other": [1]}, tmp_path
+    )
     retained = torch.zeros(4)
     requested = {"model.a": torch.zeros(3, 2), "model.b": retained, "model.d": torch.zeros(1), "other": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
@@ -160,8 +194,14 @@ def load_with_one_odd_rank(folder: Path) -> str:
 def test_all_ranks_hear_what_one_rank_misses(world: Worlds, tmp_path: Path) -> None:
     folder = saved({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path).folder
     message = world(4).run(load_with_one_odd_rank, folder)
-    assert message == ["2 names of the checkpoint do not fit this run\n  odd: missing in the checkpoint\n"
-                    "  b: unexpected, the checkpoint has it and this run does not"] * 4
+    assert (
+        message
+        == [
+            "2 names of the checkpoint do not fit this run\n  odd: missing in the checkpoint\n"
+            "  b: unexpected, the checkpoint has it and this run does not"
+        ]
+        * 4
+    )
 
 
 def open_here(folder: Path) -> tuple[int, list[str]] | str:
@@ -184,7 +224,12 @@ def test_all_ranks_go_back_together_whichever_file_is_damaged(world: Worlds, tmp
     message = world(4).run(open_here, tmp_path)
     assert all(result == message[0] for result in message)
     iteration, refused = message[0]
-    assert iteration == 1 and refused[0] == "the checkpoint of iteration 2 is refused:" and str(path) in refused[1] and len(refused) == 2
+    assert (
+        iteration == 1
+        and refused[0] == "the checkpoint of iteration 2 is refused:"
+        and str(path) in refused[1]
+        and len(refused) == 2
+    )
 
 
 def save_at(folder: Path, iteration: int) -> None:
@@ -213,7 +258,10 @@ def test_what_one_rank_cannot_open_is_refused_by_all(world: Worlds, tmp_path: Pa
     saved({"a": torch.ones(2)}, tmp_path / "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     (tmp_path / "1" / "iter_0000001" / "rank_00000.safetensors").unlink()
-    assert all("1/iter_0000001/rank_00000.safetensors is missing" in message for message in world(2).run(open_own_folder, tmp_path))
+    assert all(
+        "1/iter_0000001/rank_00000.safetensors is missing" in message
+        for message in world(2).run(open_own_folder, tmp_path)
+    )
 
 
 class Broken:
@@ -259,7 +307,13 @@ def test_a_box_that_one_piece_holds_is_read_without_a_copy(tmp_path: Path) -> No
 
 
 def save_with_a_hole(folder: Path) -> None:
-    save({"a": Placed((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])}, folder, 1, Description({}, 1), mesh_of(ALONE).world)
+    save(
+        {"a": Placed((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])},
+        folder,
+        1,
+        Description({}, 1),
+        mesh_of(ALONE).world,
+    )
 
 
 def test_a_tree_with_a_hole_is_not_saved(world: Worlds, tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ def start() -> Iterator[Start]:
     processes = []
 
     def one(folder: Path, job: str = "") -> subprocess.Popen:
-        processes.append(subprocess.Popen([sys.executable, "-c", HOLD, str(folder), job], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", HOLD, str(folder), job], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        )
         return processes[-1]
 
     yield one
@@ -66,11 +70,16 @@ def elsewhere(folder: Path, job: str = "") -> None:
     (folder / LOCK).write_text(json.dumps(asdict(owner)))
 
 
-def test_a_second_job_is_told_whose_the_folder_is_and_succeeds_one_that_was_killed(tmp_path: Path, start: Start) -> None:
+def test_a_second_job_is_told_whose_the_folder_is_and_succeeds_one_that_was_killed(
+    tmp_path: Path, start: Start
+) -> None:
     first = start(tmp_path, "Slurm 7.0")
     go(first)
     assert told(first) == "note"
-    with pytest.raises(CheckpointError, match=rf"being written by another job: process {first.pid} on .* \(job Slurm 7.0\), since .*; end that one, or"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"being written by another job: process {first.pid} on .* \(job Slurm 7.0\), since .*; end that one, or",
+    ):
         quick(tmp_path, job="Slurm 7.0").acquire()
     first.kill()
     first.wait()
@@ -150,7 +159,9 @@ def test_a_lock_that_nobody_can_read_is_watched_like_another(tmp_path: Path, con
     lock.release()
 
 
-def test_a_file_system_without_hard_links_has_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+def test_a_file_system_without_hard_links_has_locks_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
     def refused(*names: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 

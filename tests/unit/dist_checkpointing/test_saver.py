@@ -27,7 +27,11 @@ ABOUT = Description({}, 1)
 
 
 def state_of(value: float) -> dict[str, Any]:
-    return {"model.a": torch.full((64, 3), value), "model.b": torch.full((7,), value).bfloat16(), "run.progress": {"value": [value]}}
+    return {
+        "model.a": torch.full((64, 3), value),
+        "model.b": torch.full((7,), value).bfloat16(),
+        "run.progress": {"value": [value]},
+    }
 
 
 def loaded(folder: Path, step: int | None = None) -> float:
@@ -47,10 +51,17 @@ def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_
     state["model.a"].fill_(5.0)
     state["model.b"].fill_(5.0)
     state["run.progress"]["value"][0] = 5.0
-    assert saver.poll() is None and complete_iterations(tmp_path) == [], "nothing waits for the disk, and nothing is promised yet"
+    assert saver.poll() is None and complete_iterations(tmp_path) == [], (
+        "nothing waits for the disk, and nothing is promised yet"
+    )
     gate.set()
     outcome = saver.finish()
-    assert outcome is not None and not outcome.problems and outcome.folder == tmp_path / "iter_0000010" and not saver.is_busy
+    assert (
+        outcome is not None
+        and not outcome.problems
+        and outcome.folder == tmp_path / "iter_0000010"
+        and not saver.is_busy
+    )
     assert outcome.size == store.bytes_in(outcome.folder)
     assert loaded(tmp_path) == 1.0
 
@@ -81,14 +92,19 @@ def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
 
 def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
     saver = Saver(tmp_path, rules=ASIDE)
-    for iteration, state in ((1, state_of(1.0)), (2, state_of(2.0) | {"model.c": torch.ones(1000)}), (3, state_of(3.0))):
+    for iteration, state in (
+        (1, state_of(1.0)),
+        (2, state_of(2.0) | {"model.c": torch.ones(1000)}),
+        (3, state_of(3.0)),
+    ):
         saver.start(state, iteration, ABOUT)
         assert saver.finish().problems == ()
         assert set(open_sound(candidates(tmp_path))[0].formats) == {name for name in state if name.startswith("model.")}
 
 
 def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_says_so(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver_module, "_free_memory", lambda: 900)
     saver = Saver(tmp_path, rules=ASIDE)
     saver.start(state_of(1.0), 10, ABOUT)
@@ -113,14 +129,19 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a disk that fails to sync names": ({"fault": BROKEN, "where": ".tmp", "on": "sync_folder"}, "Input/output error"),
     "a disk that fails to rename": ({"fault": BROKEN, "where": ".tmp", "on": "rename"}, "Input/output error"),
     "a folder that became read-only": ({"fault": READ_ONLY, "on": "make_folder"}, "Read-only file system"),
-    "a folder that became read-only midway": ({"fault": READ_ONLY, "where": "rank_", "on": "create"}, "Read-only file system"),
+    "a folder that became read-only midway": (
+        {"fault": READ_ONLY, "where": "rank_", "on": "create"},
+        "Read-only file system",
+    ),
     "writes that take nothing": ({"at_once": 0, "where": ""}, "a write took no bytes"),
 }
 
 
 @pytest.mark.parametrize("rules", [SaveRules(keep_last=1), SaveRules(True, keep_last=1)], ids=["waiting", "aside"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(tmp_path: Path, name: str, rules: SaveRules) -> None:
+def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
+    tmp_path: Path, name: str, rules: SaveRules
+) -> None:
     faults, words = FAULTS[name]
     saver = Saver(tmp_path, rules=rules)
     assert ended(saver, 10, 1.0).problems == ()
@@ -189,7 +210,9 @@ def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(tmp_path: P
 
 
 def test_what_cannot_be_saved_at_once_is_an_error_for_those_who_wait(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the checkpoint of iteration 10 cannot be written to .*\n.*No space left"):
+    with pytest.raises(
+        CheckpointError, match="the checkpoint of iteration 10 cannot be written to .*\n.*No space left"
+    ):
         save(state_of(1.0), tmp_path, 10, ABOUT, files=Faulty("rank_", fault=FULL))
 
 
@@ -210,12 +233,16 @@ def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "aside"])
-def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
+def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(
+    world: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
     results = world(4).run(save_with_one_bad_rank, tmp_path, asynchronous)
     assert all(result == results[0] for result in results)
     (_, good, _), (_, (failure,), left), last = results[0]
     assert good == () and left == [1] and last == (3, (), [3])
-    assert re.fullmatch(r"rank 2: \[Errno 28\] No space left on device: '.*/iter_0000002\.\w{8}\.tmp/rank_00002.safetensors'", failure)
+    assert re.fullmatch(
+        r"rank 2: \[Errno 28\] No space left on device: '.*/iter_0000002\.\w{8}\.tmp/rank_00002.safetensors'", failure
+    )
 
 
 def die_in_a_save(folder: Path) -> None:

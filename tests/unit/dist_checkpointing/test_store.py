@@ -25,7 +25,9 @@ def save(folder: Path, iteration: int, **values: object) -> Path:
     store.collect(folder)
     made = store.begin(folder, iteration, "0" * 32)
     (made / "data").write_text(str(iteration))
-    step, note = store.commit(folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=Description(values, world_size=2))
+    step, note = store.commit(
+        folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=Description(values, world_size=2)
+    )
     assert note == ""
     return step.folder
 
@@ -90,7 +92,10 @@ def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     (save(tmp_path, 100) / store.COMMIT).unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint\n.*iter_0000100 is no complete checkpoint: it has no commit.txt"):
+    with pytest.raises(
+        CheckpointError,
+        match="holds no complete checkpoint\n.*iter_0000100 is no complete checkpoint: it has no commit.txt",
+    ):
         store.find(tmp_path)
 
 
@@ -106,9 +111,14 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path
 def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    assert [step.iteration for step in store.candidates(tmp_path, required=200)] == [200], "there is no going back from it"
+    assert [step.iteration for step in store.candidates(tmp_path, required=200)] == [200], (
+        "there is no going back from it"
+    )
     for required in (100, 300):
-        with pytest.raises(CheckpointError, match=f"--require-iteration {required}: the newest .* is not of that iteration; it has: 100, 200"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"--require-iteration {required}: the newest .* is not of that iteration; it has: 100, 200",
+        ):
             store.candidates(tmp_path, required=required)
     with pytest.raises(CheckpointError, match="--require-iteration 5: .* it has: none"):
         store.candidates(tmp_path / "none", required=5)
@@ -125,10 +135,22 @@ def test_retention_keeps_multiples_the_newest_later_ones_and_links(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith((".old", ".tmp", ".gone"))) == []
 
 
-@pytest.mark.parametrize("interval, keep_last, left", [
-    (None, None, [10, 20, 30, 40, 50]), (None, 1, [50]), (None, 2, [40, 50]), (None, 9, [10, 20, 30, 40, 50]), (20, None, [20, 40, 50]),
-    (20, 1, [20, 40, 50]), (20, 3, [20, 30, 40, 50]), (30, 2, [30, 40, 50])])
-def test_both_rules_of_retention_keep_what_they_name(tmp_path: Path, interval: int | None, keep_last: int | None, left: list[int]) -> None:
+@pytest.mark.parametrize(
+    "interval, keep_last, left",
+    [
+        (None, None, [10, 20, 30, 40, 50]),
+        (None, 1, [50]),
+        (None, 2, [40, 50]),
+        (None, 9, [10, 20, 30, 40, 50]),
+        (20, None, [20, 40, 50]),
+        (20, 1, [20, 40, 50]),
+        (20, 3, [20, 30, 40, 50]),
+        (30, 2, [30, 40, 50]),
+    ],
+)
+def test_both_rules_of_retention_keep_what_they_name(
+    tmp_path: Path, interval: int | None, keep_last: int | None, left: list[int]
+) -> None:
     for iteration in (10, 20, 30, 40, 50):
         save(tmp_path, iteration)
     retain(tmp_path, saved=50, interval=interval, keep_last=keep_last)
@@ -161,11 +183,17 @@ def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_pat
 
 
 def test_the_shape_and_the_tokenizer_come_from_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    config = RunConfig(model=ModelConfig(num_layers=3, hidden_size=64, swiglu=True, hidden_dropout=0.3, padded_vocab_size=128))
+    config = RunConfig(
+        model=ModelConfig(num_layers=3, hidden_size=64, swiglu=True, hidden_dropout=0.3, padded_vocab_size=128)
+    )
     save(tmp_path, 100, **to_values(config))
     result = store.checkpoint_values(tmp_path)
     assert {name: result[name] for name in ("num_layers", "hidden_size", "swiglu", "position_embedding_type")} == {
-        "num_layers": 3, "hidden_size": 64, "swiglu": True, "position_embedding_type": "learned_absolute"}
+        "num_layers": 3,
+        "hidden_size": 64,
+        "swiglu": True,
+        "position_embedding_type": "learned_absolute",
+    }
     assert {"tokenizer_type", "vocab_size", "merge_file", "rotary_base"} <= result.keys()
     assert not {"lr", "seed", "hidden_dropout", "padded_vocab_size", "true_vocab_size"} & result.keys()
     assert "tensor_model_parallel_size" not in result
@@ -178,8 +206,14 @@ def test_the_folders_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(store.__file__).parents[3])
 
 
-@pytest.mark.parametrize("content, said", [
-    ("{", "config.json cannot be read"), ("[]", "it holds a list"), ('{"values": 3}', "must hold values and world_size")])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "config.json cannot be read"),
+        ("[]", "it holds a list"),
+        ('{"values": 3}', "must hold values and world_size"),
+    ],
+)
 def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, content: str, said: str) -> None:
     folder = save(tmp_path, 100)
     commit = store.read_commit(folder)
@@ -192,7 +226,9 @@ def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, con
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: ("megatron boxes 2\n" + text).encode()))
-def test_no_content_of_a_commit_ends_in_anything_but_an_error_that_names_it(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_content_of_a_commit_ends_in_anything_but_an_error_that_names_it(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "commit"
     folder.mkdir(exist_ok=True)
     (folder / store.COMMIT).write_bytes(content)
@@ -205,7 +241,9 @@ def test_settings_are_taken_from_the_newest_config_that_is_sound(tmp_path: Path)
     with (save(tmp_path, 200, num_layers=4) / "config.json").open("a") as file:
         file.write(" ")
     assert store.checkpoint_values(tmp_path) == {"num_layers": 3}
-    with pytest.raises(CheckpointError, match="holds no sound checkpoint to take the settings from\n.*config.json is damaged"):
+    with pytest.raises(
+        CheckpointError, match="holds no sound checkpoint to take the settings from\n.*config.json is damaged"
+    ):
         store.checkpoint_values(tmp_path, 200)
 
 
@@ -214,9 +252,16 @@ def test_an_error_shows_its_first_problems_and_counts_the_rest() -> None:
     assert text.startswith("wrong\n  name 0\n  name 1\n") and text.endswith("  name 99\n  ... and 150 more")
 
 
-@pytest.mark.parametrize("spoil, said", [(os.unlink, "rank_00001.safetensors has gone, where 3 were written"),
-                                         (lambda path: os.truncate(path, 1), "rank_00001.safetensors has 1 bytes, where 3 were written")])
-def test_a_folder_that_lacks_what_was_written_is_not_committed(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (os.unlink, "rank_00001.safetensors has gone, where 3 were written"),
+        (lambda path: os.truncate(path, 1), "rank_00001.safetensors has 1 bytes, where 3 were written"),
+    ],
+)
+def test_a_folder_that_lacks_what_was_written_is_not_committed(
+    tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
     made = store.begin(tmp_path, 5, "0" * 32)
     for rank in (0, 1):
         (made / f"rank_0000{rank}.safetensors").write_text("abc")
@@ -244,7 +289,9 @@ def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link that loops", "pipe", "file"])
-def test_what_stands_in_the_place_of_a_checkpoint_goes_and_what_a_link_leads_to_stays(tmp_path: Path, kind: str) -> None:
+def test_what_stands_in_the_place_of_a_checkpoint_goes_and_what_a_link_leads_to_stays(
+    tmp_path: Path, kind: str
+) -> None:
     other, place = tmp_path / "other", tmp_path / "save" / "iter_0000005"
     other.mkdir()
     (other / "precious").write_text("")

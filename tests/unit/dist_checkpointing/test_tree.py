@@ -56,7 +56,9 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
             whole = whole_tensor(spec.name, "weight", spec.shape)
             mine = torch.isin(whole, local.flatten()[low:high])
             expected = torch.where(mine, whole, torch.full_like(whole, float("nan")))
-            assert torch.equal(with_nan(spread(placed)), with_nan(expected)), f"{spec.name} [{low}, {high}) on {mesh.tp}"
+            assert torch.equal(with_nan(spread(placed)), with_nan(expected)), (
+                f"{spec.name} [{low}, {high}) on {mesh.tp}"
+            )
             assert len(placed.pieces) <= (2 * len(local.shape) - 1) * 3
             result += len(placed.pieces)
     assert result > 300

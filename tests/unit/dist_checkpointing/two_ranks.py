@@ -30,11 +30,19 @@ def states(version: int) -> list[Tree]:
     """What two ranks hold of it: one tensor is cut, the others are there twice."""
     whole = content(version)
     cut = whole["model.cut"]
-    return [{**whole, "model.cut": Placed((4, 3), torch.float32, [(Box((row, 0), (2, 3)), cut[row:row + 2])]),
-             "run.version": version} for row in (0, 2)]
+    return [
+        {
+            **whole,
+            "model.cut": Placed((4, 3), torch.float32, [(Box((row, 0), (2, 3)), cut[row : row + 2])]),
+            "run.version": version,
+        }
+        for row in (0, 2)
+    ]
 
 
-def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK) -> SavedStep:
+def save_as_two(
+    folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK
+) -> SavedStep:
     """What `Saver` does on two ranks, one rank after the other."""
     ranks = [plan.placed(state) for state in states(version)]
     shares = plan.share_out([plan.offers(tensors) for tensors in ranks])
@@ -44,12 +52,22 @@ def save_as_two(folder: Path, iteration: int, version: int, *, keep_last: int | 
     hashes = []
     for rank, (tensors, share) in enumerate(zip(ranks, shares, strict=True)):
         header = plan.file_header(rank, share, save=identity, iteration=iteration)
-        memory = [memoryview(plan.tensor_of(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy()) for offer in share]
+        memory = [
+            memoryview(plan.tensor_of(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy())
+            for offer in share
+        ]
         hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
     facts, tensors = plan.described(shares, hashes, save=identity, iteration=iteration)
     text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).text()
-    step, note = store.commit(folder, iteration, save=identity, manifest=text, sizes={name: one.size for name, one in facts.items()},
-                              description=Description({"version": version}, 2), files=files)
+    step, note = store.commit(
+        folder,
+        iteration,
+        save=identity,
+        manifest=text,
+        sizes={name: one.size for name, one in facts.items()},
+        description=Description({"version": version}, 2),
+        files=files,
+    )
     assert note == "", note
     doomed = store.doomed(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
     assert store.retain(folder, doomed, files=files) == ""

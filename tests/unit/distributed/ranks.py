@@ -46,12 +46,22 @@ def factor_of(name: str, rank: int, microbatch: int) -> Tensor:
     return torch.randn(SIZES[name], dtype=torch.float64, generator=generator)
 
 
-def reduce_here(overlap: bool, sharded: bool, average: bool, bucket_size: int | None, microbatches: int) -> dict[str, list[tuple[int, int, Tensor]]]:
+def reduce_here(
+    overlap: bool, sharded: bool, average: bool, bucket_size: int | None, microbatches: int
+) -> dict[str, list[tuple[int, int, Tensor]]]:
     """Backward passes over some microbatches, then the reduction: (low, high, gradient) of what this rank owns."""
     mesh = Mesh.build(ParallelConfig(), torch.device("cpu"))
     module = small_module(mesh)
-    parallel = DataParallel(module, mesh, grad_dtype=torch.float64, sharded=sharded, bucket_size=bucket_size,
-                            overlap_reduce=overlap, overlap_gather=False, average=average)
+    parallel = DataParallel(
+        module,
+        mesh,
+        grad_dtype=torch.float64,
+        sharded=sharded,
+        bucket_size=bucket_size,
+        overlap_reduce=overlap,
+        overlap_gather=False,
+        average=average,
+    )
     for _ in range(2):  # the second step begins from nothing again
         parallel.zero_gradients()
         for microbatch in range(microbatches):

@@ -7,10 +7,20 @@ from megatron.core.distributed.buffers import Bucket, default_bucket_size, make_
 from tests.unit.distributed.ranks import SIZES, alone, small_module
 
 
-def buckets(ranks: int = 1, rank: int = 0, *, sharded: bool = False, bucket_size: int | None = None, tied: str = "",
-            dtype: torch.dtype = torch.float64, grad_dtype: torch.dtype = torch.float64) -> list[Bucket]:
+def buckets(
+    ranks: int = 1,
+    rank: int = 0,
+    *,
+    sharded: bool = False,
+    bucket_size: int | None = None,
+    tied: str = "",
+    dtype: torch.dtype = torch.float64,
+    grad_dtype: torch.dtype = torch.float64,
+) -> list[Bucket]:
     mesh = alone(ranks, rank)
-    return make_buckets(small_module(mesh, dtype, tied=tied), mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size)
+    return make_buckets(
+        small_module(mesh, dtype, tied=tied), mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=bucket_size
+    )
 
 
 def names(bucket: Bucket) -> list[str]:
@@ -23,11 +33,13 @@ def test_segments_of_all_ranks_cover_every_parameter_exactly_once(ranks: int, bu
     covered = {name: torch.zeros(torch.Size(shape).numel(), dtype=torch.int64) for name, shape in SIZES.items()}
     for rank in range(ranks):
         for bucket in buckets(ranks, rank, sharded=True, bucket_size=bucket_size):
-            values = {name: param.detach().reshape(-1) for name, param in zip(names(bucket), bucket.params, strict=True)}
+            values = {
+                name: param.detach().reshape(-1) for name, param in zip(names(bucket), bucket.params, strict=True)
+            }
             for segment in bucket.segments():
                 name = segment.name.removesuffix(".weight")
-                covered[name][segment.low:segment.high] += 1
-                assert torch.equal(segment.data, values[name][segment.low:segment.high])
+                covered[name][segment.low : segment.high] += 1
+                assert torch.equal(segment.data, values[name][segment.low : segment.high])
                 assert segment.grad.numel() == segment.high - segment.low and segment.local_shape == SIZES[name]
     assert all((count == 1).all() for count in covered.values()), covered
 
@@ -66,7 +78,11 @@ def test_buckets_fill_from_the_last_parameter_to_the_first() -> None:
 
 @pytest.mark.parametrize("bucket_size", [None, 1000])
 def test_a_tied_matrix_has_a_bucket_of_its_own(bucket_size: int | None) -> None:
-    assert [names(bucket) for bucket in buckets(tied="second", bucket_size=bucket_size)] == [["fourth", "third"], ["second"], ["first"]]
+    assert [names(bucket) for bucket in buckets(tied="second", bucket_size=bucket_size)] == [
+        ["fourth", "third"],
+        ["second"],
+        ["first"],
+    ]
 
 
 def test_parameters_that_want_no_gradient_stay_outside() -> None:
@@ -78,4 +94,8 @@ def test_parameters_that_want_no_gradient_stay_outside() -> None:
 
 
 def test_large_worlds_have_larger_buckets() -> None:
-    assert (default_bucket_size(1), default_bucket_size(40), default_bucket_size(64)) == (40_000_000, 40_000_000, 64_000_000)
+    assert (default_bucket_size(1), default_bucket_size(40), default_bucket_size(64)) == (
+        40_000_000,
+        40_000_000,
+        64_000_000,
+    )

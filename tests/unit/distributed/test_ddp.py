@@ -19,14 +19,17 @@ from tests.unit.distributed.ranks import SIZES, alone, factor_of, small_module
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("overlap, bucket_size", [(False, None), (True, 1), (True, 150)])
 @pytest.mark.parametrize("average", [False, True])
-def test_every_rank_owns_the_sum_over_ranks_and_microbatches(world: Worlds, overlap: bool, bucket_size: int | None, sharded: bool,
-                                                             average: bool) -> None:
+def test_every_rank_owns_the_sum_over_ranks_and_microbatches(
+    world: Worlds, overlap: bool, bucket_size: int | None, sharded: bool, average: bool
+) -> None:
     results = world(2).run(ranks.reduce_here, overlap, sharded, average, bucket_size, 3)
     covered = {name: torch.zeros(torch.Size(shape).numel()) for name, shape in SIZES.items()}
     for found in results:
         for path, entries in found.items():
             name = path.removesuffix(".weight")
-            total = sum(factor_of(name, rank, m) for rank in range(2) for m in range(3)).view(-1) / (2 if average else 1)
+            total = sum(factor_of(name, rank, m) for rank in range(2) for m in range(3)).view(-1) / (
+                2 if average else 1
+            )
             for low, high, gradient in entries:
                 torch.testing.assert_close(gradient, total[low:high], rtol=1e-12, atol=1e-12)
                 covered[name][low:high] += 1
@@ -43,8 +46,16 @@ def launches(monkeypatch: pytest.MonkeyPatch, parallel: DataParallel) -> list[in
 def wrapped(overlap: bool) -> tuple[Any, DataParallel]:
     mesh = alone()
     module = small_module(mesh)
-    return module, DataParallel(module, mesh, grad_dtype=torch.float64, sharded=False, bucket_size=1, overlap_reduce=overlap,
-                                overlap_gather=False, average=False)
+    return module, DataParallel(
+        module,
+        mesh,
+        grad_dtype=torch.float64,
+        sharded=False,
+        bucket_size=1,
+        overlap_reduce=overlap,
+        overlap_gather=False,
+        average=False,
+    )
 
 
 def test_buckets_leave_during_the_last_backward_pass_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +89,16 @@ def test_without_overlap_nothing_leaves_before_the_end(monkeypatch: pytest.Monke
 def test_bf16_gradients_are_accumulated_in_fp32() -> None:
     mesh = alone()
     module = small_module(mesh, torch.bfloat16)
-    parallel = DataParallel(module, mesh, grad_dtype=torch.float32, sharded=False, bucket_size=None, overlap_reduce=False,
-                            overlap_gather=False, average=False)
+    parallel = DataParallel(
+        module,
+        mesh,
+        grad_dtype=torch.float32,
+        sharded=False,
+        bucket_size=None,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
     parallel.zero_gradients()
     for value in (1.0, *[2.0**-9] * 8):  # in bf16, 1 + 2^-9 is 1
         module["third"](torch.tensor(value, dtype=torch.bfloat16)).backward()
@@ -111,11 +130,21 @@ class Late:
         self.output.copy_(self.true)
 
 
-@pytest.mark.parametrize("changes", [{}, {"untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"},
-                                     {"recompute_granularity": "selective", "recompute_modules": ("layernorm",), "qk_layernorm": True}],
-                         ids=["tied", "untied", "recomputed norms"])
-def test_every_module_waits_for_its_parameters_before_it_uses_them(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    run = tiny.run_of(tiny.config(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1, **changes))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"},
+        {"recompute_granularity": "selective", "recompute_modules": ("layernorm",), "qk_layernorm": True},
+    ],
+    ids=["tied", "untied", "recomputed norms"],
+)
+def test_every_module_waits_for_its_parameters_before_it_uses_them(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    run = tiny.run_of(
+        tiny.config(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1, **changes)
+    )
     trainer = tiny.trainer_of(run)
     batch = next(tiny.batches(run, 0))
     expected = trainer.stages[0](ids=batch.tokens, labels=batch.labels).detach()

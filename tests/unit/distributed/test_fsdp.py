@@ -23,7 +23,10 @@ from tests.helpers.world import Worlds
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_layers": 4, "untie_embeddings_and_output_weights": True}
 FSDP: dict[str, Any] = {**SHAPE, "use_torch_fsdp2": True}
 _OLD_NAMES = "all_gather_into_tensor", "reduce_scatter_tensor"  # of torch before 2.13
-NARROW_TAIL: dict[str, Any] = {"make_vocab_size_divisible_by": 1, "ffn_hidden_size": 33}  # rows that no number of ranks divides
+NARROW_TAIL: dict[str, Any] = {
+    "make_vocab_size_divisible_by": 1,
+    "ffn_hidden_size": 33,
+}  # rows that no number of ranks divides
 
 
 def held_here(changes: dict[str, Any]) -> tuple[int, list[int]]:
@@ -32,18 +35,25 @@ def held_here(changes: dict[str, Any]) -> tuple[int, list[int]]:
     gc.freeze()  # what was there before is nobody's business
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
     found = []
-    for action in (lambda: None, lambda: [train_step(trainer, tiny.batches(trainer.run, place)) for place in range(2)],
-                   lambda: evaluate(trainer, tiny.batches(trainer.run, 2), 1)):
+    for action in (
+        lambda: None,
+        lambda: [train_step(trainer, tiny.batches(trainer.run, place)) for place in range(2)],
+        lambda: evaluate(trainer, tiny.batches(trainer.run, 2), 1),
+    ):
         action()
         gc.collect()
         tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not isinstance(one, DTensor)]
-        found.append(sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values()))
+        found.append(
+            sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+        )
     gc.unfreeze()
     return sum(param.numel() for param in trainer.stages[0].parameters()), found
 
 
 @pytest.mark.parametrize("ranks, numbers", [(2, {"bf16": True}), (4, NARROW_TAIL)])
-def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(world: Worlds, ranks: int, numbers: dict[str, Any]) -> None:
+def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(
+    world: Worlds, ranks: int, numbers: dict[str, Any]
+) -> None:
     changes = {**FSDP, **numbers}
     for parameters, held in world(ranks).run(held_here, changes):
         share = parameters * state_bytes(tiny.config(ranks, **changes), ranks)
@@ -52,7 +62,9 @@ def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_optimizer
 
 def whole_here(changes: dict[str, Any]) -> list[list[bool]]:
     """For each time that an MLP ends in a step, and then in an evaluation: which layers are whole, and last the embedding."""
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **{**FSDP, "global_batch_size": 2, **changes})))
+    trainer = tiny.trainer_of(
+        tiny.run_of(tiny.config(dist.get_world_size(), **{**FSDP, "global_batch_size": 2, **changes}))
+    )
     mlps, seen = [part.mlp for part in trainer.stages[0].modules() if isinstance(part, Layer)], []
     weights = [mlp.linear_fc1 for mlp in mlps] + [trainer.stages[0].embedding.word_embeddings]
 
@@ -71,11 +83,20 @@ def whole_here(changes: dict[str, Any]) -> list[list[bool]]:
 NONE, FIRST, SECOND = [False] * 3, [True, False, True], [False, True, True]
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({}, [FIRST, SECOND, NONE, FIRST, SECOND, NONE]),
-    ({"torch_fsdp2_no_reshard_after_forward": True}, [FIRST, [True] * 3, NONE, FIRST, [True] * 3, NONE]),
-    ({"recompute_granularity": "full", "recompute_method": "uniform"}, [FIRST, SECOND, SECOND, FIRST, NONE, FIRST, SECOND, NONE])])
-def test_a_layer_is_whole_only_while_it_works(world: Worlds, changes: dict[str, Any], expected: list[list[bool]]) -> None:
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, [FIRST, SECOND, NONE, FIRST, SECOND, NONE]),
+        ({"torch_fsdp2_no_reshard_after_forward": True}, [FIRST, [True] * 3, NONE, FIRST, [True] * 3, NONE]),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform"},
+            [FIRST, SECOND, SECOND, FIRST, NONE, FIRST, SECOND, NONE],
+        ),
+    ],
+)
+def test_a_layer_is_whole_only_while_it_works(
+    world: Worlds, changes: dict[str, Any], expected: list[list[bool]]
+) -> None:
     for seen in world(2).run(whole_here, {"num_layers": 2, **changes}):
         assert seen == expected
 
@@ -105,23 +126,40 @@ def sent_here(changes: dict[str, Any]) -> tuple[dict[str, int], int, int]:
         def through(output: Tensor, input: Tensor, **options: Any) -> Any:
             sent[name] += max(output.numel(), input.numel())
             return call(output, input, **options)
+
         return through
 
-    gather, scatter = ("all_gather_single", "reduce_scatter_single") if hasattr(dist, "all_gather_single") else _OLD_NAMES
-    with (patch.object(dist, gather, counted(getattr(dist, gather), "gathered")),
-          patch.object(dist, scatter, counted(getattr(dist, scatter), "summed"))):
+    gather, scatter = (
+        ("all_gather_single", "reduce_scatter_single") if hasattr(dist, "all_gather_single") else _OLD_NAMES
+    )
+    with (
+        patch.object(dist, gather, counted(getattr(dist, gather), "gathered")),
+        patch.object(dist, scatter, counted(getattr(dist, scatter), "summed")),
+    ):
         train_step(trainer, tiny.batches(trainer.run, 0))
-    inside = sum(param.numel() for part in trainer.stages[0].modules() if isinstance(part, Layer) for param in part.parameters())
+    inside = sum(
+        param.numel() for part in trainer.stages[0].modules() if isinstance(part, Layer) for param in part.parameters()
+    )
     return sent, inside, sum(param.numel() for param in trainer.stages[0].parameters()) - inside
 
 
-@pytest.mark.parametrize("changes, gathers", [({}, 2), ({"torch_fsdp2_no_reshard_after_forward": True}, 1),
-                                              ({"recompute_granularity": "full", "recompute_method": "uniform"}, 2)])
-def test_a_microbatch_gathers_a_layer_twice_and_sums_its_gradients_once(world: Worlds, changes: dict[str, Any], gathers: int) -> None:
+@pytest.mark.parametrize(
+    "changes, gathers",
+    [
+        ({}, 2),
+        ({"torch_fsdp2_no_reshard_after_forward": True}, 1),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 2),
+    ],
+)
+def test_a_microbatch_gathers_a_layer_twice_and_sums_its_gradients_once(
+    world: Worlds, changes: dict[str, Any], gathers: int
+) -> None:
     for sent, inside, rest in world(2).run(sent_here, changes):
         microbatches = 8 // 2
         assert sent == {"gathered": microbatches * (gathers * inside + rest), "summed": microbatches * (inside + rest)}
 
 
 def test_one_rank_has_nobody_to_share_with() -> None:
-    assert differences(train_alone({"use_torch_fsdp2": True, "bf16": True}, 2), train_alone({"bf16": True}, 2), 0.0) == []
+    assert (
+        differences(train_alone({"use_torch_fsdp2": True, "bf16": True}, 2), train_alone({"bf16": True}, 2), 0.0) == []
+    )

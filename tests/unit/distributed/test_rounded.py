@@ -19,22 +19,40 @@ from tests.helpers.world import Worlds
 
 
 def trainer_of(**changes: Any) -> Trainer:
-    return tiny.trainer_of(tiny.run_of(tiny.config(
-        bf16=True, fp8_format="hybrid", fp8_recipe="delayed", fp8_param_gather=True, use_distributed_optimizer=True, **changes)))
+    return tiny.trainer_of(
+        tiny.run_of(
+            tiny.config(
+                bf16=True,
+                fp8_format="hybrid",
+                fp8_recipe="delayed",
+                fp8_param_gather=True,
+                use_distributed_optimizer=True,
+                **changes,
+            )
+        )
+    )
 
 
 def test_a_rank_holds_masters_and_bytes_and_no_other_weights() -> None:
     trainer = trainer_of(first_last_layers_bf16=True)
     (bucket,) = (bucket for bucket in trainer.parallels[0].buckets if isinstance(bucket, RoundedBucket))
     names = {spec_of(param).name for param in bucket.params}
-    assert names == {f"decoder.layers.{layer}.{part}.weight" for layer in (1, 2) for part in (
-        "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")}
+    assert names == {
+        f"decoder.layers.{layer}.{part}.weight"
+        for layer in (1, 2)
+        for part in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
     assert bucket.data.dtype == torch.uint8 and bucket.master.dtype == torch.float32
-    assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), "a place, not values"
+    assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), (
+        "a place, not values"
+    )
     assert {spec_of(param).name for param in trainer.parallels[0].whole}.isdisjoint(names)
     assert {segment.name for segment in trainer.parallels[0].cut} == names
-    assert all(slot.data_ptr() == segment.data.data_ptr() for name, segment, slot in trainer.optimizer.slots()
-               if name == "master" and segment.name in names), "masters are what is stepped and saved"
+    assert all(
+        slot.data_ptr() == segment.data.data_ptr()
+        for name, segment, slot in trainer.optimizer.slots()
+        if name == "master" and segment.name in names
+    ), "masters are what is stepped and saved"
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -55,8 +73,19 @@ def test_a_layers_weight_is_its_master_rounded_once(steps: int) -> None:
 
 def with_and_without(changes: dict[str, Any]) -> list[tuple[list[float], list[float]]]:
     """On every rank: losses and norms with weights that are kept in 4 bits, and with weights that are rounded when they are used."""
-    return [train_here({**changes, "fp4_format": "e2m1", "fp64": True, "use_distributed_optimizer": True, "fp4_param_gather": kept}, 2)[:2]
-            for kept in (True, False)]
+    return [
+        train_here(
+            {
+                **changes,
+                "fp4_format": "e2m1",
+                "fp64": True,
+                "use_distributed_optimizer": True,
+                "fp4_param_gather": kept,
+            },
+            2,
+        )[:2]
+        for kept in (True, False)
+    ]
 
 
 def test_weights_that_are_kept_in_4_bits_are_those_that_would_be_rounded_when_they_are_used(world: Worlds) -> None:

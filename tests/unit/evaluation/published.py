@@ -28,8 +28,9 @@ def byte_level(folder: Path) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|endoftext|>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|endoftext|>", eos_token="<|endoftext|>",
-                                                pad_token="<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     fast.save_pretrained(folder)
     return fast
 
@@ -39,8 +40,12 @@ def with_begin(folder: Path) -> Any:
     fast = byte_level(folder)
     made = fast.backend_tokenizer
     made.add_special_tokens(["<s>", "</s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
     fast.save_pretrained(folder)
     return fast
 
@@ -51,11 +56,24 @@ def write(kind: str, folder: Path) -> Any:
     tokenizer = byte_level(folder) if kind == "gpt2" else with_begin(folder)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3}
     if kind == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=len(tokenizer), n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, **ends))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=len(tokenizer), n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, **ends
+            )
+        )
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=False, **ends))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=LENGTH,
+                tie_word_embeddings=False,
+                **ends,
+            )
+        )
     model.eval().save_pretrained(folder)
     return model

@@ -29,9 +29,22 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from megatron.core.datasets.marks import frame  # noqa: E402
 from megatron.evaluation.harness import MegatronLM, generation  # noqa: E402
 
-TEXT = "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States " * 3
-PAIRS = [("The state of the", " Union"), ("", "The whale"), ("Call me ", "Ishmael"), (TEXT, " and so on"), ("a", TEXT[:40]),
-         ("Who? A:", " yes"), ("Who? A:", " no"), ("The <|endoftext|> of", " days"), ("<s>begun", " already"), ("x", "<|endoftext|>")]
+TEXT = (
+    "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States "
+    * 3
+)
+PAIRS = [
+    ("The state of the", " Union"),
+    ("", "The whale"),
+    ("Call me ", "Ishmael"),
+    (TEXT, " and so on"),
+    ("a", TEXT[:40]),
+    ("Who? A:", " yes"),
+    ("Who? A:", " no"),
+    ("The <|endoftext|> of", " days"),
+    ("<s>begun", " already"),
+    ("x", "<|endoftext|>"),
+]
 
 
 def asked(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
@@ -64,9 +77,15 @@ def test_rolling_loglikelihoods_are_those_of_the_hugging_face_backend(pair: tupl
 
 def test_generated_texts_are_those_of_the_hugging_face_backend(pair: tuple[str, HFLM]) -> None:
     contexts = ["The state of the", "Call me", TEXT, "I"]
-    free = pair[1].generate_until(asked("generate_until", [(text, {"until": [], "max_gen_toks": 8}) for text in contexts]))
+    free = pair[1].generate_until(
+        asked("generate_until", [(text, {"until": [], "max_gen_toks": 8}) for text in contexts])
+    )
     word = free[0][2:4]  # a text that the first of them will be ended by
-    requests = [(text, {"until": until, "max_gen_toks": 8, "do_sample": False}) for text in contexts for until in ([], [word], "e")]
+    requests = [
+        (text, {"until": until, "max_gen_toks": 8, "do_sample": False})
+        for text in contexts
+        for until in ([], [word], "e")
+    ]
     backends = (MegatronLM(load=pair[0], batch_size=3), pair[1])
     found, expected = (one.generate_until(asked("generate_until", requests)) for one in backends)
     assert found == expected and len(set(found)) > 6
@@ -74,8 +93,13 @@ def test_generated_texts_are_those_of_the_hugging_face_backend(pair: tuple[str, 
 
 
 def test_draws_do_not_depend_on_the_batch(pair: tuple[str, HFLM]) -> None:
-    requests = [(text, {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 0.9}) for text in ("a", "The war", "a")]
-    alone, together = (MegatronLM(load=pair[0], batch_size=size).generate_until(asked("generate_until", requests)) for size in (1, 3))
+    requests = [
+        (text, {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 0.9})
+        for text in ("a", "The war", "a")
+    ]
+    alone, together = (
+        MegatronLM(load=pair[0], batch_size=size).generate_until(asked("generate_until", requests)) for size in (1, 3)
+    )
     assert alone == together and alone[0] != alone[2], "each request has draws of its own"
 
 
@@ -85,7 +109,9 @@ def test_ids_are_those_of_the_hugging_face_backend(pair: tuple[str, HFLM]) -> No
         assert getattr(ours, name) == getattr(pair[1], name)
     for text in (TEXT, "<s> begun", "with </s> in it", "caf\u00e9 \u4e2d\u6587"):
         for special in (None, True, False):
-            assert ours.tok_encode(text, add_special_tokens=special) == pair[1].tok_encode(text, add_special_tokens=special), (text, special)
+            assert ours.tok_encode(text, add_special_tokens=special) == pair[1].tok_encode(
+                text, add_special_tokens=special
+            ), (text, special)
     assert bool(frame(ours.ids)[0]) == (pair[1].tokenizer.bos_token == "<s>")
 
 
@@ -94,16 +120,24 @@ def test_a_conversation_is_written_by_the_tokenizers_template(pair: tuple[str, H
     ours = MegatronLM(load=pair[0], chat_template=template)
     messages = [{"role": "user", "content": "Who?"}]
     for opens in (True, False):
-        expected = pair[1].tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=opens)
+        expected = pair[1].tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=opens
+        )
         assert ours.apply_chat_template(messages, add_generation_prompt=opens) == expected
     with pytest.raises(ConfigError, match="no chat template"):
         MegatronLM(load=pair[0]).apply_chat_template(messages)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"loda": "x"}, "--model_args has loda; the model megatron takes"), ({}, "no load=FOLDER"),
-    ({"batch_size": "many"}, "batch_size many is neither auto"), ({"data_parallel_size": 3}, "leave 1; start 3 ranks"),
-    ({"max_length": 0}, "max_length 0 is not between 1 and")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loda": "x"}, "--model_args has loda; the model megatron takes"),
+        ({}, "no load=FOLDER"),
+        ({"batch_size": "many"}, "batch_size many is neither auto"),
+        ({"data_parallel_size": 3}, "leave 1; start 3 ranks"),
+        ({"max_length": 0}, "max_length 0 is not between 1 and"),
+    ],
+)
 def test_settings_that_cannot_be_used_are_named(pair: tuple[str, HFLM], given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MegatronLM(**({"load": pair[0]} if given and "loda" not in given else {}), **given)
@@ -138,28 +172,56 @@ metric_list: [{{metric: acc}}]
 
 def table(folder: Path, output: Path, launcher: list[str], arguments: str) -> tuple[dict[str, Any], str]:
     """Run lm_eval on a small task; its results and what it printed."""
-    command = [*launcher, "--tasks", "tiny_choice", "--include_path", str(folder), "--output_path", str(output), "--log_samples",
-               "--device", "cpu", "--model_args", arguments]
-    environment = os.environ | {"MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache"),
-                                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [
+        *launcher,
+        "--tasks",
+        "tiny_choice",
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(output),
+        "--log_samples",
+        "--device",
+        "cpu",
+        "--model_args",
+        arguments,
+    ]
+    environment = os.environ | {
+        "MEGATRON_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "cache"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = output.rglob("samples_*.jsonl")
-    rows = sorted((json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()), key=lambda row: row["doc_id"])
+    rows = sorted(
+        (json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()), key=lambda row: row["doc_id"]
+    )
     return {"answers": [[float(answer[0][0]) for answer in row["resps"]] for row in rows]}, done.stdout
 
 
 def test_the_command_line_of_lm_eval_scores_a_checkpoint_under_a_layout(tmp_path: Path) -> None:
     published.write("gpt2", tmp_path / "model")
     data = tmp_path / "choices.jsonl"
-    data.write_text("".join(json.dumps({"question": f"Number {i} is", "options": [" odd", " even and", " war"], "answer": i % 3}) + "\n"
-                            for i in range(5)), encoding="utf-8")
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"Number {i} is", "options": [" odd", " even and", " war"], "answer": i % 3}) + "\n"
+            for i in range(5)
+        ),
+        encoding="utf-8",
+    )
     (tmp_path / "tiny_choice.yaml").write_text(TASK.format(data=data), encoding="utf-8")
     place = f"load={tmp_path / 'model'}"
     theirs = [sys.executable, "-m", "lm_eval", "--model", "hf"]
     expected, _ = table(tmp_path, tmp_path / "theirs", theirs, f"pretrained={tmp_path / 'model'},dtype=float32")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    found, printed = table(tmp_path, tmp_path / "ours", [*torchrun, "tasks/harness.py", "--model", "megatron"],
-                           f"{place},tensor_model_parallel_size=2")
+    found, printed = table(
+        tmp_path,
+        tmp_path / "ours",
+        [*torchrun, "tasks/harness.py", "--model", "megatron"],
+        f"{place},tensor_model_parallel_size=2",
+    )
     assert torch.allclose(torch.tensor(found["answers"]), torch.tensor(expected["answers"]), rtol=2e-5, atol=2e-5)
     assert printed.count("|tiny_choice|") == 1, "one rank reports"

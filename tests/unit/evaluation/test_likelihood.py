@@ -54,17 +54,21 @@ def theirs(model: Any, asked: Sequence[Request]) -> list[Answer]:
     """The definition, a request at a time, by transformers."""
     found = []
     for request in asked:
-        ids = (request.context + request.continuation)[-(LENGTH + 1):]
+        ids = (request.context + request.continuation)[-(LENGTH + 1) :]
         size = len(request.continuation)
         scores = model(torch.tensor([ids[:-1]])).logits[0, -size:].log_softmax(dim=-1)
         target = torch.tensor(ids[-size:])
-        found.append(Answer(float(scores[torch.arange(size), target].sum()), bool((scores.argmax(dim=-1) == target).all())))
+        found.append(
+            Answer(float(scores[torch.arange(size), target].sum()), bool((scores.argmax(dim=-1) == target).all()))
+        )
     return found
 
 
 def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     assert [answer.greedy for answer in found] == [answer.greedy for answer in expected]
-    assert [answer.loglikelihood for answer in found] == pytest.approx([answer.loglikelihood for answer in expected], rel=2e-5, abs=2e-5)
+    assert [answer.loglikelihood for answer in found] == pytest.approx(
+        [answer.loglikelihood for answer in expected], rel=2e-5, abs=2e-5
+    )
 
 
 def likely(model: Any) -> list[Request]:
@@ -97,14 +101,26 @@ def asked_on_ranks(path: str, parallel: dict[str, int], size: BatchSize) -> tupl
 def prompts() -> list[Prompt]:
     """Prompts of several lengths, two of them equal; greedy ones and draws."""
     texts = [(5, 6, 7), (9,), (11, 12, 13, 14, 15), (5, 6, 7), (301, 302)]
-    return [Prompt(ids, 6 - number % 2, lambda new: False, Sampling(0.0) if number < 3 else Sampling(1.0, top_k=50), number)
-            for number, ids in enumerate(texts)]
+    return [
+        Prompt(ids, 6 - number % 2, lambda new: False, Sampling(0.0) if number < 3 else Sampling(1.0, top_k=50), number)
+        for number, ids in enumerate(texts)
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [
-    (2, {}), (2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}),
-    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}), (4, {"pipeline_model_parallel_size": 2})], ids=str)
-def test_every_rank_of_every_layout_says_the_same(world: Worlds, folder: tuple[str, Any], ranks: int, parallel: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, {}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        (4, {"pipeline_model_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_every_rank_of_every_layout_says_the_same(
+    world: Worlds, folder: tuple[str, Any], ranks: int, parallel: dict[str, int]
+) -> None:
     alone = asked_on_ranks(folder[0], {}, BatchSize(1))
     for answers, texts in world(ranks).run(asked_on_ranks, folder[0], parallel, BatchSize(3)):
         same(answers, alone[0])
@@ -125,8 +141,12 @@ def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, A
     loaded = load_network(folder[0], GPT)
     for prompt, found in zip(prompts()[:3], continuations(loaded, prompts()[:3], size=BatchSize(3))):
         with torch.no_grad():
-            expected = folder[1].generate(torch.tensor([prompt.ids]), attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
-                                          max_new_tokens=prompt.num_tokens, do_sample=False)[0, len(prompt.ids):]
+            expected = folder[1].generate(
+                torch.tensor([prompt.ids]),
+                attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
+                max_new_tokens=prompt.num_tokens,
+                do_sample=False,
+            )[0, len(prompt.ids) :]
         assert found == expected.tolist()
 
 
@@ -140,15 +160,26 @@ def test_a_continuation_ends_when_it_is_told_to(folder: tuple[str, Any]) -> None
 def trained(folder: str, changes: dict[str, Any]) -> None:
     """On every rank: save a tiny network."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    Checkpoint(tiny.trainer_of(tiny.run_of(tiny.config(
-        size, save=folder, tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY, **changes)))).save()
+    Checkpoint(
+        tiny.trainer_of(
+            tiny.run_of(
+                tiny.config(size, save=folder, tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY, **changes)
+            )
+        )
+    ).save()
 
 
-@pytest.mark.parametrize(("writers", "written", "ranks", "parallel"), [
-    (2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
-    (1, {"make_vocab_size_divisible_by": 1}, 4, {"tensor_model_parallel_size": 4})], ids=str)  # 50 rows, of which 4 ranks hold 13 each
+@pytest.mark.parametrize(
+    ("writers", "written", "ranks", "parallel"),
+    [
+        (2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
+        (1, {"make_vocab_size_divisible_by": 1}, 4, {"tensor_model_parallel_size": 4}),
+    ],
+    ids=str,
+)  # 50 rows, of which 4 ranks hold 13 each
 def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
-        world: Worlds, tmp_path: Path, writers: int, written: dict[str, int], ranks: int, parallel: dict[str, int]) -> None:
+    world: Worlds, tmp_path: Path, writers: int, written: dict[str, int], ranks: int, parallel: dict[str, int]
+) -> None:
     if writers == 1:
         trained(str(tmp_path), written)
     else:
@@ -161,7 +192,9 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
 
 def ask_ours(path: str, asked: list[Request], parallel: dict[str, int]) -> list[Answer]:
     """On every rank: answers under a layout."""
-    return loglikelihoods(load_network(path, GPT, parallel=ParallelConfig(**parallel)), asked, max_length=16, size=BatchSize(1))
+    return loglikelihoods(
+        load_network(path, GPT, parallel=ParallelConfig(**parallel)), asked, max_length=16, size=BatchSize(1)
+    )
 
 
 def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_path: Path) -> None:

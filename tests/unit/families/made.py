@@ -13,18 +13,39 @@ from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import Box, whole
 
-LLAMA = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2,
-         "ffn_hidden_size": 24, "true_vocab_size": 20, "max_position_embeddings": 8, "position_embedding_type": "rope",
-         "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True}
-GPT2 = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "true_vocab_size": 20, "max_position_embeddings": 8,
-        "openai_gelu": True}
+LLAMA = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 24,
+    "true_vocab_size": 20,
+    "max_position_embeddings": 8,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+GPT2 = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "true_vocab_size": 20,
+    "max_position_embeddings": 8,
+    "openai_gelu": True,
+}
+
 
 class Made:
     """A `Source` of random tensors; every read makes a new one. held: those that someone still has."""
 
     def __init__(self, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
         self.where, self.values, self.settings = "memory", {}, settings
-        self.formats = {f"model.{name}": Format(shape, dtype) for name, shape in parameter_shapes(model_of(settings)).items()}
+        self.formats = {
+            f"model.{name}": Format(shape, dtype) for name, shape in parameter_shapes(model_of(settings)).items()
+        }
         self.held: list[weakref.ref] = []
         self.most = 0
 
@@ -32,7 +53,9 @@ class Made:
         """A box of a tensor."""
         self.most = max(self.most, sum(one() is not None for one in self.held))
         seed = sum(name.encode())
-        tensor = torch.randn(self.formats[name].shape, generator=torch.Generator().manual_seed(seed)).to(self.formats[name].dtype)
+        tensor = torch.randn(self.formats[name].shape, generator=torch.Generator().manual_seed(seed)).to(
+            self.formats[name].dtype
+        )
         self.held.append(weakref.ref(tensor))
         return tensor[box.slices()]
 

@@ -22,16 +22,32 @@ PADDED = 24  # rows of the vocabulary
 # Ages: the first, with `transformer` and `attention`; and the last before Core, with `norm` for `layernorm`.
 FIRST = {"encoder": "language_model.transformer", "attention": "attention", "norm": "layernorm"}
 LAST = {"encoder": "language_model.encoder", "attention": "self_attention", "norm": "norm"}
-LAYER = {"input_layernorm": "input_{norm}", "self_attention.linear_qkv": "{attention}.query_key_value",
-         "self_attention.linear_proj": "{attention}.dense", "pre_mlp_layernorm": "post_attention_{norm}",
-         "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
-DECODER = {**LAYER, "pre_cross_attn_layernorm": "post_attention_{norm}", "cross_attention.linear_q": "inter_attention.query",
-           "cross_attention.linear_kv": "inter_attention.key_value", "cross_attention.linear_proj": "inter_attention.dense",
-           "pre_mlp_layernorm": "post_inter_attention_{norm}"}
-REST = {"embedding.": "language_model.embedding.", "encoder.final_layernorm.": "{encoder}.final_{norm}.",
-        "decoder.final_layernorm.": "language_model.decoder.final_{norm}.", "pooler.": "language_model.pooler.",
-        "output_layer.bias": "lm_head.bias", "lm_head.layer_norm.": "lm_head.{norm}.", "lm_head.dense.": "lm_head.dense.",
-        "binary_head.": "binary_head."}
+LAYER = {
+    "input_layernorm": "input_{norm}",
+    "self_attention.linear_qkv": "{attention}.query_key_value",
+    "self_attention.linear_proj": "{attention}.dense",
+    "pre_mlp_layernorm": "post_attention_{norm}",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+DECODER = {
+    **LAYER,
+    "pre_cross_attn_layernorm": "post_attention_{norm}",
+    "cross_attention.linear_q": "inter_attention.query",
+    "cross_attention.linear_kv": "inter_attention.key_value",
+    "cross_attention.linear_proj": "inter_attention.dense",
+    "pre_mlp_layernorm": "post_inter_attention_{norm}",
+}
+REST = {
+    "embedding.": "language_model.embedding.",
+    "encoder.final_layernorm.": "{encoder}.final_{norm}.",
+    "decoder.final_layernorm.": "language_model.decoder.final_{norm}.",
+    "pooler.": "language_model.pooler.",
+    "output_layer.bias": "lm_head.bias",
+    "lm_head.layer_norm.": "lm_head.{norm}.",
+    "lm_head.dense.": "lm_head.dense.",
+    "binary_head.": "binary_head.",
+}
 CUT = re.compile(r"(word_embeddings|linear_qkv|linear_kv|linear_q|linear_fc1|output_layer)\.")  # rows; columns:
 CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 
@@ -64,14 +80,25 @@ def share(name: str, whole: Tensor, *, version: float, heads: int, rank: int, ra
     if fused:
         size = whole.shape[0] // (fused * heads)
         mine = range(rank * heads // ranks, (rank + 1) * heads // ranks)
-        return torch.stack([whole[(part * heads + head) * size + e] for part, head, e in order(version, fused, mine, size)])
+        return torch.stack(
+            [whole[(part * heads + head) * size + e] for part, head, e in order(version, fused, mine, size)]
+        )
     if CUT.search(name):
         return whole.chunk(ranks)[rank].clone()
     return (whole.chunk(ranks, dim=1)[rank] if CUT_COLUMNS.search(name) else whole).clone()
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], *, age: Mapping[str, str], version: float,
-          tp: int = 1, pp: int = 1, arguments: bool = True) -> Path:
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    *,
+    age: Mapping[str, str],
+    version: float,
+    tp: int = 1,
+    pp: int = 1,
+    arguments: bool = True,
+) -> Path:
     """Save whole tensors as `mp_rank_...` folders. pp: for an encoder alone."""
     layers = int(settings["num_layers"]) // pp
     for t in range(tp):
@@ -85,13 +112,20 @@ def write(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, An
                     state[their_name(name, age, p * layers)] = part
             if pp > 1 and p == pp - 1:
                 words = tensors["embedding.word_embeddings.weight"]
-                state["word_embeddings_for_head.weight"] = share("embedding.word", words, version=version, heads=1, rank=t, ranks=tp)
+                state["word_embeddings_for_head.weight"] = share(
+                    "embedding.word", words, version=version, heads=1, rank=t, ranks=tp
+                )
             content: dict[str, Any] = {"iteration": 7, "model": nested(state) if version < 2 else state}
             if version:
                 content["checkpoint_version"] = version
             if arguments:
-                content["args"] = argparse.Namespace(**settings, padded_vocab_size=PADDED, tensor_model_parallel_size=tp,
-                                                     pipeline_model_parallel_size=pp, consumed_train_samples=0)
+                content["args"] = argparse.Namespace(
+                    **settings,
+                    padded_vocab_size=PADDED,
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    consumed_train_samples=0,
+                )
             place = folder / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
             place.mkdir(parents=True)
             torch.save(content, place / "model_optim_rng.pt")

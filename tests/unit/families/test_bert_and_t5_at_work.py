@@ -39,13 +39,16 @@ def convert() -> ModuleType:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_there_and_back_through_a_checkpoint_of_ours_gives_the_same_files(convert: ModuleType, tmp_path: Path, network: str) -> None:
+def test_there_and_back_through_a_checkpoint_of_ours_gives_the_same_files(
+    convert: ModuleType, tmp_path: Path, network: str
+) -> None:
     kind = NETWORKS[network]["architecture"].upper()
     hf.export(Made(NETWORKS[network], torch.bfloat16), tmp_path / "in")
     convert.main(["--load", str(tmp_path / "in"), "--save", str(tmp_path / "own"), "--model-type", kind, "--verify"])
     convert.main(["--load", str(tmp_path / "own"), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
     assert {file: (tmp_path / "out" / file).read_bytes() for file in ("config.json", "model.safetensors")} == {
-        path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()}
+        path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()
+    }
     with pytest.raises(SystemExit, match=f"--model-type GPT: .* holds a {kind}"):
         convert.main(["--load", str(tmp_path / "in"), "--save", str(tmp_path / "other"), "--model-type", "GPT"])
 
@@ -53,15 +56,55 @@ def test_there_and_back_through_a_checkpoint_of_ours_gives_the_same_files(conver
 def test_a_bert_goes_to_megatron_and_back(convert: ModuleType, tmp_path: Path) -> None:
     source = Made(MEGATRON_BERT)
     hf.export(source, tmp_path / "in")
-    convert.main(["--load", str(tmp_path / "in"), "--save", str(tmp_path / "megatron"), "--saver", "megatron", "--verify",
-                  "--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"])
-    convert.main(["--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "back"), "--saver", "hf", "--true-vocab-size", "20",
-                  "--like", str(tmp_path / "in")])
+    convert.main(
+        [
+            "--load",
+            str(tmp_path / "in"),
+            "--save",
+            str(tmp_path / "megatron"),
+            "--saver",
+            "megatron",
+            "--verify",
+            "--target-tensor-parallel-size",
+            "2",
+            "--target-pipeline-parallel-size",
+            "2",
+        ]
+    )
+    convert.main(
+        [
+            "--load",
+            str(tmp_path / "megatron"),
+            "--save",
+            str(tmp_path / "back"),
+            "--saver",
+            "hf",
+            "--true-vocab-size",
+            "20",
+            "--like",
+            str(tmp_path / "in"),
+        ]
+    )
     same_tensors(hf.open_folder(tmp_path / "back"), source)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((tmp_path / "in" / "config.json").read_text())
-    convert.main(["--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "own"), "--saver", "own", "--true-vocab-size", "20"])
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (tmp_path / "in" / "config.json").read_text()
+    )
+    convert.main(
+        [
+            "--load",
+            str(tmp_path / "megatron"),
+            "--save",
+            str(tmp_path / "own"),
+            "--saver",
+            "own",
+            "--true-vocab-size",
+            "20",
+        ]
+    )
     settings = checkpoint_values(tmp_path / "own")
-    assert (settings["squared_relu"], settings["num_layers"]) == (False, 2), "what Megatron does not say has its default"
+    assert (settings["squared_relu"], settings["num_layers"]) == (False, 2), (
+        "what Megatron does not say has its default"
+    )
 
 
 def beginning(folder: Path, settings: dict[str, Any]) -> Checkpoint:
@@ -76,7 +119,10 @@ def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives
     source = Made({**NETWORKS[network], "true_vocab_size": tiny.VOCABULARY})
     hf.export(source, tmp_path / "in")
     settings = {**hf.model_settings(tmp_path / "in"), "architecture": NETWORKS[network]["architecture"]}
-    assert from_values(ModelConfig, settings).resolve().activation == from_values(ModelConfig, NETWORKS[network]).resolve().activation
+    assert (
+        from_values(ModelConfig, settings).resolve().activation
+        == from_values(ModelConfig, NETWORKS[network]).resolve().activation
+    )
     checkpoint = beginning(tmp_path / "in", settings)
     assert checkpoint.resume()
     for param in checkpoint.trainer.stages[0].parameters():

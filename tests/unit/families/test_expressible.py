@@ -25,32 +25,76 @@ def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_b
         for name, kind in fields():
             if name in networks and name not in COUNTERPARTS:
                 lines.update(without_counterpart(changed(config, name, kind)[1].model))
-    stopped = {name for name in networks for line in lines if line.startswith((f"{spelling(name)}:", f"{spelling(name)} "))}
+    stopped = {
+        name for name in networks for line in lines if line.startswith((f"{spelling(name)}:", f"{spelling(name)} "))
+    }
     assert networks.keys() - COUNTERPARTS.keys() <= stopped
 
 
-@pytest.mark.parametrize("changes, lines", [
-    ({}, []),
-    ({"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm", "window_size": "3,0", "softmax_type": "off-by-one"}, []),
-    ({"architecture": "bert"}, []),
-    ({"attention_logit_softcap": 5.0, "final_logit_softcap": 30.0},
-     ["--attention-logit-softcap 5.0: Megatron builds no such network", "--final-logit-softcap 30.0: Megatron builds no such network"]),
-    ({"softmax_type": "learnable"}, ["--softmax-type learnable: Megatron builds no such network"]),
-    ({"openai_gelu": True, "mtp_num_layers": 1}, []),
-    ({"openai_gelu": True, "add_bias_linear": False},
-     ["--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates"]),
-    ({"num_experts": 4, "moe_shared_expert_intermediate_size": 8},
-     ["--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear"]),
-    ({"position_embedding_type": "rope", "mtp_num_layers": 1, "window_size": "3,0", "window_attn_skip_freq": "2", "no_rope_freq": "2"},
-     ["--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases",
-      "--no-rope-freq with --mtp-num-layers: Megatron has no such network"]),
-    ({"multi_latent_attention": True, "position_embedding_type": "rope", "rotary_scaling_factor": 4.0}, []),
-    ({"position_embedding_type": "rope", "rope_type": "yarn"}, ["--rope-type yarn: Megatron builds no such network"]),
-    ({"position_embedding_type": "rope", "rope_scaling_low_freq_factor": 2.0}, []),
-    ({"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_low_freq_factor": 2.0},
-     ["--rope-scaling-low-freq-factor 2.0: Megatron builds no such network"]),
-    ({"apply_residual_connection_post_layernorm": True}, ["--apply-residual-connection-post-layernorm: Megatron builds no such network"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes, lines",
+    [
+        ({}, []),
+        (
+            {
+                "position_embedding_type": "rope",
+                "swiglu": True,
+                "normalization": "RMSNorm",
+                "window_size": "3,0",
+                "softmax_type": "off-by-one",
+            },
+            [],
+        ),
+        ({"architecture": "bert"}, []),
+        (
+            {"attention_logit_softcap": 5.0, "final_logit_softcap": 30.0},
+            [
+                "--attention-logit-softcap 5.0: Megatron builds no such network",
+                "--final-logit-softcap 30.0: Megatron builds no such network",
+            ],
+        ),
+        ({"softmax_type": "learnable"}, ["--softmax-type learnable: Megatron builds no such network"]),
+        ({"openai_gelu": True, "mtp_num_layers": 1}, []),
+        (
+            {"openai_gelu": True, "add_bias_linear": False},
+            ["--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates"],
+        ),
+        (
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 8},
+            [
+                "--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear"
+            ],
+        ),
+        (
+            {
+                "position_embedding_type": "rope",
+                "mtp_num_layers": 1,
+                "window_size": "3,0",
+                "window_attn_skip_freq": "2",
+                "no_rope_freq": "2",
+            },
+            [
+                "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases",
+                "--no-rope-freq with --mtp-num-layers: Megatron has no such network",
+            ],
+        ),
+        ({"multi_latent_attention": True, "position_embedding_type": "rope", "rotary_scaling_factor": 4.0}, []),
+        (
+            {"position_embedding_type": "rope", "rope_type": "yarn"},
+            ["--rope-type yarn: Megatron builds no such network"],
+        ),
+        ({"position_embedding_type": "rope", "rope_scaling_low_freq_factor": 2.0}, []),
+        (
+            {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_low_freq_factor": 2.0},
+            ["--rope-scaling-low-freq-factor 2.0: Megatron builds no such network"],
+        ),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            ["--apply-residual-connection-post-layernorm: Megatron builds no such network"],
+        ),
+    ],
+    ids=str,
+)
 def test_networks_are_told_by_what_megatron_lacks(changes: dict[str, Any], lines: list[str]) -> None:
     assert without_counterpart(resolved(changes).model) == lines
 

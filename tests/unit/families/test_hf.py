@@ -44,7 +44,9 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Change the tensors of a safetensors file."""
     tensors = safetensors.torch.load(path.read_bytes())
     change(tensors)
-    path.write_bytes(safetensors.torch.save({name: value.contiguous() for name, value in tensors.items()}, metadata={"format": "pt"}))
+    path.write_bytes(
+        safetensors.torch.save({name: value.contiguous() for name, value in tensors.items()}, metadata={"format": "pt"})
+    )
 
 
 @pytest.mark.parametrize("settings", [LLAMA, GPT2, {**LLAMA, "untie_embeddings_and_output_weights": False}])
@@ -54,7 +56,9 @@ def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.
     hf.export(source, tmp_path / "out")
     found = hf.open_folder(tmp_path / "out")
     same_tensors(found, source)
-    assert model_of(found.settings) == model_of({**settings, "init_method_std": 0.02, "hidden_dropout": found.settings["hidden_dropout"]})
+    assert model_of(found.settings) == model_of(
+        {**settings, "init_method_std": 0.02, "hidden_dropout": found.settings["hidden_dropout"]}
+    )
 
 
 def test_boxes_of_a_parameter_are_parts_of_the_whole(llama: Path) -> None:
@@ -79,29 +83,68 @@ def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_and_one_with_more_is_re
         hf.open_folder(llama, {"true_vocab_size": 21})
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (lambda path: (path / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors is missing"),
-    (lambda path: (path / "model-00002-of-00003.safetensors").write_bytes(b"short"), "cut short or no safetensors"),
-    (lambda path: os.truncate(path / "model-00003-of-00003.safetensors", 3000), "cut short: it has 3000 bytes"),
-    (lambda path: shutil.copy(path / "model-00001-of-00003.safetensors", path / "model-00002-of-00003.safetensors"),
-     "model-00002-of-00003.safetensors lacks"),
-    (lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
-    (lambda path: edit(path / "model.safetensors.index.json", weight_map={}), "has no weight_map"),
-    (lambda path: edit(path / "model.safetensors.index.json", weight_map={"a": "../up.safetensors"}), "outside its folder: ../up"),
-    (lambda path: (path / "model.safetensors.index.json").unlink(), "it has neither model.safetensors nor"),
-    (lambda path: (path / "config.json").unlink(), "config.json cannot be read: No such file"),
-    (lambda path: (path / "config.json").write_text("[1]"), "it holds a list, not an object"),
-    (lambda path: edit(path / "config.json", architectures=["OPTForCausalLM"]), "OPTForCausalLM, which is not known"),
-    (lambda path: edit(path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}), "are quantised .gptq."),
-    (lambda path: edit(path / "config.json", intermediate_size=25), r"gate_proj.weight has shape \[24, 16\], and the config says \[25"),
-    (lambda path: edit(path / "config.json", num_hidden_layers=3), "model.layers.2.self_attn.q_proj.weight is missing"),
-    (lambda path: edit(path / "config.json", num_hidden_layers=1), "model.layers.1.self_attn.q_proj.weight is unknown"),
-    (lambda path: edit(path / "config.json", num_hidden_layers=9_000), "too few for 9000 layers"),
-    (lambda path: edit(path / "config.json", num_hidden_layers=2_000_000_000), "2000000000 are more than any network has"),
-    (lambda path: edit(path / "config.json", hidden_size=1 << 62, intermediate_size=1 << 62), "beyond any tensor|has shape"),
-    (lambda path: edit(path / "config.json", tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
-])
-def test_a_folder_that_is_damaged_or_contradicts_itself_is_refused_with_the_reason(llama: Path, change: Any, complaint: str) -> None:
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            lambda path: (path / "model-00002-of-00003.safetensors").unlink(),
+            "model-00002-of-00003.safetensors is missing",
+        ),
+        (lambda path: (path / "model-00002-of-00003.safetensors").write_bytes(b"short"), "cut short or no safetensors"),
+        (lambda path: os.truncate(path / "model-00003-of-00003.safetensors", 3000), "cut short: it has 3000 bytes"),
+        (
+            lambda path: shutil.copy(
+                path / "model-00001-of-00003.safetensors", path / "model-00002-of-00003.safetensors"
+            ),
+            "model-00002-of-00003.safetensors lacks",
+        ),
+        (lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (lambda path: edit(path / "model.safetensors.index.json", weight_map={}), "has no weight_map"),
+        (
+            lambda path: edit(path / "model.safetensors.index.json", weight_map={"a": "../up.safetensors"}),
+            "outside its folder: ../up",
+        ),
+        (lambda path: (path / "model.safetensors.index.json").unlink(), "it has neither model.safetensors nor"),
+        (lambda path: (path / "config.json").unlink(), "config.json cannot be read: No such file"),
+        (lambda path: (path / "config.json").write_text("[1]"), "it holds a list, not an object"),
+        (
+            lambda path: edit(path / "config.json", architectures=["OPTForCausalLM"]),
+            "OPTForCausalLM, which is not known",
+        ),
+        (
+            lambda path: edit(path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+            "are quantised .gptq.",
+        ),
+        (
+            lambda path: edit(path / "config.json", intermediate_size=25),
+            r"gate_proj.weight has shape \[24, 16\], and the config says \[25",
+        ),
+        (
+            lambda path: edit(path / "config.json", num_hidden_layers=3),
+            "model.layers.2.self_attn.q_proj.weight is missing",
+        ),
+        (
+            lambda path: edit(path / "config.json", num_hidden_layers=1),
+            "model.layers.1.self_attn.q_proj.weight is unknown",
+        ),
+        (lambda path: edit(path / "config.json", num_hidden_layers=9_000), "too few for 9000 layers"),
+        (
+            lambda path: edit(path / "config.json", num_hidden_layers=2_000_000_000),
+            "2000000000 are more than any network has",
+        ),
+        (
+            lambda path: edit(path / "config.json", hidden_size=1 << 62, intermediate_size=1 << 62),
+            "beyond any tensor|has shape",
+        ),
+        (
+            lambda path: edit(path / "config.json", tie_word_embeddings=True),
+            "lm_head.weight differs from the embedding",
+        ),
+    ],
+)
+def test_a_folder_that_is_damaged_or_contradicts_itself_is_refused_with_the_reason(
+    llama: Path, change: Any, complaint: str
+) -> None:
     change(llama)
     with pytest.raises(CheckpointError, match=complaint):
         hf.open_folder(llama)
@@ -124,7 +167,9 @@ def one_file(folder: Path, settings: dict[str, Any]) -> Path:
 
 def test_tensors_that_are_quantised_of_no_use_or_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.0.self_attn.o_proj.weight"] = tensors["model.layers.0.self_attn.o_proj.weight"].to(torch.int8)
+        tensors["model.layers.0.self_attn.o_proj.weight"] = tensors["model.layers.0.self_attn.o_proj.weight"].to(
+            torch.int8
+        )
         tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].double()
         tensors["model.layers.0.self_attn.o_proj.weight_scale"] = torch.ones(1)
 
@@ -133,8 +178,12 @@ def test_tensors_that_are_quantised_of_no_use_or_of_two_dtypes_are_refused(tmp_p
         hf.open_folder(tmp_path / "a")
     text = str(raised.value)
     assert "o_proj.weight holds int8, quantised" in text and "o_proj.weight_scale is unknown" in text
-    rewrite(one_file(tmp_path / "b", LLAMA), lambda tensors: tensors.update({
-        "model.layers.0.self_attn.q_proj.weight": tensors["model.layers.0.self_attn.q_proj.weight"].double()}))
+    rewrite(
+        one_file(tmp_path / "b", LLAMA),
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.q_proj.weight": tensors["model.layers.0.self_attn.q_proj.weight"].double()}
+        ),
+    )
     with pytest.raises(CheckpointError, match="k_proj.weight.* differ in dtype"):
         hf.open_folder(tmp_path / "b")
 
@@ -174,7 +223,11 @@ def test_a_folder_of_a_published_model_is_told_from_a_checkpoint_of_ours(llama: 
 def test_checkpoint_args_are_the_flags_of_the_model_and_its_tokenizer(llama: Path) -> None:
     found = hf.model_settings(llama)
     assert {name: found[name] for name in ("num_layers", "num_query_groups", "swiglu", "normalization")} == {
-        "num_layers": 2, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm"}
+        "num_layers": 2,
+        "num_query_groups": 2,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+    }
     assert not {"true_vocab_size", "hidden_dropout", "attention_dropout", "tokenizer_type"} & found.keys()
     (llama / "tokenizer.json").write_text("{}")
     assert hf.model_settings(llama)["tokenizer_type"] == "HuggingFaceTokenizer"
@@ -206,13 +259,15 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 def test_a_folder_gets_its_name_last_when_all_of_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, os.rename
-    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(("sync", os.readlink(f"/proc/self/fd/{handle}"))), sync(handle)))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(("sync", os.readlink(f"/proc/self/fd/{handle}"))), sync(handle))
+    )
     monkeypatch.setattr(os, "rename", lambda old, new: (events.append(("rename", str(new))), rename(old, new)))
     hf.export(Made(LLAMA), tmp_path / "out", shard_bytes=8000)
     place = events.index(("rename", str(tmp_path / "out")))
     synced = {Path(path).name for kind, path in events[:place] if kind == "sync"}
     assert synced >= {path.name for path in (tmp_path / "out").iterdir()} | {".out.unfinished"}
-    assert events[place + 1:] == [("sync", str(tmp_path))]
+    assert events[place + 1 :] == [("sync", str(tmp_path))]
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +303,14 @@ def test_keys_of_a_folder_of_the_same_class_and_another_model_type_are_kept(llam
     edit(llama / "config.json", **kept)
     hf.export(Made(LLAMA), tmp_path / "out", like=llama)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: config.get(name) for name in kept} == kept and config.keys() >= json.loads((llama / "config.json").read_text()).keys()
+    assert {name: config.get(name) for name in kept} == kept and config.keys() >= json.loads(
+        (llama / "config.json").read_text()
+    ).keys()
 
 
-def test_files_of_the_tokenizer_and_ids_of_tokens_come_from_the_folder_that_is_like_it(llama: Path, tmp_path: Path) -> None:
+def test_files_of_the_tokenizer_and_ids_of_tokens_come_from_the_folder_that_is_like_it(
+    llama: Path, tmp_path: Path
+) -> None:
     edit(llama / "config.json", eos_token_id=7, rope_theta=5.0)
     for name in ("tokenizer.json", "generation_config.json", "training_args.bin"):
         (llama / name).write_text(f"content of {name}")
@@ -259,4 +318,6 @@ def test_files_of_the_tokenizer_and_ids_of_tokens_come_from_the_folder_that_is_l
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["eos_token_id"], config["intermediate_size"], config["rope_theta"]) == (7, 40, 10000.0)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "content of tokenizer.json"
-    assert (tmp_path / "out" / "generation_config.json").exists() and not (tmp_path / "out" / "training_args.bin").exists()
+    assert (tmp_path / "out" / "generation_config.json").exists() and not (
+        tmp_path / "out" / "training_args.bin"
+    ).exists()

@@ -23,7 +23,9 @@ IDS = {"true_vocab_size": 10}
 
 def contents(source: Source) -> dict[str, Tensor]:
     """Everything in a source."""
-    return {name.removeprefix("model."): source.read(name, whole(entry.shape)) for name, entry in source.formats.items()}
+    return {
+        name.removeprefix("model."): source.read(name, whole(entry.shape)) for name, entry in source.formats.items()
+    }
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -33,15 +35,28 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("names", "version", "tp", "pp", "vpp", "groups", "gated"), [
-    (OLD, 0, 1, 1, 1, 4, False), (OLD, 0, 2, 1, 1, 4, False), (OLD, 1.0, 2, 2, 1, 4, False), (V2, 2.0, 2, 2, 1, 4, False),
-    (V5, 3.0, 2, 1, 1, 4, True), (V2, 3.0, 2, 2, 2, 2, True), (LOCAL, 3.0, 1, 2, 2, 4, False), (LOCAL, 3.0, 2, 4, 1, 2, True)])
-def test_every_version_and_layout_gives_the_model_that_was_sharded(tmp_path: Path, names: dict[str, str], version: float, tp: int,
-                                                                   pp: int, vpp: int, groups: int, gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("names", "version", "tp", "pp", "vpp", "groups", "gated"),
+    [
+        (OLD, 0, 1, 1, 1, 4, False),
+        (OLD, 0, 2, 1, 1, 4, False),
+        (OLD, 1.0, 2, 2, 1, 4, False),
+        (V2, 2.0, 2, 2, 1, 4, False),
+        (V5, 3.0, 2, 1, 1, 4, True),
+        (V2, 3.0, 2, 2, 2, 2, True),
+        (LOCAL, 3.0, 1, 2, 2, 4, False),
+        (LOCAL, 3.0, 2, 4, 1, 2, True),
+    ],
+)
+def test_every_version_and_layout_gives_the_model_that_was_sharded(
+    tmp_path: Path, names: dict[str, str], version: float, tp: int, pp: int, vpp: int, groups: int, gated: bool
+) -> None:
     model = Whole(groups=groups, gated=gated)
     source = open_legacy(model.write(tmp_path, names, version=version, tp=tp, pp=pp, vpp=vpp), IDS)
     equal(contents(source), model.ours())
-    assert {name: source.settings[name] for name in model.settings() if name != "num_query_groups"}.items() <= model.settings().items()
+    assert {
+        name: source.settings[name] for name in model.settings() if name != "num_query_groups"
+    }.items() <= model.settings().items()
 
 
 def test_files_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
@@ -130,7 +145,9 @@ def test_what_is_written_has_megatrons_rows(tmp_path: Path) -> None:
     words = expected.pop("output_layer.weight"), state.pop("output_layer.weight")
     equal({name: tensor for name, tensor in state.items() if not name.endswith("._extra_state")}, expected)
     assert words[1].shape[0] == 128, "the vocabulary of 10 is padded to a multiple of 128 x 2"
-    assert torch.equal(words[1][0], model.ours()["embedding.word_embeddings.weight"][-1]), "padding is the last row again"
+    assert torch.equal(words[1][0], model.ours()["embedding.word_embeddings.weight"][-1]), (
+        "padding is the last row again"
+    )
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ def opened(case: str, folder: Path) -> Source:
 
 def states(source: Source, slots: tuple[str, ...] = SLOTS) -> dict[str, Tensor]:
     """What the optimizer keeps, by names of a saved state."""
-    return {name: source.read(name, whole(entry.shape)).clone() for name, entry in source.formats.items()
-            if name.startswith("optimizer.") and name.split(".")[1] in slots}
+    return {
+        name: source.read(name, whole(entry.shape)).clone()
+        for name, entry in source.formats.items()
+        if name.startswith("optimizer.") and name.split(".")[1] in slots
+    }
 
 
 def demand_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -42,8 +45,13 @@ def test_state_of_a_plain_optimizer_is_the_same_in_both_formats(case: str, tmp_p
     assert sharded.values["run.progress"] == ranks.values["run.progress"]
 
 
-@pytest.mark.parametrize(("case", "expected"), [("gqa-distributed-torch", "gqa-reshardable"), *((f"{kind}-distributed", f"{kind}-reshardable")
-                                                for kind in ("gqa", "tp2", "grouped", "deepseek", "ep2"))])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("gqa-distributed-torch", "gqa-reshardable"),
+        *((f"{kind}-distributed", f"{kind}-reshardable") for kind in ("gqa", "tp2", "grouped", "deepseek", "ep2")),
+    ],
+)
 def test_flat_buffers_are_the_state_that_is_saved_by_parameter(case: str, expected: str, tmp_path: Path) -> None:
     by_parameter, flat = opened(expected, tmp_path), opened(case, tmp_path)
     slots = (*SLOTS, "master")

@@ -40,8 +40,12 @@ def stranger() -> Any:
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "before torch 1.6"])
 def test_objects_become_records_with_their_attributes(tmp_path: Path, stranger: Any, new: bool) -> None:
     stranger.cur_scale = 4.0
-    content = {"args": argparse.Namespace(lr=0.5, name="x"), "scaler": stranger, "weight": torch.arange(3.0),
-               "random": np.random.RandomState(1).get_state()}
+    content = {
+        "args": argparse.Namespace(lr=0.5, name="x"),
+        "scaler": stranger,
+        "weight": torch.arange(3.0),
+        "random": np.random.RandomState(1).get_state(),
+    }
     torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=new)
     sys.modules.pop("megatron.fp16.loss_scaler")
     found = read_torch_file(tmp_path / "file.pt")
@@ -51,13 +55,20 @@ def test_objects_become_records_with_their_attributes(tmp_path: Path, stranger: 
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "before torch 1.6"])
-@pytest.mark.parametrize("call", [(os.system,), (os.unlink,), (eval,), (exec,), (getattr,), (np.save,), (torch.load,), (__import__,)],
-                         ids=lambda call: call[0].__name__)
+@pytest.mark.parametrize(
+    "call",
+    [(os.system,), (os.unlink,), (eval,), (exec,), (getattr,), (np.save,), (torch.load,), (__import__,)],
+    ids=lambda call: call[0].__name__,
+)
 @pytest.mark.parametrize("wrap", [lambda call: call, lambda call: {"model": {"deep": [(call,)]}}], ids=["bare", "deep"])
 def test_nothing_in_a_file_is_run(tmp_path: Path, new: bool, call: tuple[Any, ...], wrap: Any) -> None:
     mark = tmp_path / "ran"
     arguments = {os.system: f"touch {mark}", eval: f"open({str(mark)!r}, 'w')", exec: f"open({str(mark)!r}, 'w')"}
-    torch.save(wrap(Calls(call[0], arguments.get(call[0], str(mark)))), tmp_path / "file.pt", _use_new_zipfile_serialization=new)
+    torch.save(
+        wrap(Calls(call[0], arguments.get(call[0], str(mark)))),
+        tmp_path / "file.pt",
+        _use_new_zipfile_serialization=new,
+    )
     if call[0] is np.save:  # a stand-in takes the call and does nothing
         read_torch_file(tmp_path / "file.pt")
     else:

@@ -13,8 +13,15 @@ from megatron.core.families.megatron.settings import run_settings_of, settings_o
 from megatron.core.families.registry import model_of
 from tests.peers.upstream_arguments import namespace
 
-GIVEN = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "seq_length": 64,
-         "global_batch_size": 4, "micro_batch_size": 1}
+GIVEN = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "seq_length": 64,
+    "global_batch_size": 4,
+    "micro_batch_size": 1,
+}
 
 
 def model(**given: Any) -> ModelConfig:
@@ -25,7 +32,12 @@ def model(**given: Any) -> ModelConfig:
 
 def test_a_plain_network_has_as_many_key_heads_as_heads_and_no_experts() -> None:
     found = model()
-    assert (found.num_query_groups, found.moe.num_experts, found.mtp.mtp_num_layers, found.mla.multi_latent_attention) == (4, None, None, False)
+    assert (
+        found.num_query_groups,
+        found.moe.num_experts,
+        found.mtp.mtp_num_layers,
+        found.mla.multi_latent_attention,
+    ) == (4, None, None, False)
 
 
 @pytest.mark.parametrize("freq, expected", [(1, "1"), (2, "2"), ([0, 1, 1, 1], "[0, 1, 1, 1]")])
@@ -35,40 +47,76 @@ def test_which_layers_have_experts_may_be_a_number_or_a_list(freq: Any, expected
 
 def test_balancing_may_be_one_or_many() -> None:
     one = model(num_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1).moe
-    many = model(num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]).moe
+    many = model(
+        num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]
+    ).moe
     assert (one.balances, many.balances) == ((("seq_aux_loss", 0.1),), (("aux_loss", 0.1), ("seq_aux_loss", 0.2)))
 
 
 def test_windows_and_layers_without_rotations_are_read_from_tuples_and_lists() -> None:
-    found = model(position_embedding_type="rope", window_size=(8, 0), window_attn_skip_freq=2, no_rope_freq=[0, 0, 0, 1])
+    found = model(
+        position_embedding_type="rope", window_size=(8, 0), window_attn_skip_freq=2, no_rope_freq=[0, 0, 0, 1]
+    )
     assert (found.window, found.window_attn_skip_freq, found.rope.no_rope_freq) == ((8, 0), "2", "[0, 0, 0, 1]")
 
 
-@pytest.mark.parametrize("given, expected", [
-    ({}, "gelu_tanh"), ({"bias_gelu_fusion": False}, "gelu"), ({"add_bias_linear": False}, "gelu"), ({"swiglu": True}, "silu"),
-    ({"squared_relu": True}, "squared_relu")])
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"add_bias_linear": False}, "gelu"),
+        ({"swiglu": True}, "silu"),
+        ({"squared_relu": True}, "squared_relu"),
+    ],
+)
 def test_the_fused_gelu_is_the_tanh_formula(given: dict[str, Any], expected: str) -> None:
     assert model(**given).activation == expected
 
 
-@pytest.mark.parametrize("written_by, applied", [({}, False), ({"use_legacy_models": True}, True), ({"use_mcore_models": True}, False)])
+@pytest.mark.parametrize(
+    "written_by, applied", [({}, False), ({"use_legacy_models": True}, True), ({"use_mcore_models": True}, False)]
+)
 def test_megatron_core_never_started_its_residual_after_the_norm(written_by: dict[str, Any], applied: bool) -> None:
-    assert model(apply_residual_connection_post_layernorm=True, **written_by).apply_residual_connection_post_layernorm == applied
+    assert (
+        model(apply_residual_connection_post_layernorm=True, **written_by).apply_residual_connection_post_layernorm
+        == applied
+    )
 
 
 def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
-    args = namespace({**GIVEN, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}, rank=0, world_size=1, iteration=1)
+    args = namespace(
+        {**GIVEN, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"},
+        rank=0,
+        world_size=1,
+        iteration=1,
+    )
     found = run_settings_of(vars(args))
-    assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == ("HuggingFaceTokenizer", "folder", 64)
+    assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == (
+        "HuggingFaceTokenizer",
+        "folder",
+        64,
+    )
 
 
-@pytest.mark.parametrize("given, layers, experts", [({"hybrid_override_pattern": "*-*-"}, 2, None), ({"hybrid_layer_pattern": "*-|*E|*E"}, 3, "[0, 1, 1]")])
+@pytest.mark.parametrize(
+    "given, layers, experts",
+    [({"hybrid_override_pattern": "*-*-"}, 2, None), ({"hybrid_layer_pattern": "*-|*E|*E"}, 3, "[0, 1, 1]")],
+)
 def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], layers: int, experts: str | None) -> None:
     found = settings_of({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
     assert (found["num_layers"], found.get("moe_layer_freq")) == (layers, experts)
     names = {f"decoder.layers.{number}.x": number for number in range(4)}
-    assert list(in_pairs({"decoder.layers.2.input_layernorm.weight": 0, "decoder.layers.3.mlp.linear_fc1.weight": 1, "mtp.layers.3.x": 2}, given)) == [
-        "decoder.layers.1.input_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.weight", "mtp.layers.3.x"]
+    assert list(
+        in_pairs(
+            {
+                "decoder.layers.2.input_layernorm.weight": 0,
+                "decoder.layers.3.mlp.linear_fc1.weight": 1,
+                "mtp.layers.3.x": 2,
+            },
+            given,
+        )
+    ) == ["decoder.layers.1.input_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.weight", "mtp.layers.3.x"]
     assert in_pairs(names, {}) == names
 
 

@@ -30,18 +30,28 @@ RANKS = 2
 def pieces_of(model: Whole, *, stacked: bool) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
     """Key -> (offset, box) of what two tensor ranks save of a model."""
     found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
-    states = [model.stage(LOCAL, range(model.layers), version=3.0, rank=r, ranks=RANKS, first=True, last=True) for r in range(RANKS)]
+    states = [
+        model.stage(LOCAL, range(model.layers), version=3.0, rank=r, ranks=RANKS, first=True, last=True)
+        for r in range(RANKS)
+    ]
     for name in states[0]:
         shards = [state[name] for state in states]
-        if name.endswith("position_embeddings.weight") or "layernorm" in name or name.endswith(("proj.bias", "fc2.bias")):
+        if (
+            name.endswith("position_embeddings.weight")
+            or "layernorm" in name
+            or name.endswith(("proj.bias", "fc2.bias"))
+        ):
             boxes = [((0,) * shards[0].dim(), shards[0])]
         elif name.endswith(("proj.weight", "fc2.weight")):
             boxes = [((0, r * shards[0].shape[1]), shard) for r, shard in enumerate(shards)]
         elif "fc1" in name and model.gated:
             half = shards[0].shape[0] // 2
             rest = (0,) * (shards[0].dim() - 1)
-            boxes = [((part * half * RANKS + r * half, *rest), shard[part * half:(part + 1) * half])
-                     for r, shard in enumerate(shards) for part in (0, 1)]
+            boxes = [
+                ((part * half * RANKS + r * half, *rest), shard[part * half : (part + 1) * half])
+                for r, shard in enumerate(shards)
+                for part in (0, 1)
+            ]
         else:
             boxes = [((r * shards[0].shape[0], *(0,) * (shards[0].dim() - 1)), shard) for r, shard in enumerate(shards)]
         words = name.split(".")
@@ -55,7 +65,13 @@ def pieces_of(model: Whole, *, stacked: bool) -> dict[str, list[tuple[tuple[int,
     return found
 
 
-def write(folder: Path, pieces: dict[str, list[tuple[tuple[int, ...], Tensor]]], *, common: dict[str, Any], inside: bool = False) -> Path:
+def write(
+    folder: Path,
+    pieces: dict[str, list[tuple[tuple[int, ...], Tensor]]],
+    *,
+    common: dict[str, Any],
+    inside: bool = False,
+) -> Path:
     """Save boxes as torch.distributed.checkpoint does, some in each of two files."""
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, Any] = {}
@@ -72,7 +88,9 @@ def write(folder: Path, pieces: dict[str, list[tuple[tuple[int, ...], Tensor]]],
     for key, boxes in pieces.items():
         size = [max(offset[d] + box.shape[d] for offset, box in boxes) for d in range(boxes[0][1].dim())]
         chunks = [dcp.ChunkStorageMetadata(torch.Size(offset), box.shape) for offset, box in boxes]
-        entries[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=boxes[0][1].dtype), torch.Size(size), chunks)
+        entries[key] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=boxes[0][1].dtype), torch.Size(size), chunks
+        )
         for number, (offset, box) in enumerate(boxes):
             put(dcp.MetadataIndex(key, torch.Size(offset)), box.clone(), number)
     if inside:
@@ -89,14 +107,21 @@ def write(folder: Path, pieces: dict[str, list[tuple[tuple[int, ...], Tensor]]],
 
 def common(model: Whole, **more: Any) -> dict[str, Any]:
     """What is no tensor."""
-    return {"args": argparse.Namespace(**model.settings(), consumed_train_samples=24, seq_length=6), "iteration": 3,
-            "checkpoint_version": 3.0, **more}
+    return {
+        "args": argparse.Namespace(**model.settings(), consumed_train_samples=24, seq_length=6),
+        "iteration": 3,
+        "checkpoint_version": 3.0,
+        **more,
+    }
 
 
 def contents(source: Source, prefix: str = "model.") -> dict[str, Tensor]:
     """Everything under a beginning of names."""
-    return {name.removeprefix(prefix): source.read(name, whole(entry.shape)) for name, entry in source.formats.items()
-            if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): source.read(name, whole(entry.shape))
+        for name, entry in source.formats.items()
+        if name.startswith(prefix)
+    }
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -106,13 +131,21 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("stacked", "gated", "groups", "inside"), [(True, True, 2, False), (True, False, 4, True),
-                                                                    (False, True, 4, False)])
-def test_boxes_of_all_ranks_become_the_model(tmp_path: Path, stacked: bool, gated: bool, groups: int, inside: bool) -> None:
+@pytest.mark.parametrize(
+    ("stacked", "gated", "groups", "inside"), [(True, True, 2, False), (True, False, 4, True), (False, True, 4, False)]
+)
+def test_boxes_of_all_ranks_become_the_model(
+    tmp_path: Path, stacked: bool, gated: bool, groups: int, inside: bool
+) -> None:
     model = Whole(gated=gated, groups=groups)
-    source = open_megatron(write(tmp_path / "iter_0000003", pieces_of(model, stacked=stacked), common=common(model), inside=inside), IDS)
+    source = open_megatron(
+        write(tmp_path / "iter_0000003", pieces_of(model, stacked=stacked), common=common(model), inside=inside), IDS
+    )
     equal(contents(source), model.ours())
-    assert source.values["run.progress"]["consumed_train_samples"] == 24 and source.values["run.progress"]["iteration"] == 3
+    assert (
+        source.values["run.progress"]["consumed_train_samples"] == 24
+        and source.values["run.progress"]["iteration"] == 3
+    )
 
 
 def test_moments_by_parameter_are_read(tmp_path: Path) -> None:
@@ -132,16 +165,28 @@ def test_moments_by_parameter_are_read(tmp_path: Path) -> None:
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0."
 
 
-@pytest.mark.parametrize(("names", "more", "reason"), [
-    (("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg",), 0, "another kind"), ((BUCKET + "exp_avg",), 0, "not Adam's state"),
-    (tuple(BUCKET + slot for slot in ("param", "exp_avg", "exp_avg_sq")), 8, "do not fill them"),
-    (tuple(BUCKET + slot for slot in ("param", "exp_avg", "exp_avg_sq")), 0, "are not those of")])
-def test_flat_buckets_that_are_not_understood_are_left_out_with_the_way_out(tmp_path: Path, names: tuple[str, ...], more: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "more", "reason"),
+    [
+        (("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg",), 0, "another kind"),
+        ((BUCKET + "exp_avg",), 0, "not Adam's state"),
+        (tuple(BUCKET + slot for slot in ("param", "exp_avg", "exp_avg_sq")), 8, "do not fill them"),
+        (tuple(BUCKET + slot for slot in ("param", "exp_avg", "exp_avg_sq")), 0, "are not those of"),
+    ],
+)
+def test_flat_buckets_that_are_not_understood_are_left_out_with_the_way_out(
+    tmp_path: Path, names: tuple[str, ...], more: int, reason: str
+) -> None:
     model = Whole(gated=True, groups=2)
     pieces = pieces_of(model, stacked=True)
-    sizes = [tensor.numel() for rank in range(RANKS) for tensor in
-             model.stage(LOCAL, range(model.layers), version=3.0, rank=rank, ranks=RANKS, first=True, last=True).values()]
-    one = sizes[:len(sizes) // RANKS]
+    sizes = [
+        tensor.numel()
+        for rank in range(RANKS)
+        for tensor in model.stage(
+            LOCAL, range(model.layers), version=3.0, rank=rank, ranks=RANKS, first=True, last=True
+        ).values()
+    ]
+    one = sizes[: len(sizes) // RANKS]
     size = sum(-(-size // 64) * 64 for size in one[1:]) + one[0]  # the first lies last
     given = common(model)
     given["args"].tensor_model_parallel_size = RANKS

@@ -23,12 +23,37 @@ from tests.helpers import tiny
 from tests.unit.families.made import LLAMA, Made, same_tensors
 
 KIN = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 32}
-GPT_OSS = {**KIN, "hidden_size": 32, "kv_channels": 8, "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable",
-           "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "window_size": "3,0", "window_attn_skip_freq": "2",
-           "position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
-DEEPSEEK = {**KIN, "multi_latent_attention": True, "group_query_attention": False, "kv_lora_rank": 5, "q_lora_rank": 6, "qk_head_dim": 3,
-            "qk_pos_emb_head_dim": 2, "v_head_dim": 4, "qk_layernorm": True, "norm_epsilon": 1e-6, "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 32, "moe_layer_freq": "[0]*1+[1]*1"}
+GPT_OSS = {
+    **KIN,
+    "hidden_size": 32,
+    "kv_channels": 8,
+    "swiglu": False,
+    "quick_geglu": True,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "window_size": "3,0",
+    "window_attn_skip_freq": "2",
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 32.0,
+}
+DEEPSEEK = {
+    **KIN,
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 6,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "qk_layernorm": True,
+    "norm_epsilon": 1e-6,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_layer_freq": "[0]*1+[1]*1",
+}
 HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -46,8 +71,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
     """The folder with these tensors, and these keys changed in its config.json."""
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save({name: one.contiguous() for name, one in tensors.items()},
-                                                                      metadata={"format": "pt"}))
+    (folder / "model.safetensors").write_bytes(
+        safetensors.torch.save({name: one.contiguous() for name, one in tensors.items()}, metadata={"format": "pt"})
+    )
     (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **config}))
     return folder
 
@@ -67,14 +93,25 @@ def test_four_bits_are_read_as_transformers_reads_them() -> None:
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=random)
     scales = torch.randint(90, 160, (3, 6, 2), dtype=torch.uint8, generator=random)
     found = plain({"x_blocks": Held(blocks), "x_scales": Held(scales)}, {}, ())["x"]
-    assert torch.equal(found.read(), mxfp4.convert_moe_packed_tensors(blocks, scales)) and found.format.shape == (3, 64, 6)
+    assert torch.equal(found.read(), mxfp4.convert_moe_packed_tensors(blocks, scales)) and found.format.shape == (
+        3,
+        64,
+        6,
+    )
 
 
 def test_eight_bits_have_a_scale_for_every_square() -> None:
     random = torch.Generator().manual_seed(3)
     weight, scales = torch.randn(5, 7, generator=random).to(torch.float8_e4m3fn), torch.rand(2, 3, generator=random)
-    found = plain({"w": Held(weight), "w_scale_inv": Held(scales)}, {"quant_method": "fp8", "weight_block_size": [4, 3]}, ())
-    expected = torch.tensor([[float(weight[row, column].float() * scales[row // 4, column // 3]) for column in range(7)] for row in range(5)])
+    found = plain(
+        {"w": Held(weight), "w_scale_inv": Held(scales)}, {"quant_method": "fp8", "weight_block_size": [4, 3]}, ()
+    )
+    expected = torch.tensor(
+        [
+            [float(weight[row, column].float() * scales[row // 4, column // 3]) for column in range(7)]
+            for row in range(5)
+        ]
+    )
     assert list(found) == ["w"] and found["w"].format == Format((5, 7), torch.bfloat16)
     assert torch.equal(found["w"].read(), expected.bfloat16())
 
@@ -93,7 +130,11 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
         del packed[name]
         packed[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
         packed[f"{name}_scales"] = scales.to(torch.uint8)
-    write(tmp_path / "packed", packed, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    write(
+        tmp_path / "packed",
+        packed,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
     source = hf.open_folder(tmp_path / "packed")
     same_tensors(source, hf.open_folder(write(tmp_path / "plain", tensors)))
     hf.export(source, tmp_path / "again")
@@ -101,14 +142,23 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
     assert all(torch.equal(tensors[name], one) for name, one in tensors_of(tmp_path / "again").items())
 
 
-@pytest.mark.parametrize("change", [{"down_proj_scales": torch.zeros(4, 32, 2, dtype=torch.uint8)},
-                                    {"down_proj_blocks": torch.zeros(4, 32, 1, 8, dtype=torch.uint8)}, {"down_proj_scales": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"down_proj_scales": torch.zeros(4, 32, 2, dtype=torch.uint8)},
+        {"down_proj_blocks": torch.zeros(4, 32, 1, 8, dtype=torch.uint8)},
+        {"down_proj_scales": None},
+    ],
+)
 def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, Tensor | None], tmp_path: Path) -> None:
     hf.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "out")
     tensors, prefix = tensors_of(tmp_path / "out"), "model.layers.0.mlp.experts."
     del tensors[f"{prefix}down_proj"]
-    parts = {"down_proj_blocks": torch.zeros(4, 32, 1, 16, dtype=torch.uint8), "down_proj_scales": torch.zeros(4, 32, 1, dtype=torch.uint8),
-             **change}
+    parts = {
+        "down_proj_blocks": torch.zeros(4, 32, 1, 16, dtype=torch.uint8),
+        "down_proj_scales": torch.zeros(4, 32, 1, dtype=torch.uint8),
+        **change,
+    }
     write(tmp_path / "out", tensors | {f"{prefix}{name}": one for name, one in parts.items() if one is not None})
     with pytest.raises(CheckpointError) as raised:
         hf.open_folder(tmp_path / "out")
@@ -132,10 +182,20 @@ def test_layers_that_predict_further_stand_behind_the_last_and_may_be_left(tmp_p
     hf.export(source, tmp_path / "out")
     tensors, last = tensors_of(tmp_path / "out"), "model.layers.2."
     own = {name.removeprefix(last) for name in tensors if name.startswith(last)}
-    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "self_attn.kv_b_proj.weight",
-            "mlp.experts.3.up_proj.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight"} <= own
-    again = {f"{last}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-             f"{last}shared_head.head.weight": tensors["lm_head.weight"].clone()}
+    assert {
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+        "self_attn.kv_b_proj.weight",
+        "mlp.experts.3.up_proj.weight",
+        "mlp.gate.e_score_correction_bias",
+        "input_layernorm.weight",
+    } <= own
+    again = {
+        f"{last}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{last}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
     write(tmp_path / "out", tensors | again, num_nextn_predict_layers=1)
     found = hf.open_folder(tmp_path / "out")
     assert found.settings["mtp_num_layers"] == 1
@@ -153,7 +213,11 @@ def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> N
     for name in [name for name in tensors if "_proj" in name]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.full(tuple(-(-size // 128) for size in tensors[name].shape), 0.5)
-    write(tmp_path / "out", tensors, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    write(
+        tmp_path / "out",
+        tensors,
+        quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    )
     found, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.0.self_attention.linear_proj.weight"
     expected = tensors["model.layers.0.self_attn.o_proj.weight"].float() / 2
     assert torch.equal(found.read(name, whole(tuple(expected.shape))), expected.bfloat16())
@@ -167,11 +231,15 @@ def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
     assert cast.read(wide[0], whole((4,))).dtype == torch.float32
 
 
-def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(tmp_path: Path) -> None:
+def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(
+    tmp_path: Path,
+) -> None:
     hf.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
     for depths in (1, None):
         wanted = find_wanted(tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")}))
-        opened = open_wanted(wanted, tiny.with_vocabulary(tiny.config(**DEEPSEEK, mtp_num_layers=depths), 20), Axis("world"))
+        opened = open_wanted(
+            wanted, tiny.with_vocabulary(tiny.config(**DEEPSEEK, mtp_num_layers=depths), 20), Axis("world")
+        )
         assert any(name.startswith("model.mtp.") for name in opened.source.formats) == (depths == 1)
     bare = tiny.with_vocabulary(tiny.config(**{**DEEPSEEK, "qk_layernorm": False}), 20)
     with pytest.raises(CheckpointError, match="--qk-layernorm: on in the checkpoint, off in this run"):

@@ -10,54 +10,139 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.families.registry import FAMILIES, model_of
-from megatron.core.families.rules import Op, Row, concat, expanded, faults, interleaved, per_expert, same, their_shapes, transpose
+from megatron.core.families.rules import (
+    Op,
+    Row,
+    concat,
+    expanded,
+    faults,
+    interleaved,
+    per_expert,
+    same,
+    their_shapes,
+    transpose,
+)
 from megatron.core.models.describe import parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
-LATENT = {**KIN, "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4,
-          "num_experts": 3, "moe_ffn_hidden_size": 2}
+LATENT = {
+    **KIN,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 5,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "num_experts": 3,
+    "moe_ffn_hidden_size": 2,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"},
-    "mistral": KIN, "qwen2": {**KIN, "add_qkv_bias": True}, "qwen3": {**KIN, "qk_layernorm": True},
+    "mistral": KIN,
+    "qwen2": {**KIN, "add_qkv_bias": True},
+    "qwen3": {**KIN, "qk_layernorm": True},
     "mixtral": {**KIN, "num_experts": 3, "moe_ffn_hidden_size": 2},
-    "qwen2_moe": {**KIN, "add_qkv_bias": True, "num_experts": 3, "moe_ffn_hidden_size": 2, "moe_shared_expert_intermediate_size": 3,
-                  "moe_shared_expert_gate": True, "moe_layer_freq": "2"},
+    "qwen2_moe": {
+        **KIN,
+        "add_qkv_bias": True,
+        "num_experts": 3,
+        "moe_ffn_hidden_size": 2,
+        "moe_shared_expert_intermediate_size": 3,
+        "moe_shared_expert_gate": True,
+        "moe_layer_freq": "2",
+    },
     "qwen3_moe": {**KIN, "qk_layernorm": True, "num_experts": 3, "moe_layer_freq": "2"},
     "deepseek_v2": {**LATENT, "moe_shared_expert_intermediate_size": 3},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 4, "moe_shared_expert_intermediate_size": 3, "moe_router_enable_expert_bias": True,
-                    "moe_layer_freq": "2", "mtp_num_layers": 2},
+    "deepseek_v3": {
+        **LATENT,
+        "q_lora_rank": 4,
+        "moe_shared_expert_intermediate_size": 3,
+        "moe_router_enable_expert_bias": True,
+        "moe_layer_freq": "2",
+        "mtp_num_layers": 2,
+    },
     "gemma": {**KIN, "swiglu": False, "geglu": True},
     "gemma2": {**KIN, "swiglu": False, "geglu": True, "sandwich_norm": True},
     "olmo2": {**KIN, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
-    "gpt_oss": {"normalization": "RMSNorm", "quick_geglu": True, "position_embedding_type": "yarn", "softmax_type": "learnable",
-                "num_experts": 3, "moe_ffn_hidden_size": 2},
+    "gpt_oss": {
+        "normalization": "RMSNorm",
+        "quick_geglu": True,
+        "position_embedding_type": "yarn",
+        "softmax_type": "learnable",
+        "num_experts": 3,
+        "moe_ffn_hidden_size": 2,
+    },
     "bert": {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True},
     "megatron_bert": {"architecture": "bert"},
-    "t5": {"architecture": "t5", "decoder_num_layers": 2, "position_embedding_type": "relative", "normalization": "RMSNorm",
-           "add_bias_linear": False, "geglu": True, "relative_attention_num_buckets": 4},
+    "t5": {
+        "architecture": "t5",
+        "decoder_num_layers": 2,
+        "position_embedding_type": "relative",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "geglu": True,
+        "relative_attention_num_buckets": 4,
+    },
 }
-ALONE = ("gpt2", "bert", "megatron_bert", "t5", "deepseek_v2", "deepseek_v3")  # every query head has a key head of its own
+ALONE = (
+    "gpt2",
+    "bert",
+    "megatron_bert",
+    "t5",
+    "deepseek_v2",
+    "deepseek_v3",
+)  # every query head has a key head of its own
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(layers=st.integers(1, 3), groups=st.integers(1, 3), share=st.integers(1, 3), size=st.integers(1, 5), hidden=st.integers(1, 7),
-       width=st.integers(1, 6), untied=st.booleans())
+@given(
+    layers=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    size=st.integers(1, 5),
+    hidden=st.integers(1, 7),
+    width=st.integers(1, 6),
+    untied=st.booleans(),
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_element_is_used_exactly_once_in_both_directions(family: str, layers: int, groups: int, share: int, size: int,
-                                                               hidden: int, width: int, untied: bool) -> None:
+def test_every_element_is_used_exactly_once_in_both_directions(
+    family: str, layers: int, groups: int, share: int, size: int, hidden: int, width: int, untied: bool
+) -> None:
     heads, untied = groups * share if family not in ALONE else groups, untied and "bert" not in family
-    model = model_of({**KINDS[family], "num_layers": layers, "num_attention_heads": heads, "num_query_groups": groups,
-                      "group_query_attention": heads != groups, "kv_channels": size, "hidden_size": hidden, "ffn_hidden_size": width,
-                      "true_vocab_size": 11, "max_position_embeddings": 5, "untie_embeddings_and_output_weights": untied})
+    model = model_of(
+        {
+            **KINDS[family],
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "group_query_attention": heads != groups,
+            "kv_channels": size,
+            "hidden_size": hidden,
+            "ffn_hidden_size": width,
+            "true_vocab_size": 11,
+            "max_position_embeddings": 5,
+            "untie_embeddings_and_output_weights": untied,
+        }
+    )
     assert faults(expanded(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
 
 
-@pytest.mark.parametrize("op, shape, theirs", [
-    (same, (3, 4), [(3, 4)]), (transpose, (3, 4), [(4, 3)]), (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
-    (interleaved(6, 2, 3), (30, 2), [(30, 2)]), (interleaved(4, 4, 2), (24,), [(24,)]),
-    (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6), (per_expert(same, 1), (2, 3), [(3,)] * 2)])
-def test_ops_make_the_shapes_of_theirs_and_come_back(op: Op, shape: tuple[int, ...], theirs: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "op, shape, theirs",
+    [
+        (same, (3, 4), [(3, 4)]),
+        (transpose, (3, 4), [(4, 3)]),
+        (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
+        (interleaved(6, 2, 3), (30, 2), [(30, 2)]),
+        (interleaved(4, 4, 2), (24,), [(24,)]),
+        (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6),
+        (per_expert(same, 1), (2, 3), [(3,)] * 2),
+    ],
+)
+def test_ops_make_the_shapes_of_theirs_and_come_back(
+    op: Op, shape: tuple[int, ...], theirs: list[tuple[int, ...]]
+) -> None:
     names = tuple(f"part{place}" for place in range(len(theirs)))
     rows = [Row("weight", names, op)]
     assert list(their_shapes(rows, {"weight": shape}).values()) == theirs
@@ -77,7 +162,12 @@ def test_experts_are_written_out_expert_by_expert() -> None:
 
 
 def test_rows_of_layers_stay_together_and_in_their_place() -> None:
-    rows = [Row("first", ("a",), same), Row("l.{i}.x", ("b.{i}",), same), Row("l.{i}.y", ("c.{i}",), same), Row("last", ("d",), same)]
+    rows = [
+        Row("first", ("a",), same),
+        Row("l.{i}.x", ("b.{i}",), same),
+        Row("l.{i}.y", ("c.{i}",), same),
+        Row("last", ("d",), same),
+    ]
     assert [row.ours for row in expanded(rows, layers=2)] == ["first", "l.0.x", "l.0.y", "l.1.x", "l.1.y", "last"]
 
 
@@ -85,17 +175,28 @@ SHAPES = {"a": (4, 3), "b": (4,)}
 WHOLE = [Row("a", ("x", "y"), concat(1, 3)), Row("b", ("z",), same)]
 
 
-@pytest.mark.parametrize("rows, complaint", [
-    (WHOLE[:1], "b is in no row"),
-    ([*WHOLE, WHOLE[1]], "ours: b is in 2 rows"),
-    ([WHOLE[0], Row("b", ("y",), same)], "theirs: y is in 2 rows"),
-    ([*WHOLE, Row("c", ("w",), same)], "c is not a parameter"),
-    ([Row("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
-    ([Row("a", ("x",), Op(lambda parts: parts[0], lambda whole: (whole[:3],))), WHOLE[1]], "exactly one of theirs"),
-    ([Row("a", ("x", "y"), Op(lambda parts: parts[0], lambda whole: (whole, whole[:1]))), WHOLE[1]], "exactly one of theirs"),
-    ([Row("a", ("x", "y"), Op(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3]))), WHOLE[1]],
-     "there and back"),
-])
+@pytest.mark.parametrize(
+    "rows, complaint",
+    [
+        (WHOLE[:1], "b is in no row"),
+        ([*WHOLE, WHOLE[1]], "ours: b is in 2 rows"),
+        ([WHOLE[0], Row("b", ("y",), same)], "theirs: y is in 2 rows"),
+        ([*WHOLE, Row("c", ("w",), same)], "c is not a parameter"),
+        ([Row("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
+        ([Row("a", ("x",), Op(lambda parts: parts[0], lambda whole: (whole[:3],))), WHOLE[1]], "exactly one of theirs"),
+        (
+            [Row("a", ("x", "y"), Op(lambda parts: parts[0], lambda whole: (whole, whole[:1]))), WHOLE[1]],
+            "exactly one of theirs",
+        ),
+        (
+            [
+                Row("a", ("x", "y"), Op(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3]))),
+                WHOLE[1],
+            ],
+            "there and back",
+        ),
+    ],
+)
 def test_rows_that_lose_double_or_move_elements_are_found(rows: list[Row], complaint: str) -> None:
     assert any(complaint in fault for fault in faults(rows, SHAPES)), faults(rows, SHAPES)
     assert faults(WHOLE, SHAPES) == []

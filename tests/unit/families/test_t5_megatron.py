@@ -17,22 +17,39 @@ from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.megatron_encoders import LAST, share, write
 from tests.unit.families.test_bert_megatron import tensors_of
 
-SETTINGS: dict[str, Any] = {"num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 3, "hidden_size": 16, "num_attention_heads": 4,
-                            "kv_channels": 3, "ffn_hidden_size": 24, "max_position_embeddings": 8}
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "encoder_num_layers": 2,
+    "decoder_num_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "kv_channels": 3,
+    "ffn_hidden_size": 24,
+    "max_position_embeddings": 8,
+}
 T5 = {**SETTINGS, "architecture": "t5", "true_vocab_size": 20}
 IDS = {"true_vocab_size": 20}
 MIDDLE = {**LAST, "norm": "layernorm"}
 
 
-@pytest.mark.parametrize(("age", "version", "tp"), [({**MIDDLE, "attention": "attention"}, 0, 2), (MIDDLE, 1, 2), (MIDDLE, 2.0, 1), (LAST, 3.0, 4)])
+@pytest.mark.parametrize(
+    ("age", "version", "tp"),
+    [({**MIDDLE, "attention": "attention"}, 0, 2), (MIDDLE, 1, 2), (MIDDLE, 2.0, 1), (LAST, 3.0, 4)],
+)
 @pytest.mark.parametrize("arguments", [True, False])
-def test_every_version_gives_the_t5_that_was_sharded(tmp_path: Path, age: dict[str, str], version: float, tp: int, arguments: bool) -> None:
+def test_every_version_gives_the_t5_that_was_sharded(
+    tmp_path: Path, age: dict[str, str], version: float, tp: int, arguments: bool
+) -> None:
     made = Made(T5)
     folder = write(tmp_path, tensors_of(made), SETTINGS, age=age, version=version, tp=tp, arguments=arguments)
-    source = open_legacy(folder, IDS if arguments else {**IDS, "num_attention_heads": 4, "kv_channels": 3, "ffn_hidden_size": 24})
+    source = open_legacy(
+        folder, IDS if arguments else {**IDS, "num_attention_heads": 4, "kv_channels": 3, "ffn_hidden_size": 24}
+    )
     same_tensors(source, made)
     assert source.settings["architecture"] == "t5"
-    assert parameter_shapes(model_of(source.settings)) == {name.removeprefix("model."): one.shape for name, one in made.formats.items()}
+    assert parameter_shapes(model_of(source.settings)) == {
+        name.removeprefix("model."): one.shape for name, one in made.formats.items()
+    }
 
 
 def test_a_decoder_of_another_depth_than_the_arguments_say_is_refused(tmp_path: Path) -> None:
@@ -53,6 +70,8 @@ def test_no_element_is_lost_by_the_helper_that_writes() -> None:
     rows = torch.arange(36.0)
     for name, fused in (("linear_qkv", 36), ("linear_kv", 24)):
         for version in (0, 1, 2.0):
-            parts = [share(f"x.{name}.bias", rows[:fused], version=version, heads=4, rank=rank, ranks=2) for rank in range(2)]
+            parts = [
+                share(f"x.{name}.bias", rows[:fused], version=version, heads=4, rank=rank, ranks=2) for rank in range(2)
+            ]
             assert torch.cat(parts).sort().values.tolist() == list(range(fused))
-            assert parts[0].tolist() != rows[:fused // 2].tolist()
+            assert parts[0].tolist() != rows[: fused // 2].tolist()

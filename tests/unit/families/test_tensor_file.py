@@ -17,8 +17,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.tensor_file import create, read_header, write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TENSORS = st.dictionaries(st.text("ab.019_\u00e9", min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
-                          st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=5)
+TENSORS = st.dictionaries(
+    st.text("ab.019_\u00e9", min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+    max_size=5,
+)
 
 
 def made(tensors: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
@@ -42,12 +45,16 @@ def test_files_are_those_of_the_safetensors_package_byte_by_byte(tmp_path: Path,
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TENSORS, st.integers(0, 7))
-def test_files_of_the_package_are_read_whatever_the_length_of_their_header(tmp_path: Path, tensors: dict[str, Any], odd: int) -> None:
+def test_files_of_the_package_are_read_whatever_the_length_of_their_header(
+    tmp_path: Path, tensors: dict[str, Any], odd: int
+) -> None:
     values = made(tensors)
     content = safetensors.torch.save(values)
     length = int.from_bytes(content[:8], "little")
     path = tmp_path / "theirs.safetensors"
-    path.write_bytes((length + odd).to_bytes(8, "little") + content[8:8 + length] + b" " * odd + content[8 + length:])
+    path.write_bytes(
+        (length + odd).to_bytes(8, "little") + content[8 : 8 + length] + b" " * odd + content[8 + length :]
+    )
     found = read_header(path)
     assert found.keys() == values.keys()
     for name, value in values.items():
@@ -59,7 +66,9 @@ def test_files_of_the_package_are_read_whatever_the_length_of_their_header(tmp_p
 def small(tmp_path: Path) -> Path:
     """A file of two tensors."""
     path = tmp_path / "small.safetensors"
-    path.write_bytes(safetensors.torch.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}))
+    path.write_bytes(
+        safetensors.torch.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)})
+    )
     return path
 
 
@@ -102,14 +111,28 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": list(offsets)}
 
 
-@pytest.mark.parametrize("entries, data, complaint", [
-    ([1], 0, "it is no object"), ({"a": 3}, 0, "not one of a tensor"), ({"a": entry(dtype="F4")}, 8, "kind 'F4'"),
-    ({"a": entry(shape=(3,))}, 8, "takes 12 bytes, and its place has 8"), ({"a": entry(shape=(-2,))}, 8, "no list of whole numbers"),
-    ({"a": entry(shape="2")}, 8, "no list of whole numbers"), ({"a": entry(offsets=(0, 8, 8))}, 8, "no list of whole numbers"),
-    ({"a": entry(), "b": entry()}, 8, "overlap or leave bytes"), ({"a": entry(offsets=(4, 12))}, 12, "overlap or leave bytes"),
-    ({"a": entry()}, 12, "its header promises"), ('{"a": 1, "a": 2}', 0, "names a tensor twice"), ("[" * 100_000, 0, "cannot be read"),
-    ('{"a": "\xff', 0, "cannot be read"), ({"a": entry(shape=(1 << 62, 1 << 62), offsets=(0, 1 << 126))}, 8, "promises")])
-def test_a_header_that_does_not_hold_together_is_refused_with_the_reason(tmp_path: Path, entries: Any, data: int, complaint: str) -> None:
+@pytest.mark.parametrize(
+    "entries, data, complaint",
+    [
+        ([1], 0, "it is no object"),
+        ({"a": 3}, 0, "not one of a tensor"),
+        ({"a": entry(dtype="F4")}, 8, "kind 'F4'"),
+        ({"a": entry(shape=(3,))}, 8, "takes 12 bytes, and its place has 8"),
+        ({"a": entry(shape=(-2,))}, 8, "no list of whole numbers"),
+        ({"a": entry(shape="2")}, 8, "no list of whole numbers"),
+        ({"a": entry(offsets=(0, 8, 8))}, 8, "no list of whole numbers"),
+        ({"a": entry(), "b": entry()}, 8, "overlap or leave bytes"),
+        ({"a": entry(offsets=(4, 12))}, 12, "overlap or leave bytes"),
+        ({"a": entry()}, 12, "its header promises"),
+        ('{"a": 1, "a": 2}', 0, "names a tensor twice"),
+        ("[" * 100_000, 0, "cannot be read"),
+        ('{"a": "\xff', 0, "cannot be read"),
+        ({"a": entry(shape=(1 << 62, 1 << 62), offsets=(0, 1 << 126))}, 8, "promises"),
+    ],
+)
+def test_a_header_that_does_not_hold_together_is_refused_with_the_reason(
+    tmp_path: Path, entries: Any, data: int, complaint: str
+) -> None:
     with pytest.raises(CheckpointError, match=complaint):
         read_header(header(tmp_path / "made.safetensors", entries, data))
 

@@ -33,14 +33,23 @@ PAIR = {"vocab.json": "demo-vocab.json", "merges.txt": "demo-merges.txt"}
 WORDS = {"vocab.txt": "demo-bert-vocab.txt"}
 
 
-@pytest.mark.parametrize("files, config, theirs", [
-    (PAIR, {}, "GPT2Tokenizer"), (PAIR, {"tokenizer_class": "GPT2TokenizerFast"}, "GPT2Tokenizer"), (WORDS, {}, "BertTokenizer"),
-    (WORDS, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "BertTokenizer")])
+@pytest.mark.parametrize(
+    "files, config, theirs",
+    [
+        (PAIR, {}, "GPT2Tokenizer"),
+        (PAIR, {"tokenizer_class": "GPT2TokenizerFast"}, "GPT2Tokenizer"),
+        (WORDS, {}, "BertTokenizer"),
+        (WORDS, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "BertTokenizer"),
+    ],
+)
 def test_vocabularies_without_a_tokenizer_json_give_the_ids_of_their_class(
-        tmp_path: Path, files: dict[str, str], config: dict[str, Any], theirs: str) -> None:
+    tmp_path: Path, files: dict[str, str], config: dict[str, Any], theirs: str
+) -> None:
     place = folder(tmp_path, files, **config)
     ours = build_tokenizer(TokenizerConfig(**folder_tokenizer(place)))
-    expected = getattr(transformers, theirs).from_pretrained(place, **{"do_lower_case": True, **config} if files is WORDS else {})
+    expected = getattr(transformers, theirs).from_pretrained(
+        place, **{"do_lower_case": True, **config} if files is WORDS else {}
+    )
     assert ours.tokenize(TEXT) == expected(TEXT, add_special_tokens=False).input_ids
 
 
@@ -50,10 +59,17 @@ def test_a_sentencepiece_model_is_that_of_llama(tmp_path: Path) -> None:
     assert type(ours).__name__ == "SentencePieceTokenizer" and ours.tokenize("whale")[0] == ours.bos
 
 
-@pytest.mark.parametrize("files, config", [(PAIR, {"tokenizer_class": "Qwen2Tokenizer"}), (WORDS, {"tokenizer_class": "MPNetTokenizer"}),
-                                           ({"tokenizer.model": "demo-llama.model"}, {"tokenizer_class": "GemmaTokenizer"})])
+@pytest.mark.parametrize(
+    "files, config",
+    [
+        (PAIR, {"tokenizer_class": "Qwen2Tokenizer"}),
+        (WORDS, {"tokenizer_class": "MPNetTokenizer"}),
+        ({"tokenizer.model": "demo-llama.model"}, {"tokenizer_class": "GemmaTokenizer"}),
+    ],
+)
 def test_files_of_a_class_that_we_do_not_have_are_not_read_by_another_rule(
-        tmp_path: Path, files: dict[str, str], config: dict[str, Any]) -> None:
+    tmp_path: Path, files: dict[str, str], config: dict[str, Any]
+) -> None:
     found = folder_tokenizer(folder(tmp_path, files, **config))
     assert found == {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
     with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):

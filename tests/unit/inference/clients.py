@@ -91,7 +91,10 @@ class Running:
         """Send a POST and read nothing."""
         data = json.dumps(body).encode()
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        sock.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
         return sock
 
     def settle(self) -> None:
@@ -108,13 +111,16 @@ def until(true: Any, seconds: float = 300.0) -> None:
 
 
 @contextmanager
-def serving(engine: Engine, *, limits: Limits = Limits(), token: str = "", chat: str = "chatml", drain_seconds: float = 30.0) -> Iterator[Running]:
+def serving(
+    engine: Engine, *, limits: Limits = Limits(), token: str = "", chat: str = "chatml", drain_seconds: float = 30.0
+) -> Iterator[Running]:
     """A server over an engine, which ends as after a signal."""
     service = Service(engine)
     service.start()
     sock = bound("127.0.0.1", 0)
-    app = build_app(Serving(service, NAME, limits), chat=Chat(engine.tokenizer, chat) if chat else None, token=token,
-                    hosts=LOCAL)
+    app = build_app(
+        Serving(service, NAME, limits), chat=Chat(engine.tokenizer, chat) if chat else None, token=token, hosts=LOCAL
+    )
     server = Server(app, service, drain_seconds)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()

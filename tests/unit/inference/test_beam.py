@@ -13,8 +13,12 @@ from megatron.inference.requests import Ids, Reply, Request
 from tests.unit.inference.serving import engine_of, network, scores, stages_on
 
 
-def found(model: GPTModel, prompt: Ids, width: int, count: int, ends: tuple[int, ...], penalty: float) -> list[tuple[Ids, float]]:
-    beams = beam_search(engine_of(model, block=4).run, prompt, width=width, num_tokens=count, ends=ends, length_penalty=penalty)
+def found(
+    model: GPTModel, prompt: Ids, width: int, count: int, ends: tuple[int, ...], penalty: float
+) -> list[tuple[Ids, float]]:
+    beams = beam_search(
+        engine_of(model, block=4).run, prompt, width=width, num_tokens=count, ends=ends, length_penalty=penalty
+    )
     return [(beam.ids, beam.score) for beam in beams]
 
 
@@ -32,15 +36,20 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_all_texts(penalty: f
     best = max(scored)
     answer = found(model, prompt, 40, 3, (end,), penalty)
     assert answer[0][0] == best[1] and answer[0][1] == pytest.approx(best[0], abs=1e-9)
-    assert [score for _, score in answer] == pytest.approx(sorted((score for score, _ in scored), reverse=True)[:40], abs=1e-9)
+    assert [score for _, score in answer] == pytest.approx(
+        sorted((score for score, _ in scored), reverse=True)[:40], abs=1e-9
+    )
 
 
 def plainly(model: GPTModel, prompt: Ids, width: int, count: int) -> list[tuple[Ids, float]]:
     """The search without an end: at every step the best `width` of all continuations of all texts."""
     beams: list[tuple[Ids, float]] = [((), 0.0)]
     for _ in range(count):
-        steps = [((*ids, token), total + logprob) for ids, total in beams
-                 for token, logprob in enumerate(scores(model, prompt + ids)[-1].tolist())]
+        steps = [
+            ((*ids, token), total + logprob)
+            for ids, total in beams
+            for token, logprob in enumerate(scores(model, prompt + ids)[-1].tolist())
+        ]
         beams = sorted(steps, key=lambda step: -step[1])[:width]
     return [(ids, total / count) for ids, total in beams]
 
@@ -63,7 +72,11 @@ def test_a_search_over_ends_when_nothing_better_can_come() -> None:
 
     every = tuple(range(50))
     (best, *_) = beam_search(ask, (3, 1), width=2, num_tokens=9, ends=every)
-    assert asked == [1] and best.ids == () and best.logprob == pytest.approx(float(scores(model, (3, 1))[-1].max()), abs=1e-9)
+    assert (
+        asked == [1]
+        and best.ids == ()
+        and best.logprob == pytest.approx(float(scores(model, (3, 1))[-1].max()), abs=1e-9)
+    )
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
@@ -71,4 +84,10 @@ def test_what_cannot_be_searched_is_refused() -> None:
     with pytest.raises(ConfigError, match="beam width 0"):
         beam_search(engine.run, (1,), width=0, num_tokens=2, ends=())
     with pytest.raises(BeamFailed, match="gone"):
-        beam_search(lambda requests: [Reply("error", problem="a rank is gone")] * len(requests), (1,), width=2, num_tokens=2, ends=())
+        beam_search(
+            lambda requests: [Reply("error", problem="a rank is gone")] * len(requests),
+            (1,),
+            width=2,
+            num_tokens=2,
+            ends=(),
+        )

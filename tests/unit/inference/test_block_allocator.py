@@ -30,11 +30,15 @@ class Texts(RuleBasedStateMachine):
         shared = self.blocks.cached_prefix(ids)
         assert len(shared) * SIZE < len(ids), "its last token is left to be read"
         for place, block in enumerate(shared):
-            assert self.stored[block] == tuple(ids[:(place + 1) * SIZE]), "a block of another text was shared"
+            assert self.stored[block] == tuple(ids[: (place + 1) * SIZE]), "a block of another text was shared"
         table = list(shared)
         run = self.blocks.reserve(self.blocks.needed(len(ids) + more) - len(shared), shared)
         others = {block for *_, other in self.tables for block in other}
-        assert not others & set(run) and not set(run) & {block for table, *_ in self.tables for block in table} and 0 not in run
+        assert (
+            not others & set(run)
+            and not set(run) & {block for table, *_ in self.tables for block in table}
+            and 0 not in run
+        )
         while len(table) < self.blocks.needed(len(ids)):
             if not self.blocks.available:
                 self.blocks.release(table, run)
@@ -42,7 +46,7 @@ class Texts(RuleBasedStateMachine):
             wish = table[-1] + 1 if table else run.start
             table.append(self.blocks.take(wish) if wish in run else self.blocks.take())
             assert table[-1] == wish or wish not in run, "nobody has used it, and it was promised"
-            self.stored[table[-1]] = tuple(ids[:len(table) * SIZE])
+            self.stored[table[-1]] = tuple(ids[: len(table) * SIZE])
         self.blocks.publish(table, ids, known=0, content=b"")
         self.tables.append((table, ids, run))
 
@@ -64,7 +68,9 @@ class Texts(RuleBasedStateMachine):
         users = Counter(block for table, *_ in self.tables for block in table)
         assert 0 not in users and len(users) + self.blocks.available == self.blocks.capacity
         for block, count in users.items():
-            beginnings = {tuple(ids[:(table.index(block) + 1) * SIZE]) for table, ids, _ in self.tables if block in table}
+            beginnings = {
+                tuple(ids[: (table.index(block) + 1) * SIZE]) for table, ids, _ in self.tables if block in table
+            }
             assert count == 1 or len(beginnings) == 1
 
 

@@ -19,11 +19,15 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setattr(cache, "_CALL", 0)
     read: Counter[str] = Counter()
     for way in (cache.CacheGroup, cache._View):
-        monkeypatch.setattr(way, "keys", lambda self, *how, old=way.keys, name=way.__name__: (read.update([name]), old(self, *how))[1])
+        monkeypatch.setattr(
+            way, "keys", lambda self, *how, old=way.keys, name=way.__name__: (read.update([name]), old(self, *how))[1]
+        )
     model, texts = network(kind), prompts(6, longest=20)
     settings: dict[str, Any] = {"block": 3, "tokens": 9, "together": 4, "sharing": False}
     replies = engine_of(model, **settings).run([greedy(text, 12 + number) for number, text in enumerate(texts)])
-    assert [list(reply.ids) for reply in replies] == [slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)]
+    assert [list(reply.ids) for reply in replies] == [
+        slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)
+    ]
     assert set(read) == {"_View" if place == "in place" else "CacheGroup"}
 
 
@@ -33,4 +37,6 @@ def test_texts_as_long_and_as_far_apart_are_one_view() -> None:
     assert cache._views(*cache.slots_of([spans[0], spans[2]], 2), 0, 1) == [cache._View(0, 1, 2, 6, 2, 12)]
     longer = cache.Span(1, 6, (12, 13, 14, 15))
     assert [view.rows for view in cache._views(*cache.slots_of([longer, *spans], 2), 0, 1)] == [1, 3]
-    assert cache._views(*cache.slots_of([*spans, cache.Span(1, 5, (12, 14, 15))], 2), 0, 1) == [], "one of them is scattered"
+    assert cache._views(*cache.slots_of([*spans, cache.Span(1, 5, (12, 14, 15))], 2), 0, 1) == [], (
+        "one of them is scattered"
+    )

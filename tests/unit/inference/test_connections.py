@@ -14,7 +14,9 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 from megatron.inference.server.serving import Limits
 from tests.unit.inference.clients import Running, bytes_engine, serving, until
 
-HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n"
+HEADERS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n"
+)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 EVER = 3600.0
 
@@ -43,12 +45,30 @@ def rest(client: socket.socket) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("said, answer", [
-    (b"", b"HTTP/1.1 408 "), (HEADERS[:20], b"HTTP/1.1 408 "), (HEADERS, b"HTTP/1.1 408 "), (HEADERS + b"\r\n{", b"HTTP/1.1 408 "),
-    (HEALTH + b"\r\n" + HEALTH, b"HTTP/1.1 200 "), (HEALTH + b"Content-Length: 9\r\n\r\n123", b"HTTP/1.1 200 ")],
-    ids=["nothing", "half a line", "half the headers", "half a body", "half of a second call", "a body that goes on after the answer"])
+@pytest.mark.parametrize(
+    "said, answer",
+    [
+        (b"", b"HTTP/1.1 408 "),
+        (HEADERS[:20], b"HTTP/1.1 408 "),
+        (HEADERS, b"HTTP/1.1 408 "),
+        (HEADERS + b"\r\n{", b"HTTP/1.1 408 "),
+        (HEALTH + b"\r\n" + HEALTH, b"HTTP/1.1 200 "),
+        (HEALTH + b"Content-Length: 9\r\n\r\n123", b"HTTP/1.1 200 "),
+    ],
+    ids=[
+        "nothing",
+        "half a line",
+        "half the headers",
+        "half a body",
+        "half of a second call",
+        "a body that goes on after the answer",
+    ],
+)
 def test_who_says_half_of_something_is_closed(said: bytes, answer: bytes) -> None:
-    with serving(bytes_engine(), limits=Limits(header_seconds=0.2, read_seconds=0.2)) as server, connected(server, said) as (client,):
+    with (
+        serving(bytes_engine(), limits=Limits(header_seconds=0.2, read_seconds=0.2)) as server,
+        connected(server, said) as (client,),
+    ):
         found = rest(client)
         assert found.startswith(answer) and found.count(b"HTTP/1.1") == 1, found
         until(lambda: not server.server.server_state.connections)
@@ -65,7 +85,10 @@ def test_three_hundred_half_sent_headers_keep_nobody_out() -> None:
 
 def test_where_all_wait_for_answers_a_new_connection_is_told_to_come_again() -> None:
     limits = Limits(connections=2, header_seconds=EVER, read_seconds=EVER)
-    with serving(bytes_engine(), limits=limits) as server, connected(server, HEADERS + b"\r\n", HEADERS + b"\r\n") as calls:
+    with (
+        serving(bytes_engine(), limits=limits) as server,
+        connected(server, HEADERS + b"\r\n", HEADERS + b"\r\n") as calls,
+    ):
         until(lambda: len(server.server.server_state.tasks) == 2)
         with connected(server, HEALTH) as (client,):
             assert rest(client).startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")

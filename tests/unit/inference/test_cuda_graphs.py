@@ -35,36 +35,56 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("kind", [kind for kind, changes in KINDS.items() if "num_experts" not in changes])
 def test_recorded_steps_are_the_recomputation_of_the_whole_text(recorded: list[tuple[int, int]], kind: str) -> None:
     model, texts = network(kind), prompts(7)
-    replies = engine_of(model, together=5, block=3).run([greedy(text, 8 + 3 * number) for number, text in enumerate(texts)])
+    replies = engine_of(model, together=5, block=3).run(
+        [greedy(text, 8 + 3 * number) for number, text in enumerate(texts)]
+    )
     for number, (text, reply) in enumerate(zip(texts, replies, strict=True)):
         assert list(reply.ids) == slowly(model, text, 8 + 3 * number)[0]
     assert {rows for rows, _ in recorded} >= {1, 4, 8} and len({keys for _, keys in recorded}) > 1
-    assert len(recorded) == len(set(recorded)) < sum(len(reply.ids) for reply in replies) / 4, "each shape is recorded once"
+    assert len(recorded) == len(set(recorded)) < sum(len(reply.ids) for reply in replies) / 4, (
+        "each shape is recorded once"
+    )
 
 
 def test_drawn_tokens_and_scores_are_the_same_recorded_or_not(recorded: list[tuple[int, int]]) -> None:
     model = network()
-    asked = [Request(text, 14, Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2), seed=number, ignore_eod=True, logprobs=True,
-                     top_logprobs=2) for number, text in enumerate(prompts(4))]
+    asked = [
+        Request(
+            text,
+            14,
+            Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2),
+            seed=number,
+            ignore_eod=True,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        for number, text in enumerate(prompts(4))
+    ]
     plain = engine_of(model, inference_dynamic_batching_num_cuda_graphs=0).run(asked)
     assert not recorded
     found = engine_of(model).run(asked)
     assert recorded and [reply.ids for reply in found] == [reply.ids for reply in plain]
     for ours, theirs in zip(found, plain, strict=True):
-        assert [token.logprob for token in ours.tokens] == pytest.approx([token.logprob for token in theirs.tokens], abs=1e-9)
+        assert [token.logprob for token in ours.tokens] == pytest.approx(
+            [token.logprob for token in theirs.tokens], abs=1e-9
+        )
 
 
 def test_the_shape_longest_unused_is_recorded_anew(recorded: list[tuple[int, int]]) -> None:
     engine_ = engine_of(network(), inference_dynamic_batching_num_cuda_graphs=1)
     for count in (1, 2, 1):
         texts = prompts(count, shortest=3, longest=3)
-        assert [list(reply.ids) for reply in engine_.run([greedy(text, 4) for text in texts])] == [slowly(network(), text, 4)[0] for text in texts]
+        assert [list(reply.ids) for reply in engine_.run([greedy(text, 4) for text in texts])] == [
+            slowly(network(), text, 4)[0] for text in texts
+        ]
     assert [rows for rows, _ in recorded] == [1, 2, 1]
 
 
 def test_steps_of_many_ranks_of_experts_or_without_a_gpu_are_not_recorded() -> None:
     assert cuda_graphs.unfit([network()]) == "there is no GPU"
-    with pytest.raises(ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"):
+    with pytest.raises(
+        ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"
+    ):
         engine_of(network(), inference_dynamic_batching_num_cuda_graphs=4)
     assert engine_of(network()).runner.networks[0].captured_graphs is None
     assert "too small" in " ".join(InferenceConfig(inference_dynamic_batching_num_cuda_graphs=-1).problems())

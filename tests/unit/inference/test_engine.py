@@ -17,14 +17,27 @@ from megatron.inference.engine import Engine
 from megatron.inference.requests import Busy, Event, Reply, Request
 from megatron.inference.sampling import Sampling
 from tests.helpers import tiny
-from tests.unit.inference.serving import KINDS, POSITIONS, engine_of, gigabytes, greedy, network, prompts, scores, slowly, stages_on
+from tests.unit.inference.serving import (
+    KINDS,
+    POSITIONS,
+    engine_of,
+    gigabytes,
+    greedy,
+    network,
+    prompts,
+    scores,
+    slowly,
+    stages_on,
+)
 
 TIGHT = {"block": 3, "tokens": 7, "together": 4}  # prompts are read in pieces, and texts cross many blocks
 WARM = Sampling(temperature=0.9, top_p=0.95)
 
 
 def near(found: list[float | None], expected: list[float]) -> None:
-    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["whole", "pieces"])
@@ -41,21 +54,31 @@ def test_decoding_with_the_cache_is_the_recomputation_of_the_whole_text(kind: st
 
 def test_fp32_decoding_is_the_recomputation_to_five_digits() -> None:
     model = stages_on(1, fp64=False, init_method_std=0.2)[0]
-    for text, reply in zip(prompts(6), engine_of(model, **TIGHT).run([greedy(text, 12, logprobs=True) for text in prompts(6)]), strict=True):
+    for text, reply in zip(
+        prompts(6), engine_of(model, **TIGHT).run([greedy(text, 12, logprobs=True) for text in prompts(6)]), strict=True
+    ):
         ids, logprobs = slowly(model, text, 12)
         assert list(reply.ids) == ids
-        torch.testing.assert_close(torch.tensor([token.logprob for token in reply.tokens]), torch.tensor(logprobs), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor([token.logprob for token in reply.tokens]), torch.tensor(logprobs), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["whole", "pieces"])
 def test_log_probabilities_of_a_prompt_are_those_of_one_pass(settings: dict[str, Any]) -> None:
     model, texts = network(), prompts(5, longest=40)
-    asked = [greedy(text, count, prompt_logprobs=True, logprobs=True, top_logprobs=3) for text, count in zip(texts, (0, 4, 0, 1, 2), strict=True)]
+    asked = [
+        greedy(text, count, prompt_logprobs=True, logprobs=True, top_logprobs=3)
+        for text, count in zip(texts, (0, 4, 0, 1, 2), strict=True)
+    ]
     for request, reply in zip(asked, engine_of(model, **settings).run(asked), strict=True):
         whole = request.prompt + reply.ids
         expected, said = scores(model, whole), (*reply.prompt, *reply.tokens)
         assert [token.id for token in said] == list(whole) and said[0].logprob is None and reply.reason == "length"
-        near([token.logprob for token in said[1:]], [float(row[token]) for row, token in zip(expected, whole[1:], strict=False)])
+        near(
+            [token.logprob for token in said[1:]],
+            [float(row[token]) for row, token in zip(expected, whole[1:], strict=False)],
+        )
         for row, token in zip(expected, said[1:], strict=False):
             best = row.topk(3)
             assert [number for number, _ in token.top] == best.indices.tolist()
@@ -66,13 +89,22 @@ def test_a_prompt_of_more_places_than_are_scored_at_once_is_scored_whole() -> No
     model = stages_on(1, max_position_embeddings=700, seq_length=700)[0]
     (text,) = prompts(1, shortest=600, longest=600)
     (reply,) = engine_of(model).run([greedy(text, 0, prompt_logprobs=True)])
-    near([token.logprob for token in reply.prompt[1:]], [float(row[token]) for row, token in zip(scores(model, text), text[1:], strict=False)])
+    near(
+        [token.logprob for token in reply.prompt[1:]],
+        [float(row[token]) for row, token in zip(scores(model, text), text[1:], strict=False)],
+    )
 
 
-@pytest.mark.parametrize("sampling", [WARM, replace(WARM, repetition_penalty=1.3), Sampling(top_k=8, min_p=0.02)], ids=["top-p", "penalty", "min-p"])
+@pytest.mark.parametrize(
+    "sampling",
+    [WARM, replace(WARM, repetition_penalty=1.3), Sampling(top_k=8, min_p=0.02)],
+    ids=["top-p", "penalty", "min-p"],
+)
 def test_a_text_does_not_depend_on_what_else_is_decoded(sampling: Sampling) -> None:
     model = network()
-    requests = [Request(text, 5 + 3 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(10))]
+    requests = [
+        Request(text, 5 + 3 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(10))
+    ]
     together = [reply.ids for reply in engine_of(model, together=6, tokens=16).run(requests)]
     alone = [engine_of(model).run([request])[0].ids for request in requests]
     backwards = [reply.ids for reply in engine_of(model, together=3, block=5).run(requests[::-1])][::-1]
@@ -97,22 +129,31 @@ def test_requests_without_a_seed_draw_differently_and_say_with_what() -> None:
 def test_padded_ids_are_never_drawn() -> None:
     model = network()
     assert model.build.model.padded_vocab_size > tiny.VOCABULARY
-    drawn = [token for reply in engine_of(model).run([Request((3,), 60, Sampling(temperature=1e6), seed=seed, ignore_eod=True)
-                                                      for seed in range(6)]) for token in reply.ids]
+    drawn = [
+        token
+        for reply in engine_of(model).run(
+            [Request((3,), 60, Sampling(temperature=1e6), seed=seed, ignore_eod=True) for seed in range(6)]
+        )
+        for token in reply.ids
+    ]
     assert max(drawn) < tiny.VOCABULARY and len(set(drawn)) > 40
 
 
 def test_blocks_that_run_short_make_the_last_wait_and_change_no_text() -> None:
     model = network()
-    requests = [Request(text, 30, WARM, seed=number, ignore_eod=True, prompt_logprobs=number == 2, logprobs=True)
-                for number, text in enumerate(prompts(6, shortest=10, longest=20))]
+    requests = [
+        Request(text, 30, WARM, seed=number, ignore_eod=True, prompt_logprobs=number == 2, logprobs=True)
+        for number, text in enumerate(prompts(6, shortest=10, longest=20))
+    ]
     expected = engine_of(model).run(requests)
     engine = engine_of(model, block=4, together=6, gb=gigabytes(model, 80))
     found = engine.run(requests)
     assert engine.metrics().preempted > 0, "the cache is large enough for all"
     assert [reply.ids for reply in found] == [reply.ids for reply in expected]
-    near([token.logprob for reply in found for token in (*reply.prompt[1:], *reply.tokens)],
-         [token.logprob for reply in expected for token in (*reply.prompt[1:], *reply.tokens)])
+    near(
+        [token.logprob for reply in found for token in (*reply.prompt[1:], *reply.tokens)],
+        [token.logprob for reply in expected for token in (*reply.prompt[1:], *reply.tokens)],
+    )
     assert engine.metrics().blocks_used == 0
 
 
@@ -122,12 +163,18 @@ def test_a_prompt_that_had_to_wait_amid_its_scoring_is_scored_once() -> None:
     asked = [*(greedy(text, 40) for text in prompts(3, shortest=4, longest=4)), greedy(long, 2, prompt_logprobs=True)]
     reply = engine.run(asked)[-1]
     assert engine.metrics().preempted > 0 and [token.id for token in reply.prompt] == list(long)
-    near([token.logprob for token in reply.prompt[1:]], [float(row[token]) for row, token in zip(scores(model, long), long[1:], strict=False)])
+    near(
+        [token.logprob for token in reply.prompt[1:]],
+        [float(row[token]) for row, token in zip(scores(model, long), long[1:], strict=False)],
+    )
 
 
 def test_who_came_last_makes_room_for_a_prompt_though_it_was_to_decode_in_the_same_step() -> None:
     model = stages_on(1, max_position_embeddings=700, seq_length=700)[0]
-    (long,), (short,) = prompts(1, shortest=600, longest=600), prompts(1, shortest=60, longest=60)  # 256 places are scored in a step
+    (long,), (short,) = (
+        prompts(1, shortest=600, longest=600),
+        prompts(1, shortest=60, longest=60),
+    )  # 256 places are scored in a step
     engine = engine_of(model, block=4, together=2, length=620, gb=gigabytes(model, 640))
     first, second = engine.run([greedy(long, 1, prompt_logprobs=True), greedy(short, 12)])
     assert engine.metrics().preempted > 0
@@ -158,7 +205,9 @@ def test_what_is_kept_gives_way_to_what_is_needed() -> None:
     engine = engine_of(model, block=4, together=2, gb=gigabytes(model, 96))
     for seed in range(6):
         texts = prompts(2, shortest=20, longest=30, seed=seed)
-        assert [list(reply.ids) for reply in engine.run([greedy(text, 8) for text in texts])] == [slowly(model, text, 8)[0] for text in texts]
+        assert [list(reply.ids) for reply in engine.run([greedy(text, 8) for text in texts])] == [
+            slowly(model, text, 8)[0] for text in texts
+        ]
     assert engine.metrics().blocks_used == 0 and engine.metrics().preempted == 0
 
 
@@ -200,7 +249,11 @@ def test_a_cancelled_request_says_what_it_has_and_frees_its_blocks(steps: int) -
         pass
     assert events[-1].reply is not None and events[-1].reply.reason == "cancelled" and len(events[-1].reply.tokens) < 20
     assert others[-1].reply is not None and list(others[-1].reply.ids) == slowly(network(), (3, 1, 4), 12)[0]
-    assert engine.metrics().blocks_used == 0 and engine.idle and engine.metrics().finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
+    assert (
+        engine.metrics().blocks_used == 0
+        and engine.idle
+        and engine.metrics().finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
+    )
 
 
 def test_the_end_of_document_and_stop_ids_end_a_text_and_are_not_given() -> None:
@@ -208,11 +261,11 @@ def test_the_end_of_document_and_stop_ids_end_a_text_and_are_not_given() -> None
     free = slowly(model, (3, 1, 4), 12)[0]
     stop = free[6]
     (reply,) = engine_of(model).run([greedy((3, 1, 4), 12, stop_ids=(stop,))])
-    assert (list(reply.ids), reply.reason) == (free[:free.index(stop)], "stop")
+    assert (list(reply.ids), reply.reason) == (free[: free.index(stop)], "stop")
     tokenizer = NullTokenizer(tiny.VOCABULARY)
     tokenizer.eod = stop
     ends, goes_on = engine_of(model, tokenizer).run([greedy((3, 1, 4), 12, ignore_eod=False), greedy((3, 1, 4), 12)])
-    assert (list(ends.ids), ends.reason) == (free[:free.index(stop)], "stop")
+    assert (list(ends.ids), ends.reason) == (free[: free.index(stop)], "stop")
     assert (list(goes_on.ids), goes_on.reason) == (free, "length")
 
 
@@ -223,7 +276,7 @@ def test_a_stop_word_ends_a_text_where_it_begins(keep: bool) -> None:
     word = f" {free[4]} {free[5]} "
     (reply,) = engine_of(model).run([greedy((3, 1, 4), 12, stop_words=(word, "never"), keep_stop=keep)])
     text = "".join(f" {token}" for token in free)
-    assert reply.reason == "stop" and reply.text == text[:text.index(word) + len(word) * keep] and len(reply.ids) <= 7
+    assert reply.reason == "stop" and reply.text == text[: text.index(word) + len(word) * keep] and len(reply.ids) <= 7
 
 
 class Colons(NullTokenizer):
@@ -241,7 +294,9 @@ def test_a_line_does_not_end_with_a_colon_if_that_is_asked_for() -> None:
     model = network()
     free = slowly(model, (3, 1, 4), 8)[0]
     colon, newline = free[0], free[1]
-    runs = engine_of(model, Colons(colon, newline)).run([greedy((3, 1, 4), 8), greedy((3, 1, 4), 8, newline_after_colon=False)])
+    runs = engine_of(model, Colons(colon, newline)).run(
+        [greedy((3, 1, 4), 8), greedy((3, 1, 4), 8, newline_after_colon=False)]
+    )
     assert list(runs[0].ids) == free and runs[1].ids[0] == colon
     second = scores(model, (3, 1, 4, colon))[-1].topk(2).indices[1]
     assert runs[1].ids[1] == int(second)
@@ -253,23 +308,35 @@ def test_repeated_tokens_are_penalized_by_the_published_formula() -> None:
     ids = [3, 1, 4]
     for _ in range(12):
         with torch.no_grad():
-            logits = model(ids=torch.tensor([ids]))[-1, 0, :tiny.VOCABULARY].tolist()
-        ids.append(max(range(tiny.VOCABULARY), key=lambda token: logits[token] if token not in ids else (
-            logits[token] / penalty if logits[token] > 0 else logits[token] * penalty)))
+            logits = model(ids=torch.tensor([ids]))[-1, 0, : tiny.VOCABULARY].tolist()
+        ids.append(
+            max(
+                range(tiny.VOCABULARY),
+                key=lambda token: (
+                    logits[token]
+                    if token not in ids
+                    else (logits[token] / penalty if logits[token] > 0 else logits[token] * penalty)
+                ),
+            )
+        )
     assert list(reply.ids) == ids[3:] != slowly(model, (3, 1, 4), 12)[0]
 
 
-@pytest.mark.parametrize("request_, words", [
-    (lambda: Request((1,) * POSITIONS, 2), "more than the 64 positions"),
-    (lambda: Request((1, 99), 2), "[99] are no ids of the network's 50"),
-    (lambda: Request((), 2), "a prompt has no tokens"),
-    (lambda: Request((1,), 0), "no new tokens and no log-probabilities"),
-    (lambda: Request((1,), 1, top_logprobs=2), "named with log-probabilities only"),
-    (lambda: Request((1,), 1, stop_words=("",)), "a stop word is empty"),
-    (lambda: Request((1,), 1, seed=-1), "seed -1 is negative"),
-    (lambda: Request((1,), 1, Sampling(temperature=float("nan"))), "temperature nan"),
-    (lambda: Request((1,), 1, Sampling(top_p_decay=0.5)), "need a top-p"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (lambda: Request((1,) * POSITIONS, 2), "more than the 64 positions"),
+        (lambda: Request((1, 99), 2), "[99] are no ids of the network's 50"),
+        (lambda: Request((), 2), "a prompt has no tokens"),
+        (lambda: Request((1,), 0), "no new tokens and no log-probabilities"),
+        (lambda: Request((1,), 1, top_logprobs=2), "named with log-probabilities only"),
+        (lambda: Request((1,), 1, stop_words=("",)), "a stop word is empty"),
+        (lambda: Request((1,), 1, seed=-1), "seed -1 is negative"),
+        (lambda: Request((1,), 1, Sampling(temperature=float("nan"))), "temperature nan"),
+        (lambda: Request((1,), 1, Sampling(top_p_decay=0.5)), "need a top-p"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_what_cannot_be_served_is_refused_with_the_reason(request_: Callable[[], Request], words: str) -> None:
     engine = engine_of(network())
     with pytest.raises(ConfigError) as caught:
@@ -277,10 +344,17 @@ def test_what_cannot_be_served_is_refused_with_the_reason(request_: Callable[[],
     assert words in str(caught.value) and engine.idle
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"together": 0}, "--inference-max-requests 0"), ({"block": 0}, "block-size 0"), ({"tokens": 3}, "less than --inference-max-requests"),
-    ({"gb": 1e-6}, "fewer than one text of 64"), ({"guesses": 2}, "needs a draft model"), ({"length": 1}, "--inference-max-seq-length 1"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"together": 0}, "--inference-max-requests 0"),
+        ({"block": 0}, "block-size 0"),
+        ({"tokens": 3}, "less than --inference-max-requests"),
+        ({"gb": 1e-6}, "fewer than one text of 64"),
+        ({"guesses": 2}, "needs a draft model"),
+        ({"length": 1}, "--inference-max-seq-length 1"),
+    ],
+)
 def test_settings_that_do_not_fit_are_refused_with_what_to_do(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         engine_of(network(), **settings)
@@ -304,7 +378,9 @@ def test_too_many_waiting_requests_are_turned_away() -> None:
 def test_a_long_prompt_waits_for_room_when_it_may_not_be_cut() -> None:
     model, texts = network(), prompts(4, shortest=12, longest=12)
     engine = engine_of(model, enable_chunked_prefill=False, tokens=16, together=4)
-    assert [list(reply.ids) for reply in engine.run([greedy(text, 6) for text in texts])] == [slowly(model, text, 6)[0] for text in texts]
+    assert [list(reply.ids) for reply in engine.run([greedy(text, 6) for text in texts])] == [
+        slowly(model, text, 6)[0] for text in texts
+    ]
     with pytest.raises(ConfigError, match="--no-enable-chunked-prefill"):
         engine.submit(greedy((1,) * 14, 2), lambda _: None)
 
@@ -313,32 +389,50 @@ def test_a_long_prompt_waits_for_room_when_it_may_not_be_cut() -> None:
 def test_no_settings_change_a_text(seed: int) -> None:
     random = Random(seed)
     model, beginning = network(), prompts(1, shortest=9, longest=9)[0]
-    texts = [text if random.random() < 0.5 else beginning[:random.randint(1, 9)] + text for text in prompts(8, longest=12, seed=seed)]
+    texts = [
+        text if random.random() < 0.5 else beginning[: random.randint(1, 9)] + text
+        for text in prompts(8, longest=12, seed=seed)
+    ]
     counts = [random.randint(1, 30) for _ in texts]
     guesses, together = random.choice((0, 1, 4)), random.randint(1, 5)
     room = random.randint(64 + 1 + guesses, 160)  # tokens: from one text at its longest
-    engine = engine_of(model, draft=network(seed=random.choice((7, 8))) if guesses else None, guesses=guesses, together=together,
-                       block=random.choice((1, 2, 3, 8)), tokens=together * (1 + guesses) + random.randint(0, 10),
-                       sharing=random.random() < 0.7, gb=(1 + (guesses > 0)) * gigabytes(model, room + 8))
+    engine = engine_of(
+        model,
+        draft=network(seed=random.choice((7, 8))) if guesses else None,
+        guesses=guesses,
+        together=together,
+        block=random.choice((1, 2, 3, 8)),
+        tokens=together * (1 + guesses) + random.randint(0, 10),
+        sharing=random.random() < 0.7,
+        gb=(1 + (guesses > 0)) * gigabytes(model, room + 8),
+    )
     found = engine.run([greedy(text, count) for text, count in zip(texts, counts, strict=True)])
-    assert [list(reply.ids) for reply in found] == [slowly(model, text, count)[0] for text, count in zip(texts, counts, strict=True)]
+    assert [list(reply.ids) for reply in found] == [
+        slowly(model, text, count)[0] for text, count in zip(texts, counts, strict=True)
+    ]
     assert engine.metrics().blocks_used == 0
 
 
 def test_a_text_that_had_to_wait_goes_on_though_it_has_outgrown_one_pass() -> None:
     model, texts = network(), prompts(3, shortest=10, longest=12)
     engine = engine_of(model, enable_chunked_prefill=False, tokens=16, together=3, block=4, gb=gigabytes(model, 72))
-    assert [list(reply.ids) for reply in engine.run([greedy(text, 40) for text in texts])] == [slowly(model, text, 40)[0] for text in texts]
+    assert [list(reply.ids) for reply in engine.run([greedy(text, 40) for text in texts])] == [
+        slowly(model, text, 40)[0] for text in texts
+    ]
     assert engine.metrics().preempted > 0
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_half_formats_decode_what_they_recompute_to_their_precision(half: str) -> None:
     model = stages_on(1, fp64=False, init_method_std=0.1, **{half: True})[0]
-    for text, reply in zip(prompts(4), engine_of(model, **TIGHT).run([greedy(text, 8, logprobs=True) for text in prompts(4)]), strict=True):
-        expected = scores(model, text + reply.ids)[len(text) - 1:]
+    for text, reply in zip(
+        prompts(4), engine_of(model, **TIGHT).run([greedy(text, 8, logprobs=True) for text in prompts(4)]), strict=True
+    ):
+        expected = scores(model, text + reply.ids)[len(text) - 1 :]
         found = [token.logprob for token in reply.tokens]
-        assert found == pytest.approx([float(row[token]) for row, token in zip(expected, reply.ids, strict=False)], abs=0.05)
+        assert found == pytest.approx(
+            [float(row[token]) for row, token in zip(expected, reply.ids, strict=False)], abs=0.05
+        )
 
 
 def test_logits_that_are_no_numbers_are_an_error_of_the_request() -> None:
@@ -385,4 +479,6 @@ def test_top_p_shrinks_after_every_token_down_to_its_bound() -> None:
     assert [sampling.at(number).top_p for number in range(12)] == pytest.approx(limits)
     for number, token in enumerate(reply.ids):
         shares = (scores(model, (3, 1, *reply.ids[:number]))[-1] / 3.0).softmax(-1)
-        assert float(shares[shares > shares[token]].sum()) < limits[number], "a token outside of the likeliest that reach p"
+        assert float(shares[shares > shares[token]].sum()) < limits[number], (
+            "a token outside of the likeliest that reach p"
+        )

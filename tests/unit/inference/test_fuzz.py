@@ -20,16 +20,25 @@ from tests.unit.inference.clients import Answer, Running, bytes_engine, serving
 GOOD: dict[str, dict[str, Any]] = {
     "/api": {"prompts": ["a"], "tokens_to_generate": 2, "random_seed": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "seed": 1},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}}
-NAMES = {"/api": [field.name for field in put_api.FIELDS], "/v1/completions": [field.name for field in openai.COMPLETION],
-         "/v1/chat/completions": [field.name for field in openai.CHAT]}
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+NAMES = {
+    "/api": [field.name for field in put_api.FIELDS],
+    "/v1/completions": [field.name for field in openai.COMPLETION],
+    "/v1/chat/completions": [field.name for field in openai.CHAT],
+}
 PATHS = st.sampled_from(sorted(GOOD))
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # halves of surrogate pairs, too
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([2**63, -2**64, 10**400, -0.0, 5e-324, 1.7e308]))
-VALUES = st.recursive(st.one_of(st.none(), st.booleans(), NUMBERS, TEXT), lambda inner: st.one_of(
-    st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=3)), max_leaves=8)
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([2**63, -(2**64), 10**400, -0.0, 5e-324, 1.7e308]))
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=3)),
+    max_leaves=8,
+)
 BODY_BYTES = 20_000
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ POSITIONS = 16
 @cache
 def model(positions: str = "learned_absolute", vocabulary: int = tiny.VOCABULARY) -> GPTModel:
     """A whole untrained network with few positions."""
-    return stages_on(1, vocabulary, position_embedding_type=positions, max_position_embeddings=POSITIONS, seq_length=POSITIONS)[0]
+    return stages_on(
+        1, vocabulary, position_embedding_type=positions, max_position_embeddings=POSITIONS, seq_length=POSITIONS
+    )[0]
 
 
 def engine(positions: str = "learned_absolute") -> Engine:
@@ -35,14 +37,16 @@ def recomputed(network: GPTModel, ids: list[int], count: int) -> list[int]:
     for _ in range(count):
         with torch.no_grad():
             logits = network(ids=torch.tensor([ids[-POSITIONS:]]))
-        ids.append(int(logits[-1, 0, :network.build.model.true_vocab_size].argmax()))
+        ids.append(int(logits[-1, 0, : network.build.model.true_vocab_size].argmax()))
     return ids[-count:]
 
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "none"])
 def test_a_greedy_continuation_is_the_step_by_step_recomputation(positions: str) -> None:
     ids = [3, 1, 4, 1, 5]
-    assert continuation(engine(positions), ids, num_tokens=10, sampling=GREEDY, ends=False) == recomputed(model(positions), ids, 10)
+    assert continuation(engine(positions), ids, num_tokens=10, sampling=GREEDY, ends=False) == recomputed(
+        model(positions), ids, 10
+    )
 
 
 @pytest.mark.parametrize("length", [1, 12, 16, 30])
@@ -65,10 +69,13 @@ def test_it_stops_at_the_end_of_document_and_does_not_give_it() -> None:
         tokenizer = NullTokenizer(tiny.VOCABULARY)
         tokenizer.eod = stop
         found = continuation(engine_of(model(), tokenizer), [3, 1, 4], num_tokens=30, sampling=GREEDY)
-        assert found == free[:free.index(stop)]
+        assert found == free[: free.index(stop)]
 
 
-TOKENIZERS: dict[str, tuple[Tokenizer, str]] = {"bytes": (ByteTokenizer(), "abc"), "numbers": (NullTokenizer(256), "3 1")}
+TOKENIZERS: dict[str, tuple[Tokenizer, str]] = {
+    "bytes": (ByteTokenizer(), "abc"),
+    "numbers": (NullTokenizer(256), "3 1"),
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -84,7 +91,9 @@ def test_a_text_is_continued_as_text(name: str, count: int) -> None:
 def test_texts_decoded_together_are_those_decoded_alone() -> None:
     asked, prompts = engine_of(network(vocabulary=257), ByteTokenizer()), ["a", "", "abcdef", "x" * 70]
     together = generate_texts(asked, prompts, num_tokens=10, sampling=Sampling(0.8), seed=3)
-    assert together == [generate_text(asked, prompt, num_tokens=10, sampling=Sampling(0.8), seed=3) for prompt in prompts]
+    assert together == [
+        generate_text(asked, prompt, num_tokens=10, sampling=Sampling(0.8), seed=3) for prompt in prompts
+    ]
 
 
 def test_an_empty_prompt_begins_a_document() -> None:

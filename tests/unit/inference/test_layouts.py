@@ -17,7 +17,11 @@ from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import EXPERTS, LATENT, prompts, stages_on
 
-SETTINGS = {"inference_dynamic_batching_block_size": 4, "inference_dynamic_batching_max_tokens": 16, "inference_max_requests": 4}
+SETTINGS = {
+    "inference_dynamic_batching_block_size": 4,
+    "inference_dynamic_batching_max_tokens": 16,
+    "inference_max_requests": 4,
+}
 NETWORK = {"num_layers": 4, "init_method_std": 0.3}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
@@ -33,7 +37,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert_model_parallel_size": 2, **EXPERTS}),
     "ep2 alltoall": (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", **EXPERTS}),
     "tp2 experts": (2, {"tensor_model_parallel_size": 2, **EXPERTS}),
-    "tp2 ep2 pp2": (8, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **EXPERTS}),
+    "tp2 ep2 pp2": (
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            **EXPERTS,
+        },
+    ),
     "pp2 ahead": (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
     "tp2 dp2 ahead": (4, {"tensor_model_parallel_size": 2, "mtp_num_layers": 2}),
     "pp2 dp2 tied": (4, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}),
@@ -45,8 +57,18 @@ def requests() -> list[Request]:
     asked = []
     for number, text in enumerate(prompts(9, longest=24)):
         sampling = Sampling(0.0) if number % 2 else Sampling(0.9, top_p=0.9, repetition_penalty=1.1)
-        asked.append(Request(text, 6 + number, sampling, seed=number, ignore_eod=number != 3, logprobs=True, top_logprobs=2 * (number == 4),
-                             prompt_logprobs=number % 3 == 0))
+        asked.append(
+            Request(
+                text,
+                6 + number,
+                sampling,
+                seed=number,
+                ignore_eod=number != 3,
+                logprobs=True,
+                top_logprobs=2 * (number == 4),
+                prompt_logprobs=number % 3 == 0,
+            )
+        )
     return asked
 
 
@@ -55,7 +77,9 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     size = dist.get_world_size() if dist.is_initialized() else 1
     stages = stages_on(size, **{**NETWORK, **changes})
     draft = stages_on(size, seed=8, **{**NETWORK, **changes}) if guesses and "mtp_num_layers" not in changes else []
-    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft)
+    engine = Engine(
+        stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft
+    )
     if not engine.mesh.world.is_first:
         engine.follow()
         return None

@@ -56,6 +56,7 @@ def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
 def test_the_lost_rank_explains_a_pass_that_fails() -> None:
     engine = engine_of(network())
     with watched() as (liveness, rank), Service(engine, liveness) as service:
+
         def broken(*_: Any) -> None:
             threading.Timer(0.1, rank.close).start()  # the news may come after the failure
             raise RuntimeError("Connection closed by peer")

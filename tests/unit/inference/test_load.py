@@ -51,23 +51,44 @@ def cases(count: int) -> list[Case]:
             return Request(tuple(text.encode()), length, sampling, seed + place, **changes)
 
         if kind == "api":
-            body = {"prompts": [prompt, prompt + "x"], "tokens_to_generate": length, "random_seed": seed, **({"top_k": 1} if greedy else {"top_p": 0.9})}
+            body = {
+                "prompts": [prompt, prompt + "x"],
+                "tokens_to_generate": length,
+                "random_seed": seed,
+                **({"top_k": 1} if greedy else {"top_p": 0.9}),
+            }
             one = Sampling(1.0, top_k=1) if greedy else sampling
-            requests = tuple(Request(tuple(text.encode()), length, one, seed + place) for place, text in enumerate(body["prompts"]))
+            requests = tuple(
+                Request(tuple(text.encode()), length, one, seed + place) for place, text in enumerate(body["prompts"])
+            )
             found.append(Case(kind, "/api", body, requests))
         elif kind == "several":
-            found.append(Case(kind, COMPLETIONS, {**asked, "n": 3, "logprobs": 1}, tuple(request(prompt, place) for place in range(3))))
+            found.append(
+                Case(
+                    kind,
+                    COMPLETIONS,
+                    {**asked, "n": 3, "logprobs": 1},
+                    tuple(request(prompt, place) for place in range(3)),
+                )
+            )
         elif kind == "stop":
             words = [chr(chance.randrange(32, 127)) for _ in range(6)]
             found.append(Case(kind, COMPLETIONS, {**asked, "stop": words}, (request(prompt, stop_words=tuple(words)),)))
         elif kind.startswith("chat"):
             written = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": length, **usual, "stream": kind != "chat"}
+            body = {
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": length,
+                **usual,
+                "stream": kind != "chat",
+            }
             found.append(Case(kind, CHAT, body, (request(written, stop_words=("<|im_end|>",)),)))
         elif kind == "bad":
             found.append(Case(kind, COMPLETIONS, {**asked, chance.choice(["temperature", "seed", "n", "stop"]): {}}))
         elif kind.startswith("leaves"):
-            found.append(Case(kind, COMPLETIONS, {**asked, "max_tokens": 200, "ignore_eos": True, "stream": kind != "leaves"}))
+            found.append(
+                Case(kind, COMPLETIONS, {**asked, "max_tokens": 200, "ignore_eos": True, "stream": kind != "leaves"})
+            )
         else:
             found.append(Case(kind, COMPLETIONS, {**asked, "stream": kind == "stream"}, (request(prompt),)))
     return found
@@ -87,25 +108,46 @@ def asked(server: Running, case: Case) -> Any:
         return answer.status
     if not case.body.get("stream"):
         found = answer.json
-        return [text[len(prompt):] for text, prompt in zip(found["text"], case.body["prompts"], strict=True)] if case.kind == "api" else [
-            choice["text"] if case.path == COMPLETIONS else choice["message"]["content"] for choice in found["choices"]]
+        return (
+            [text[len(prompt) :] for text, prompt in zip(found["text"], case.body["prompts"], strict=True)]
+            if case.kind == "api"
+            else [
+                choice["text"] if case.path == COMPLETIONS else choice["message"]["content"]
+                for choice in found["choices"]
+            ]
+        )
     *events, last, nothing = answer.text.split("\n\n")
     assert last == "data: [DONE]" and nothing == ""
-    choices = [choice for event in events if event.startswith("data: ") for choice in json.loads(event.removeprefix("data: "))["choices"]]
-    return ["".join(choice["text"] if case.path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices)]
+    choices = [
+        choice
+        for event in events
+        if event.startswith("data: ")
+        for choice in json.loads(event.removeprefix("data: "))["choices"]
+    ]
+    return [
+        "".join(
+            choice["text"] if case.path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices
+        )
+    ]
 
 
 def counts(server: Running) -> dict[str, float]:
     """/metrics."""
     lines = [line for line in server.ask("GET", "/metrics").text.splitlines() if not line.startswith("#")]
-    return {name.removeprefix("megatron_inference_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    return {
+        name.removeprefix("megatron_inference_"): float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines)
+    }
 
 
 def loaded(count: int, **engine: Any) -> None:
     """All cases at once, on an engine that is too small for them."""
     asking, found = cases(count), dict[int, Any]()
     with serving(bytes_engine(waiting=4 * count, **engine)) as server:
-        threads = [threading.Thread(target=lambda number=number: found.update({number: asked(server, asking[number])})) for number in range(count)]
+        threads = [
+            threading.Thread(target=lambda number=number: found.update({number: asked(server, asking[number])}))
+            for number in range(count)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -115,7 +157,9 @@ def loaded(count: int, **engine: Any) -> None:
     alone = iter(bytes_engine().run([request for case in asking for request in case.requests]))
     expected: list[list[Reply]] = [[next(alone) for _ in case.requests] for case in asking]
     for number, (case, replies) in enumerate(zip(asking, expected, strict=True)):
-        wanted = {"bad": 400, "leaves": "left", "leaves stream": "left"}.get(case.kind, [reply.text for reply in replies])
+        wanted = {"bad": 400, "leaves": "left", "leaves stream": "left"}.get(
+            case.kind, [reply.text for reply in replies]
+        )
         assert found[number] == wanted, (number, case)
     tally(asking, expected, after)
 
@@ -131,7 +175,11 @@ def tally(asking: list[Case], expected: list[list[Reply]], after: dict[str, floa
     asked_of_engine = sum(reasons.values())
     assert asked_of_engine + kinds["leaves stream"] <= after["requests_total"] <= asked_of_engine + gone
     assert sum(value for name, value in after.items() if name.startswith("finished_total")) == after["requests_total"]
-    made = sum(len(reply.tokens) + (reply.reason == "stop" and len(reply.tokens) == 0) for replies in expected for reply in replies)
+    made = sum(
+        len(reply.tokens) + (reply.reason == "stop" and len(reply.tokens) == 0)
+        for replies in expected
+        for reply in replies
+    )
     assert made <= after["generated_tokens_total"] <= made + reasons["stop"] + 200 * gone
     assert after['http_answers_total{path="/api",status="200"}'] == kinds["api"]
     assert after[f'http_answers_total{{path="{COMPLETIONS}",status="400"}}'] == kinds["bad"]
@@ -143,6 +191,8 @@ def test_two_hundred_at_once_lose_nothing_and_cross_nothing() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", [{"together": 64, "block": 16}, {"together": 8, "block": 4, "tokens": 64, "gb": 0.0006}])
+@pytest.mark.parametrize(
+    "engine", [{"together": 64, "block": 16}, {"together": 8, "block": 4, "tokens": 64, "gb": 0.0006}]
+)
 def test_six_hundred_at_once_lose_nothing_and_cross_nothing(engine: dict[str, Any]) -> None:
     loaded(600, **engine)

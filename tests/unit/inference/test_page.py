@@ -40,7 +40,9 @@ def page(server: Running, shared: Page) -> Iterator[Page]:
     shared.asked.clear()
     shared.open(f"http://127.0.0.1:{server.port}/")
     yield shared
-    assert {urlsplit(address).netloc for address in shared.asked if not address.startswith("data:")} == {f"127.0.0.1:{server.port}"}
+    assert {urlsplit(address).netloc for address in shared.asked if not address.startswith("data:")} == {
+        f"127.0.0.1:{server.port}"
+    }
     assert not shared.problems
 
 
@@ -63,12 +65,15 @@ def test_a_prompt_is_continued_and_tokens_tell_their_chances(page: Page) -> None
     place = page.ask("[...document.querySelectorAll('.token')].findIndex(token => /^\\w$/.test(token.textContent))")
     page.point_at(f"document.querySelectorAll('.token')[{place}]")
     page.until("!document.getElementById('tip').hidden")
-    rows = page.ask("[...document.querySelectorAll('#tip tr')].map(row => [...row.cells].map(cell => cell.textContent))")
+    rows = page.ask(
+        "[...document.querySelectorAll('#tip tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
     chances = [float(chance.removesuffix(" %")) / 100 for _, chance in rows]
     likeliest = [math.exp(score) for _, score in reply.tokens[place].top]
     assert chances == pytest.approx(sorted(likeliest, reverse=True), abs=6e-4)
-    assert page.ask("[...document.querySelectorAll('#tip tr.picked')].map(row => JSON.parse(row.cells[0].textContent))") == [
-        chr(reply.ids[place])]
+    assert page.ask(
+        "[...document.querySelectorAll('#tip tr.picked')].map(row => JSON.parse(row.cells[0].textContent))"
+    ) == [chr(reply.ids[place])]
     page.press("Escape")
     assert page.ask("document.getElementById('tip').hidden")
     page.click("document.getElementById('keep')")
@@ -77,12 +82,16 @@ def test_a_prompt_is_continued_and_tokens_tell_their_chances(page: Page) -> None
 
 def test_text_streams_and_stops_when_it_is_told(page: Page, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     step = server.service.engine.step
-    monkeypatch.setattr(server.service.engine, "step", lambda: (time.sleep(0.03), step())[1])  # so that a busy browser is not outrun
+    monkeypatch.setattr(
+        server.service.engine, "step", lambda: (time.sleep(0.03), step())[1]
+    )  # so that a busy browser is not outrun
     before = server.service.engine.metrics().finished["cancelled"]
     for stop in ("key", "button"):
         ask(page, "a", max_tokens=255, temperature=2)
         page.until("document.querySelectorAll('.token').length > 2")
-        assert page.ask("document.getElementById('go').disabled"), "the text came at once, and proves nothing of streams"
+        assert page.ask("document.getElementById('go').disabled"), (
+            "the text came at once, and proves nothing of streams"
+        )
         if stop == "key":
             page.press("Escape")
         else:
@@ -107,6 +116,8 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page) -> None:
         page.until("!document.getElementById('go').disabled && document.querySelectorAll('.token').length")
         page.point_at("[...document.querySelectorAll('.token')].at(-1)")
         assert page.ask("[document.documentElement.scrollWidth, innerWidth]") == [375, 375]
-        assert page.ask("[...document.querySelectorAll('button')].every(button => button.getBoundingClientRect().height >= 44)")
+        assert page.ask(
+            "[...document.querySelectorAll('button')].every(button => button.getBoundingClientRect().height >= 44)"
+        )
     finally:
         page.send("Emulation.clearDeviceMetricsOverride")

@@ -28,27 +28,55 @@ from tests.unit.inference.serving import slowly
 
 TEXTS = ("3 1 4", "7", "2 7 1 8 2 8")
 WORDS = NullTokenizer(tiny.VOCABULARY)
-MODEL: dict[str, Any] = {"fp64": True, "init_method_std": 0.4, "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"}
+MODEL: dict[str, Any] = {
+    "fp64": True,
+    "init_method_std": 0.4,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+}
 NOISY: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "selective"},
-    "pipeline": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "recompute_granularity": "full",
-                 "recompute_method": "uniform", "recompute_num_layers": 1},
+    "pipeline": {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
     "sharded": {"use_torch_fsdp2": True},
-    "data": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
+    "data": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 3000,
+    },
 }
 KINDS: dict[str, dict[str, Any]] = {
     "dense": NOISY,
-    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-                "moe_aux_loss_coeff": (0.1,)},
+    "experts": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_aux_loss_coeff": (0.1,),
+    },
     "ahead": {"mtp_num_layers": 1, **NOISY},
 }
 
 
 def prompts(**changes: Any) -> Prompts:
     """Some, of which the likeliest continuation is asked for."""
-    return Prompts(**{"texts": TEXTS, "ids": tuple(tuple(map(int, text.split())) for text in TEXTS), "num_tokens": 6,
-                      "sampling": Sampling(0.0), "seed": 5, **changes})
+    return Prompts(
+        **{
+            "texts": TEXTS,
+            "ids": tuple(tuple(map(int, text.split())) for text in TEXTS),
+            "num_tokens": 6,
+            "sampling": Sampling(0.0),
+            "seed": 5,
+            **changes,
+        }
+    )
 
 
 def stretch(changes: dict[str, Any], samples: Prompts | None) -> tuple[list[float], list[Any], list[list[str]]]:
@@ -57,7 +85,9 @@ def stretch(changes: dict[str, Any], samples: Prompts | None) -> tuple[list[floa
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(size, **{**MODEL, **changes})))
     losses, said = list[float](), list[list[str]]()
     for _ in range(3):
-        step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))  # which may leave weights on their way
+        step = train_step(
+            trainer, tiny.batches(trainer.run, trainer.progress.iteration)
+        )  # which may leave weights on their way
         losses += collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         if samples is not None:
             with resting(trainer):
@@ -77,7 +107,7 @@ def likeliest(model: GPTModel) -> list[str]:
     texts = []
     for ids in prompts().ids:
         new = slowly(model, ids, 6)[0]
-        texts.append(" ".join(map(str, new[:new.index(WORDS.eod)] if WORDS.eod in new else new)))
+        texts.append(" ".join(map(str, new[: new.index(WORDS.eod)] if WORDS.eod in new else new)))
     return texts
 
 
@@ -124,8 +154,11 @@ def test_prompts_are_lines_and_what_cannot_be_continued_is_refused(tmp_path: Pat
     (tmp_path / "good").write_text("3 1 4\n\n  \n7\n")
     found = read_prompts(str(tmp_path / "good"), WORDS, **settings)
     assert found == Prompts(("3 1 4", "7"), ((3, 1, 4), (7,)), 6, Sampling(0.5), 5)
-    for text, said in (("\n", "has no prompts"), ("1\n3 1 4 1 5\n", "line 2: 5 tokens and --eval-generate-tokens 6 are more than the 10"),
-                       ("a b\n", "line 1 cannot be read")):
+    for text, said in (
+        ("\n", "has no prompts"),
+        ("1\n3 1 4 1 5\n", "line 2: 5 tokens and --eval-generate-tokens 6 are more than the 10"),
+        ("a b\n", "line 1 cannot be read"),
+    ):
         (tmp_path / "bad").write_text(text)
         with pytest.raises(ConfigError, match=said):
             read_prompts(str(tmp_path / "bad"), WORDS, **settings)
@@ -133,27 +166,57 @@ def test_prompts_are_lines_and_what_cannot_be_continued_is_refused(tmp_path: Pat
         read_prompts(str(tmp_path / "nowhere"), WORDS, **settings)
 
 
-def test_a_run_shows_samples_at_every_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_shows_samples_at_every_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
-    flags = [*write_tokens(tmp_path / "walks"), "--train-iters", "5", "--eval-interval", "2", "--eval-iters", "1", "--hidden-dropout", "0.1"]
+    flags = [
+        *write_tokens(tmp_path / "walks"),
+        "--train-iters",
+        "5",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--hidden-dropout",
+        "0.1",
+    ]
     (tmp_path / "prompts").write_text("3 1 4\n7\n")
 
     def losses(log: Path, *more: str) -> list[Any]:
         trained([*flags, "--log-jsonl", str(log), *more])
-        return [json.loads(line)["losses"] for line in log.read_text().splitlines() if json.loads(line)["kind"] in ("step", "validation")]
+        return [
+            json.loads(line)["losses"]
+            for line in log.read_text().splitlines()
+            if json.loads(line)["kind"] in ("step", "validation")
+        ]
 
     plain = losses(tmp_path / "plain")
     assert "sample 1" not in capsys.readouterr().out
-    assert losses(tmp_path / "log", "--eval-generate", str(tmp_path / "prompts"), "--eval-generate-tokens", "4",
-                  "--tensorboard-dir", str(tmp_path / "board")) == plain
+    assert (
+        losses(
+            tmp_path / "log",
+            "--eval-generate",
+            str(tmp_path / "prompts"),
+            "--eval-generate-tokens",
+            "4",
+            "--tensorboard-dir",
+            str(tmp_path / "board"),
+        )
+        == plain
+    )
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" sample ")]
     said = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if '"samples"' in line]
     assert [record["iteration"] for record in said] == [2, 4, 5]  # the last after the end of training
     assert all([sample["prompt"] for sample in record["samples"]] == ["3 1 4", "7"] for record in said)
-    assert shown == [f" sample {number} at iteration {record['iteration']} | {sample['prompt']!r} -> {sample['text']!r}"
-                     for record in said for number, sample in enumerate(record["samples"], start=1)]
+    assert shown == [
+        f" sample {number} at iteration {record['iteration']} | {sample['prompt']!r} -> {sample['text']!r}"
+        for record in said
+        for number, sample in enumerate(record["samples"], start=1)
+    ]
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     points = {name: board.Tensors(f"{name}/text_summary") for name in ("sample 1", "sample 2")}
     for number, (name, prompt) in enumerate((("sample 1", "3 1 4"), ("sample 2", "7"))):
         assert [(point.step, point.tensor_proto.string_val[0].decode()) for point in points[name]] == [
-            (record["iteration"], "    " + prompt + record["samples"][number]["text"]) for record in said]
+            (record["iteration"], "    " + prompt + record["samples"][number]["text"]) for record in said
+        ]

@@ -27,7 +27,7 @@ def reserved(sampling: Sampling) -> list[float]:
     values = [value / sampling.temperature for value in LOGITS.tolist()]
     order = sorted(range(len(values)), key=lambda token: -values[token])
     if sampling.top_k:
-        for token in order[sampling.top_k:]:
+        for token in order[sampling.top_k :]:
             values[token] = -math.inf
     shares = softmax(values)
     if sampling.top_p:
@@ -45,7 +45,9 @@ def reserved(sampling: Sampling) -> list[float]:
 def chi_squared(counts: list[int], shares: list[float]) -> tuple[float, int]:
     """(the statistic, its degrees of freedom) over the tokens that can come."""
     total = sum(counts)
-    terms = [(count - total * share) ** 2 / (total * share) for count, share in zip(counts, shares, strict=True) if share > 0]
+    terms = [
+        (count - total * share) ** 2 / (total * share) for count, share in zip(counts, shares, strict=True) if share > 0
+    ]
     return sum(terms), len(terms) - 1
 
 
@@ -62,14 +64,27 @@ def drawn(sampling: Sampling, seed: int = 1) -> list[int]:
     return torch.bincount(tokens, minlength=len(LOGITS)).tolist()
 
 
-SETTINGS = [Sampling(), Sampling(temperature=0.5), Sampling(temperature=2.0), Sampling(top_k=3), Sampling(top_k=2, temperature=3.0),
-            Sampling(top_p=0.7), Sampling(top_p=0.35), Sampling(top_p=0.99, temperature=1.5), Sampling(top_k=5, top_p=0.8),
-            Sampling(min_p=0.2), Sampling(min_p=0.5, temperature=2.0), Sampling(top_k=6, top_p=0.9, min_p=0.3)]
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=2.0),
+    Sampling(top_k=3),
+    Sampling(top_k=2, temperature=3.0),
+    Sampling(top_p=0.7),
+    Sampling(top_p=0.35),
+    Sampling(top_p=0.99, temperature=1.5),
+    Sampling(top_k=5, top_p=0.8),
+    Sampling(min_p=0.2),
+    Sampling(min_p=0.5, temperature=2.0),
+    Sampling(top_k=6, top_p=0.9, min_p=0.3),
+]
 
 
 @pytest.mark.parametrize("source", [picked, drawn])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_draws_follow_the_distribution_that_the_settings_promise(sampling: Sampling, source: Callable[[Sampling], list[int]]) -> None:
+def test_draws_follow_the_distribution_that_the_settings_promise(
+    sampling: Sampling, source: Callable[[Sampling], list[int]]
+) -> None:
     shares, counts = reserved(sampling), source(sampling)
     assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0), counts
     statistic, freedom = chi_squared(counts, shares)
@@ -87,11 +102,16 @@ def test_the_chi_squared_test_can_tell_settings_apart() -> None:
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_probabilities_are_the_definition(sampling: Sampling) -> None:
-    torch.testing.assert_close(probabilities(LOGITS.double(), sampling), torch.tensor(reserved(sampling), dtype=torch.float64))
+    torch.testing.assert_close(
+        probabilities(LOGITS.double(), sampling), torch.tensor(reserved(sampling), dtype=torch.float64)
+    )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_k=1, top_p=0.9, temperature=0.0),
-                                      Sampling(top_p=1e-9)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_k=1, top_p=0.9, temperature=0.0), Sampling(top_p=1e-9)],
+    ids=str,
+)
 def test_greedy_takes_the_likeliest_whatever_the_seed(sampling: Sampling) -> None:
     rows = torch.randn(50, 11, generator=torch.Generator().manual_seed(3))
     for seed in range(3):
@@ -119,8 +139,11 @@ def test_a_seed_gives_the_same_draws_again() -> None:
 
 @pytest.mark.parametrize("bins", [7, 100])
 def test_numbers_are_uniform_along_a_text_and_across_seeds(bins: int) -> None:
-    for numbers in ([uniform(5, place) for place in range(DRAWS)], [uniform(seed, 3) for seed in range(DRAWS)],
-                    [uniform(2**63 + seed, seed % 5) for seed in range(DRAWS)]):
+    for numbers in (
+        [uniform(5, place) for place in range(DRAWS)],
+        [uniform(seed, 3) for seed in range(DRAWS)],
+        [uniform(2**63 + seed, seed % 5) for seed in range(DRAWS)],
+    ):
         assert 0.0 <= min(numbers) and max(numbers) < 1.0
         counts = torch.histc(torch.tensor(numbers, dtype=torch.float64), bins, 0.0, 1.0).tolist()
         statistic, freedom = chi_squared(counts, [1 / bins] * bins)
@@ -128,8 +151,10 @@ def test_numbers_are_uniform_along_a_text_and_across_seeds(bins: int) -> None:
 
 
 def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
-    for pairs in ([(uniform(5, place), uniform(5, place + 1)) for place in range(DRAWS)],
-                  [(uniform(seed, 0), uniform(seed + 1, 0)) for seed in range(DRAWS)]):
+    for pairs in (
+        [(uniform(5, place), uniform(5, place + 1)) for place in range(DRAWS)],
+        [(uniform(seed, 0), uniform(seed + 1, 0)) for seed in range(DRAWS)],
+    ):
         correlation = float(torch.corrcoef(torch.tensor(pairs, dtype=torch.float64).T)[0, 1])
         assert abs(correlation) < 4 / math.sqrt(DRAWS)
 
@@ -139,7 +164,7 @@ def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
 def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling, number: float) -> None:
     shares = reserved(sampling)
     token = int(pick(LOGITS[None].double(), [sampling], [number]))
-    assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[:token + 1]) + 1e-12
+    assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[: token + 1]) + 1e-12
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-52])
@@ -153,7 +178,10 @@ def test_rows_are_picked_each_with_its_own_settings() -> None:
     settings = [Sampling(0.0), Sampling(top_k=2), Sampling(0.0), Sampling(0.5), Sampling(top_k=2)]
     rows = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
     numbers = [uniform(1, place) for place in range(5)]
-    alone = [int(pick(rows[place:place + 1], settings[place:place + 1], numbers[place:place + 1])) for place in range(5)]
+    alone = [
+        int(pick(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
+        for place in range(5)
+    ]
     assert pick(rows, settings, numbers).tolist() == alone
 
 
@@ -176,11 +204,18 @@ def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
     assert found.tolist() == [1.0, -2.0, 0.5, 1.5, -3.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"temperature": -1.0}, "temperature -1.0 is negative"), ({"top_k": -1}, "top-k -1"), ({"top_p": 1.5}, "top-p 1.5"),
-    ({"min_p": 2.0}, "min-p 2.0"), ({"repetition_penalty": 0.0}, "repetition penalty 0.0"), ({"top_p": 0.5, "top_p_bound": 0.6}, "bound 0.6 is above"),
-    ({"temperature": -1.0, "top_k": -1}, "2 settings"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"temperature": -1.0}, "temperature -1.0 is negative"),
+        ({"top_k": -1}, "top-k -1"),
+        ({"top_p": 1.5}, "top-p 1.5"),
+        ({"min_p": 2.0}, "min-p 2.0"),
+        ({"repetition_penalty": 0.0}, "repetition penalty 0.0"),
+        ({"top_p": 0.5, "top_p_bound": 0.6}, "bound 0.6 is above"),
+        ({"temperature": -1.0, "top_k": -1}, "2 settings"),
+    ],
+)
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Sampling(**changes)

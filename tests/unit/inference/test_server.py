@@ -29,7 +29,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """One for all tests that leave it as it was."""
-    with serving(bytes_engine(together=8, block=8), limits=Limits(body_bytes=20_000, prompts=16, new_tokens=240)) as running:
+    with serving(
+        bytes_engine(together=8, block=8), limits=Limits(body_bytes=20_000, prompts=16, new_tokens=240)
+    ) as running:
         yield running
 
 
@@ -99,9 +101,14 @@ def test_put_api_continues_prompts_as_the_engine_does(server: Running) -> None:
     found = server.api(prompts=["abc", "xy"], tokens_to_generate=6, top_k=1, logprobs=True).json
     for place, prompt in enumerate(["abc", "xy"]):
         expected = alone(prompt, 6, logprobs=True, prompt_logprobs=True)
-        assert found["text"][place] == prompt + expected.text and "".join(found["segments"][place]) == prompt + expected.text
+        assert (
+            found["text"][place] == prompt + expected.text
+            and "".join(found["segments"][place]) == prompt + expected.text
+        )
         scores = [token.logprob for token in (*expected.prompt[1:], *expected.tokens)]
-        assert found["logprobs"][place] == pytest.approx(scores, abs=1e-9) and found["reasons"][place] == expected.reason
+        assert (
+            found["logprobs"][place] == pytest.approx(scores, abs=1e-9) and found["reasons"][place] == expected.reason
+        )
 
 
 def test_put_api_gives_64_tokens_and_no_scores_unless_asked(server: Running) -> None:
@@ -112,14 +119,27 @@ def test_put_api_gives_64_tokens_and_no_scores_unless_asked(server: Running) -> 
 def test_put_api_only_scores_when_no_tokens_are_asked_for(server: Running) -> None:
     found = server.api(prompts=["abc"], tokens_to_generate=0, logprobs=True).json
     expected = alone("abc", 0, prompt_logprobs=True)
-    assert found["text"] == ["abc"] and found["logprobs"][0] == pytest.approx([token.logprob for token in expected.prompt[1:]], abs=1e-9)
+    assert found["text"] == ["abc"] and found["logprobs"][0] == pytest.approx(
+        [token.logprob for token in expected.prompt[1:]], abs=1e-9
+    )
 
 
 def test_put_api_draws_by_its_seed_and_settings(server: Running) -> None:
-    asked = {"prompts": ["abc", "abc"], "tokens_to_generate": 12, "top_p": 0.9, "top_p_decay": 0.9, "top_p_bound": 0.2, "temperature": 1.5, "random_seed": 5}
+    asked = {
+        "prompts": ["abc", "abc"],
+        "tokens_to_generate": 12,
+        "top_p": 0.9,
+        "top_p_decay": 0.9,
+        "top_p_bound": 0.2,
+        "temperature": 1.5,
+        "random_seed": 5,
+    }
     found = server.api(**asked).json["text"]
     sampling = Sampling(1.5, top_p=0.9, top_p_decay=0.9, top_p_bound=0.2)
-    assert found == ["abc" + alone("abc", 12, sampling=sampling, seed=seed).text for seed in (5, 6)] and found[0] != found[1]
+    assert (
+        found == ["abc" + alone("abc", 12, sampling=sampling, seed=seed).text for seed in (5, 6)]
+        and found[0] != found[1]
+    )
 
 
 def test_put_api_begins_with_the_token_between_documents(server: Running) -> None:
@@ -138,7 +158,10 @@ def test_put_api_hands_its_switches_to_the_engine(server: Running) -> None:
     def asked(**body: Any) -> Request:
         return requests_of(json.dumps({"prompts": ["a"], **body}).encode(), Serving(server.service, NAME))[1][0]
 
-    plain, switched = asked(), asked(stop_on_eol=True, stop_on_double_eol=True, prevent_newline_after_colon=True, no_log=True)
+    plain, switched = (
+        asked(),
+        asked(stop_on_eol=True, stop_on_double_eol=True, prevent_newline_after_colon=True, no_log=True),
+    )
     assert (plain.stop_words, plain.newline_after_colon, plain.ignore_eod) == ((), True, False)
     assert (switched.stop_words, switched.keep_stop, switched.newline_after_colon) == (("\n", "\n\n"), True, False)
 
@@ -146,35 +169,62 @@ def test_put_api_hands_its_switches_to_the_engine(server: Running) -> None:
 def test_put_api_searches_beams(server: Running) -> None:
     beams = beam_search(bytes_engine().run, tuple(b"abc"), width=3, num_tokens=5, ends=(256,), length_penalty=2.0)
     found = server.api(prompts=["abc"], tokens_to_generate=5, beam_width=3, length_penalty=2.0).json
-    assert found["scores"] == pytest.approx([beam.score for beam in beams], abs=1e-9) and len(found["text"]) == len(found["segments"]) == 3
+    assert (
+        found["scores"] == pytest.approx([beam.score for beam in beams], abs=1e-9)
+        and len(found["text"]) == len(found["segments"]) == 3
+    )
 
 
 COMPLETION_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompt": ({}, "prompt argument required"), "prompt": ({"prompt": 5}, "prompt must be"), "no prompts": ({"prompt": []}, "prompt must be"),
-    "mixed": ({"prompt": ["a", 5]}, "prompt must be"), "empty ids": ({"prompt": [[]]}, "prompt must be"),
-    "ids": ({"prompt": [257]}, "from 0 to 256"), "ids negative": ({"prompt": [[1], [-1]], "echo": True}, "from 0 to 256"),
-    "max_tokens": ({"max_tokens": -1}, "max_tokens must be an integer"), "max_tokens 0": ({"max_tokens": 0}, "max_tokens=0 only scores"),
-    "temperature": ({"temperature": 2.1}, "temperature must be a number from 0.0 to 2.0"), "top_p": ({"top_p": -0.1}, "top_p must be"),
-    "top_k": ({"top_k": -1}, "top_k must be"), "min_p": ({"min_p": 2}, "min_p must be"), "penalty": ({"repetition_penalty": 0}, "repetition_penalty"),
-    "n": ({"n": 0}, "n must be"), "n times prompts": ({"n": 9, "prompt": ["a", "b"]}, "more than the 16 texts"), "best_of": ({"best_of": 2}, "best_of must be n"),
-    "logprobs": ({"logprobs": 21}, "logprobs must be"), "logprobs boolean": ({"logprobs": True}, "logprobs must be"),
-    "stop": ({"stop": ["a"] * 17}, "stop must be"), "stop empty": ({"stop": ""}, "stop must be"), "seed": ({"seed": 1.5}, "seed must be"),
-    "stream": ({"stream": "yes"}, "stream must be a boolean"), "options": ({"stream_options": {"include_usage": True}}, "needs stream"),
+    "no prompt": ({}, "prompt argument required"),
+    "prompt": ({"prompt": 5}, "prompt must be"),
+    "no prompts": ({"prompt": []}, "prompt must be"),
+    "mixed": ({"prompt": ["a", 5]}, "prompt must be"),
+    "empty ids": ({"prompt": [[]]}, "prompt must be"),
+    "ids": ({"prompt": [257]}, "from 0 to 256"),
+    "ids negative": ({"prompt": [[1], [-1]], "echo": True}, "from 0 to 256"),
+    "max_tokens": ({"max_tokens": -1}, "max_tokens must be an integer"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens=0 only scores"),
+    "temperature": ({"temperature": 2.1}, "temperature must be a number from 0.0 to 2.0"),
+    "top_p": ({"top_p": -0.1}, "top_p must be"),
+    "top_k": ({"top_k": -1}, "top_k must be"),
+    "min_p": ({"min_p": 2}, "min_p must be"),
+    "penalty": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "n": ({"n": 0}, "n must be"),
+    "n times prompts": ({"n": 9, "prompt": ["a", "b"]}, "more than the 16 texts"),
+    "best_of": ({"best_of": 2}, "best_of must be n"),
+    "logprobs": ({"logprobs": 21}, "logprobs must be"),
+    "logprobs boolean": ({"logprobs": True}, "logprobs must be"),
+    "stop": ({"stop": ["a"] * 17}, "stop must be"),
+    "stop empty": ({"stop": ""}, "stop must be"),
+    "seed": ({"seed": 1.5}, "seed must be"),
+    "stream": ({"stream": "yes"}, "stream must be a boolean"),
+    "options": ({"stream_options": {"include_usage": True}}, "needs stream"),
     "echo of scores in a stream": ({"echo": True, "logprobs": 1, "stream": True}, "not streamed"),
-    "frequency": ({"frequency_penalty": 0.5}, "can only be 0"), "presence": ({"presence_penalty": 1}, "can only be 0"),
-    "bias": ({"logit_bias": {"5": 1}}, "can only be {}"), "suffix": ({"suffix": "x"}, "suffix can only be"), "unknown": ({"tokens": 5}, "is not a field"),
+    "frequency": ({"frequency_penalty": 0.5}, "can only be 0"),
+    "presence": ({"presence_penalty": 1}, "can only be 0"),
+    "bias": ({"logit_bias": {"5": 1}}, "can only be {}"),
+    "suffix": ({"suffix": "x"}, "suffix can only be"),
+    "unknown": ({"tokens": 5}, "is not a field"),
     "too long": ({"prompt": "a" * 250}, f"{POSITIONS} positions"),
 }
 CHAT_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no messages": ({}, "messages argument required"), "none": ({"messages": []}, "one at least"), "text": ({"messages": "a"}, "must be a list"),
-    "a text in it": ({"messages": ["a"]}, "messages[0] must be an object"), "role": ({"messages": [{"role": "king", "content": "a"}]}, "role must be"),
-    "content": ({"messages": [{"role": "user", "content": 5}]}, "content must be"), "calls": ({"messages": [{"role": "assistant", "tool_calls": []}]}, "not served"),
+    "no messages": ({}, "messages argument required"),
+    "none": ({"messages": []}, "one at least"),
+    "text": ({"messages": "a"}, "must be a list"),
+    "a text in it": ({"messages": ["a"]}, "messages[0] must be an object"),
+    "role": ({"messages": [{"role": "king", "content": "a"}]}, "role must be"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "content must be"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": []}]}, "not served"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of the type text"),
     "reserved": ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "not text"),
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-    "tools": ({"tools": [{}]}, "tools can only be []"), "both counts": ({"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
-    "top_logprobs": ({"top_logprobs": 2}, "needs logprobs"), "logprobs": ({"logprobs": 2}, "logprobs must be a boolean"),
-    "max_tokens": ({"max_tokens": 0}, "max_tokens must be"), "format": ({"response_format": {"type": "json_object"}}, "response_format can only be"),
+    "tools": ({"tools": [{}]}, "tools can only be []"),
+    "both counts": ({"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
+    "top_logprobs": ({"top_logprobs": 2}, "needs logprobs"),
+    "logprobs": ({"logprobs": 2}, "logprobs must be a boolean"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens must be"),
+    "format": ({"response_format": {"type": "json_object"}}, "response_format can only be"),
 }
 
 
@@ -188,7 +238,9 @@ def test_completions_refuse_with_a_message(server: Running, name: str) -> None:
 @pytest.mark.parametrize("name", CHAT_WRONG)
 def test_conversations_refuse_with_a_message(server: Running, name: str) -> None:
     changes, said = CHAT_WRONG[name]
-    answer = server.converse(**(changes if name == "no messages" else {"messages": [{"role": "user", "content": "a"}], **changes}))
+    answer = server.converse(
+        **(changes if name == "no messages" else {"messages": [{"role": "user", "content": "a"}], **changes})
+    )
     assert answer.status == 400 and said in answer.json["error"]["message"], answer
 
 
@@ -197,7 +249,11 @@ def test_completions_answer_texts_and_ids_alike(server: Running) -> None:
     for prompt in ("abc", list(b"abc"), ["abc"], [list(b"abc")]):
         found = server.complete(prompt=prompt, model=NAME, **GREEDY).json
         assert [(choice["text"], choice["finish_reason"]) for choice in found["choices"]] == [(expected.text, "length")]
-        assert found["usage"]["prompt_tokens"] == 3 and found["usage"]["completion_tokens"] == 16 and found["usage"]["total_tokens"] == 19
+        assert (
+            found["usage"]["prompt_tokens"] == 3
+            and found["usage"]["completion_tokens"] == 16
+            and found["usage"]["total_tokens"] == 19
+        )
 
 
 def test_completions_echo_and_score_the_prompt(server: Running) -> None:
@@ -205,15 +261,24 @@ def test_completions_echo_and_score_the_prompt(server: Running) -> None:
     (choice,) = server.complete(prompt="abc", max_tokens=4, echo=True, logprobs=2, **GREEDY).json["choices"]
     scores = choice["logprobs"]
     assert choice["text"] == "abc" + expected.text == "".join(scores["tokens"]) and scores["token_logprobs"][0] is None
-    assert scores["token_logprobs"][1:] == pytest.approx([token.logprob for token in (*expected.prompt[1:], *expected.tokens)], abs=1e-9)
+    assert scores["token_logprobs"][1:] == pytest.approx(
+        [token.logprob for token in (*expected.prompt[1:], *expected.tokens)], abs=1e-9
+    )
     assert [sorted(top.values()) for top in scores["top_logprobs"][1:]] == [
-        pytest.approx(sorted(score for _, score in token.top), abs=1e-9) for token in (*expected.prompt[1:], *expected.tokens)]
-    assert all(("abc" + expected.text)[offset:].startswith(piece) for offset, piece in zip(scores["text_offset"], scores["tokens"], strict=True))
+        pytest.approx(sorted(score for _, score in token.top), abs=1e-9)
+        for token in (*expected.prompt[1:], *expected.tokens)
+    ]
+    assert all(
+        ("abc" + expected.text)[offset:].startswith(piece)
+        for offset, piece in zip(scores["text_offset"], scores["tokens"], strict=True)
+    )
 
 
 def test_each_of_several_choices_has_a_seed_of_its_own(server: Running) -> None:
     found = server.complete(prompt=["ab", "cd"], n=2, seed=7, max_tokens=8, top_p=0.8).json["choices"]
-    expected = [alone(prompt, 8, sampling=Sampling(top_p=0.8), seed=seed).text for prompt in ("ab", "cd") for seed in (7, 8)]
+    expected = [
+        alone(prompt, 8, sampling=Sampling(top_p=0.8), seed=seed).text for prompt in ("ab", "cd") for seed in (7, 8)
+    ]
     assert [choice["text"] for choice in found] == expected and [choice["index"] for choice in found] == [0, 1, 2, 3]
 
 
@@ -227,7 +292,7 @@ def test_a_stop_word_ends_a_text_and_is_not_in_it(server: Running) -> None:
     free = alone("abc", 40, ignore_eod=True).text
     word = free[5:7]
     (choice,) = server.complete(prompt="abc", max_tokens=40, stop=word, ignore_eos=True, **GREEDY).json["choices"]
-    assert choice == {"index": 0, "text": free[:free.index(word)], "logprobs": None, "finish_reason": "stop"}
+    assert choice == {"index": 0, "text": free[: free.index(word)], "logprobs": None, "finish_reason": "stop"}
 
 
 def chunks(answer: Answer) -> list[dict[str, Any]]:
@@ -242,11 +307,20 @@ def test_a_stream_says_what_the_whole_answer_says(server: Running) -> None:
     asked = {"prompt": ["abc", "d"], "max_tokens": 20, "logprobs": 1, **GREEDY}
     whole = server.complete(**asked).json
     *said, last = chunks(server.complete(stream=True, stream_options={"include_usage": True}, **asked))
-    assert last["choices"] == [] and last["usage"]["total_tokens"] == whole["usage"]["total_tokens"] and said[0]["usage"] is None
+    assert (
+        last["choices"] == []
+        and last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+        and said[0]["usage"] is None
+    )
     for choice in whole["choices"]:
         mine = [one for chunk in said for one in chunk["choices"] if one["index"] == choice["index"]]
-        assert "".join(one["text"] for one in mine) == choice["text"] and mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert [score for one in mine for score in one["logprobs"]["token_logprobs"]] == pytest.approx(choice["logprobs"]["token_logprobs"])
+        assert (
+            "".join(one["text"] for one in mine) == choice["text"]
+            and mine[-1]["finish_reason"] == choice["finish_reason"]
+        )
+        assert [score for one in mine for score in one["logprobs"]["token_logprobs"]] == pytest.approx(
+            choice["logprobs"]["token_logprobs"]
+        )
         assert [piece for one in mine for piece in one["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
 
 
@@ -257,12 +331,19 @@ def test_a_streamed_echo_begins_with_the_prompt(server: Running) -> None:
 
 def test_a_conversation_is_written_by_its_template(server: Running) -> None:
     prompt = "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    messages = [
+        {"role": "system", "content": "Be."},
+        {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+    ]
     expected = alone(prompt, 10, logprobs=True)
     found = server.converse(messages=messages, max_completion_tokens=10, logprobs=True, top_logprobs=1, **GREEDY).json
     (choice,) = found["choices"]
-    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None} and found["usage"]["prompt_tokens"] == len(prompt)
-    assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx([token.logprob for token in expected.tokens], abs=1e-9)
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None} and found["usage"][
+        "prompt_tokens"
+    ] == len(prompt)
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(
+        [token.logprob for token in expected.tokens], abs=1e-9
+    )
     said = chunks(server.converse(messages=messages, max_tokens=10, stream=True, **GREEDY))
     assert said[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in said) == expected.text
@@ -275,7 +356,10 @@ def test_a_conversation_may_fill_what_is_left_of_the_positions(server: Running) 
 
 def test_health_models_and_metrics(server: Running) -> None:
     assert server.ask("GET", "/health").json == {"status": "ok"}
-    assert server.ask("GET", "/v1/models").json["data"][0]["id"] == NAME and server.ask("GET", f"/v1/models/{NAME}").status == 200
+    assert (
+        server.ask("GET", "/v1/models").json["data"][0]["id"] == NAME
+        and server.ask("GET", f"/v1/models/{NAME}").status == 200
+    )
     assert server.ask("GET", "/v1/models/other").status == server.complete(prompt="a", model="other").status == 404
 
     def numbers() -> dict[str, float]:
@@ -293,16 +377,35 @@ def test_health_models_and_metrics(server: Running) -> None:
 def test_the_page_asks_for_nothing_from_elsewhere(server: Running) -> None:
     answer = server.ask("GET", "/")
     assert answer.status == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "</html>" in answer.text and "http://" not in answer.text and "https://" not in answer.text and " src=" not in answer.text
+    assert (
+        "</html>" in answer.text
+        and "http://" not in answer.text
+        and "https://" not in answer.text
+        and " src=" not in answer.text
+    )
 
 
-@pytest.mark.parametrize("method, path, body, headers, status", [
-    ("GET", "/nothing", None, {}, 404), ("GET", "/api", None, {}, 405), ("PUT", "/v1/completions", {}, {}, 405),
-    ("PUT", "/api", b"{}", {"Content-Type": "text/plain"}, 415), ("POST", "/v1/completions", b"{}", {"Content-Type": ""}, 415),
-    ("PUT", "/api", b"x" * 20_001, {}, 413), ("PUT", "/api", b"[]", {}, 400), ("PUT", "/api", b"[" * 15_000, {}, 400),
-    ("PUT", "/api", b'{"prompts": ["a"], "temperature": NaN}', {}, 400), ("PUT", "/api", b'{"prompts": ["a"], "temperature": 1e999}', {}, 400),
-    ("PUT", "/api", b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}", {}, 400), ("PUT", "/api", b"\xff\xfe", {}, 400), ("PUT", "/api", b"", {}, 400)])
-def test_what_is_no_call_is_refused(server: Running, method: str, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+@pytest.mark.parametrize(
+    "method, path, body, headers, status",
+    [
+        ("GET", "/nothing", None, {}, 404),
+        ("GET", "/api", None, {}, 405),
+        ("PUT", "/v1/completions", {}, {}, 405),
+        ("PUT", "/api", b"{}", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/v1/completions", b"{}", {"Content-Type": ""}, 415),
+        ("PUT", "/api", b"x" * 20_001, {}, 413),
+        ("PUT", "/api", b"[]", {}, 400),
+        ("PUT", "/api", b"[" * 15_000, {}, 400),
+        ("PUT", "/api", b'{"prompts": ["a"], "temperature": NaN}', {}, 400),
+        ("PUT", "/api", b'{"prompts": ["a"], "temperature": 1e999}', {}, 400),
+        ("PUT", "/api", b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}", {}, 400),
+        ("PUT", "/api", b"\xff\xfe", {}, 400),
+        ("PUT", "/api", b"", {}, 400),
+    ],
+)
+def test_what_is_no_call_is_refused(
+    server: Running, method: str, path: str, body: Any, headers: dict[str, str], status: int
+) -> None:
     assert server.ask(method, path, body, headers).status == status
 
 
@@ -328,19 +431,30 @@ def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_leaves_is_not_decoded_any_further(server: Running, streams: bool) -> None:
     before = server.service.engine.metrics().finished["cancelled"]
-    with server.begin("/v1/completions", {"prompt": "abc", "max_tokens": 240, "ignore_eos": True, "stream": streams, "n": 8}):
+    with server.begin(
+        "/v1/completions", {"prompt": "abc", "max_tokens": 240, "ignore_eos": True, "stream": streams, "n": 8}
+    ):
         until(lambda: server.service.engine.metrics().running)
     server.settle()
-    assert server.service.engine.metrics().finished["cancelled"] == before + 8 and server.service.engine.metrics().blocks_used == 0
+    assert (
+        server.service.engine.metrics().finished["cancelled"] == before + 8
+        and server.service.engine.metrics().blocks_used == 0
+    )
 
 
 def test_who_finds_no_room_to_wait_is_told_to_come_again() -> None:
     with serving(bytes_engine(together=1, waiting=1)) as server:
-        with server.begin("/v1/completions", {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}) as first:
+        with server.begin(
+            "/v1/completions", {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        ) as first:
             assert first.recv(12) == b"HTTP/1.1 200"
             until(lambda: server.service.engine.metrics().running)  # until then it waits itself
             answer = server.complete(prompt=["a"] * 4, max_tokens=2)
-            assert answer.status == 429 and answer.headers["retry-after"] == "1" and "wait already" in answer.json["error"]["message"]
+            assert (
+                answer.status == 429
+                and answer.headers["retry-after"] == "1"
+                and "wait already" in answer.json["error"]["message"]
+            )
             # Of a call that is refused nothing is decoded, not even what there was room for.
             until(lambda: server.service.engine.metrics().finished["cancelled"] == 2)
         server.settle()
@@ -350,16 +464,40 @@ def test_who_finds_no_room_to_wait_is_told_to_come_again() -> None:
 def test_a_token_keeps_strangers_out() -> None:
     with serving(bytes_engine(), token="secret", chat="") as server:
         for path in ("/v1/models", "/metrics"):
-            assert server.ask("GET", path).status == server.ask("GET", path, headers={"Authorization": "Bearer secre"}).status == 401
+            assert (
+                server.ask("GET", path).status
+                == server.ask("GET", path, headers={"Authorization": "Bearer secre"}).status
+                == 401
+            )
             assert server.ask("GET", path, headers={"Authorization": "Bearer secret"}).status == 200
-        assert server.api(prompts=["a"]).status == 401 and server.ask("GET", "/").status == server.ask("GET", "/health").status == 200
-        answer = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"Authorization": "Bearer secret"})
+        assert (
+            server.api(prompts=["a"]).status == 401
+            and server.ask("GET", "/").status == server.ask("GET", "/health").status == 200
+        )
+        answer = server.ask(
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"Authorization": "Bearer secret"},
+        )
         assert answer.status == 400 and "has no chat template" in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize("host, status", [
-    ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:1", 200), ("[::1]:5000", 200), ("localhost.", 200),
-    ("evil.example", 421), ("localhost.evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("", 421), ("localhost:80:80", 421)])
+@pytest.mark.parametrize(
+    "host, status",
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:5000", 200),
+        ("localhost.", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example:80", 421),
+        ("", 421),
+        ("localhost:80:80", 421),
+    ],
+)
 def test_only_names_of_this_machine_may_be_called(server: Running, host: str, status: int) -> None:
     for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})):
         answer = server.ask(method, path, body, {"Host": host})
@@ -403,7 +541,9 @@ def test_a_stream_that_is_left_in_its_silence_ends_what_it_waits_for() -> None:
 def test_while_it_drains_health_says_so_and_new_calls_are_turned_away() -> None:
     answers: list[Answer] = []
     with serving(bytes_engine()) as server:
-        thread = threading.Thread(target=lambda: answers.append(server.complete(prompt="a", max_tokens=250, ignore_eos=True, n=32)))
+        thread = threading.Thread(
+            target=lambda: answers.append(server.complete(prompt="a", max_tokens=250, ignore_eos=True, n=32))
+        )
         thread.start()
         until(lambda: server.service.engine.metrics().running)
         server.server.should_exit = True
@@ -420,7 +560,9 @@ def test_while_it_drains_health_says_so_and_new_calls_are_turned_away() -> None:
 def test_the_end_finishes_what_runs_or_gives_what_there_is(seconds: float, reasons: set[str]) -> None:
     answers: list[Answer] = []
     with serving(bytes_engine(together=4), drain_seconds=seconds) as server:
-        thread = threading.Thread(target=lambda: answers.append(server.complete(prompt=["a"] * 6, max_tokens=200, ignore_eos=True, **GREEDY)))
+        thread = threading.Thread(
+            target=lambda: answers.append(server.complete(prompt=["a"] * 6, max_tokens=200, ignore_eos=True, **GREEDY))
+        )
         thread.start()
         until(lambda: server.service.engine.metrics().running)
     thread.join(30)
@@ -452,7 +594,9 @@ def test_text_of_ids_is_the_same_however_they_come() -> None:
     tokenizer = bytes_engine().tokenizer
     ids = tokenizer.tokenize("a\u20acb\U0001f600 and more than sixteen bytes \u00e4")
     spelling = Spelling(tokenizer)
-    one_by_one = [piece for place, token in enumerate(ids) for piece in spelling.add([token], last=place + 1 == len(ids))]
+    one_by_one = [
+        piece for place, token in enumerate(ids) for piece in spelling.add([token], last=place + 1 == len(ids))
+    ]
     assert one_by_one == Spelling(tokenizer).add(ids, last=True) and bytes(ids).decode() == "".join(one_by_one)
     assert one_by_one[1:4] == ["", "", "\u20ac"]
 
@@ -464,7 +608,9 @@ def test_openais_client_reads_it_unmodified(server: Running) -> None:
         found = client.completions.create(model=NAME, prompt="abc", max_tokens=6, temperature=0, logprobs=2)
         assert found.choices[0].text == alone("abc", 6).text and len(found.choices[0].logprobs.token_logprobs) == 6
         messages = [{"role": "user", "content": "Hi"}]
-        whole = client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2)
+        whole = client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+        )
         stream = client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, temperature=0, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
         with pytest.raises(openai.BadRequestError, match="temperature must be"):

@@ -27,6 +27,7 @@ LONG = greedy((3, 1, 4), 60)
 def test_many_threads_get_their_own_answers() -> None:
     model, texts, found = network(), prompts(24, longest=20), dict[int, list[int]]()
     with Service(engine_of(model, together=5, tokens=12, block=4)) as service:
+
         def ask(number: int) -> None:
             stream = service.submit(greedy(texts[number], 8))
             if number % 4 == 3:
@@ -41,7 +42,7 @@ def test_many_threads_get_their_own_answers() -> None:
         assert service.engine.metrics().blocks_used == 0
     for number, text in enumerate(texts):
         expected = slowly(model, text, 8)[0]
-        assert found[number] == expected[:len(found[number])] and (number % 4 == 3 or len(found[number]) == 8)
+        assert found[number] == expected[: len(found[number])] and (number % 4 == 3 or len(found[number]) == 8)
 
 
 def test_an_event_loop_hears_tokens_as_they_come() -> None:
@@ -76,7 +77,9 @@ def test_draining_gives_up_after_its_time_and_stopping_cancels() -> None:
     with Service(engine_of(network(), guesses=1, draft=network())) as service:
         streams = [service.submit(LONG) for _ in range(40)]
         assert not service.drain(0.0)
-    assert {stream.reply().reason for stream in streams} <= {"cancelled", "length"} and streams[-1].reply().reason == "cancelled"
+    assert {stream.reply().reason for stream in streams} <= {"cancelled", "length"} and streams[
+        -1
+    ].reply().reason == "cancelled"
     assert service.engine.metrics().blocks_used == 0
 
 
@@ -138,4 +141,6 @@ def test_a_service_leads_the_other_ranks_and_lets_them_go(world: Worlds) -> None
     replies, nothing = world(2).run(served, {"tensor_model_parallel_size": 2})
     assert nothing is None and len(replies) == 7
     for number, (text, reply) in enumerate(zip(prompts(6), replies, strict=False)):
-        assert list(reply.ids) == slowly(network(), text, 8)[0][:len(reply.ids)] and (number == 1 or len(reply.ids) == 8)
+        assert list(reply.ids) == slowly(network(), text, 8)[0][: len(reply.ids)] and (
+            number == 1 or len(reply.ids) == 8
+        )

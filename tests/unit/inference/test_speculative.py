@@ -15,8 +15,13 @@ from megatron.inference.sampling import Sampling
 from megatron.inference.sequence import SequenceState
 from tests.unit.inference.serving import LATENT, engine_of, gigabytes, greedy, network, prompts, slowly, stages_on
 
-SAMPLINGS = {"greedy": Sampling(0.0), "warm": Sampling(0.8, top_p=0.95), "penalty": Sampling(0.7, repetition_penalty=1.3),
-             "top-k": Sampling(top_k=5), "decay": Sampling(1.5, top_p=0.9, top_p_decay=0.8, top_p_bound=0.2)}
+SAMPLINGS = {
+    "greedy": Sampling(0.0),
+    "warm": Sampling(0.8, top_p=0.95),
+    "penalty": Sampling(0.7, repetition_penalty=1.3),
+    "top-k": Sampling(top_k=5),
+    "decay": Sampling(1.5, top_p=0.9, top_p_decay=0.8, top_p_bound=0.2),
+}
 
 
 @pytest.mark.parametrize("draft", [7, 8], ids=["a perfect draft", "a stranger"])
@@ -24,18 +29,24 @@ SAMPLINGS = {"greedy": Sampling(0.0), "warm": Sampling(0.8, top_p=0.95), "penalt
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_text_is_the_same_with_a_draft_and_without(sampling: Sampling, guesses: int, draft: int) -> None:
     model = network()
-    requests = [Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True, logprobs=True)
-                for number, text in enumerate(prompts(7))]
+    requests = [
+        Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True, logprobs=True)
+        for number, text in enumerate(prompts(7))
+    ]
     settings: dict[str, Any] = {"block": 4, "tokens": 20, "together": 4}
     expected = engine_of(model, **settings).run(requests)
     engine = engine_of(model, draft=network(seed=draft), guesses=guesses, **settings)
     found = engine.run(requests)
     assert [reply.ids for reply in found] == [reply.ids for reply in expected]
     for one, other in zip(found, expected, strict=True):
-        assert [token.logprob for token in one.tokens] == pytest.approx([token.logprob for token in other.tokens], abs=1e-9)
+        assert [token.logprob for token in one.tokens] == pytest.approx(
+            [token.logprob for token in other.tokens], abs=1e-9
+        )
     seen = engine.metrics()
     if draft == 7:  # the draft is the network itself, and draws with the same numbers
-        assert seen.accepted_tokens == seen.proposed_tokens > 0 and seen.generated_tokens == sum(len(reply.ids) for reply in found)
+        assert seen.accepted_tokens == seen.proposed_tokens > 0 and seen.generated_tokens == sum(
+            len(reply.ids) for reply in found
+        )
     else:
         assert seen.accepted_tokens < seen.proposed_tokens
     assert seen.blocks_used == 0
@@ -75,8 +86,10 @@ def test_a_text_may_end_amid_guesses() -> None:
     free = slowly(model, (3, 1, 4), 12)[0]
     stop = free[5]
     engine = engine_of(model, draft=network(), guesses=4)
-    ends, word = engine.run([greedy((3, 1, 4), 12, stop_ids=(stop,)), greedy((3, 1, 4), 12, stop_words=(f" {free[6]} {free[7]}",))])
-    assert list(ends.ids) == free[:free.index(stop)] and ends.reason == word.reason == "stop"
+    ends, word = engine.run(
+        [greedy((3, 1, 4), 12, stop_ids=(stop,)), greedy((3, 1, 4), 12, stop_words=(f" {free[6]} {free[7]}",))]
+    )
+    assert list(ends.ids) == free[: free.index(stop)] and ends.reason == word.reason == "stop"
     assert engine.metrics().blocks_used == 0
 
 
@@ -90,8 +103,10 @@ def test_a_draft_of_other_words_or_fewer_positions_is_refused() -> None:
 
 
 AHEAD: dict[str, dict[str, Any]] = {
-    "two layers": {"mtp_num_layers": 2}, "one layer for two": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-    "latent": {"mtp_num_layers": 2, **LATENT}}
+    "two layers": {"mtp_num_layers": 2},
+    "one layer for two": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "latent": {"mtp_num_layers": 2, **LATENT},
+}
 
 
 def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
@@ -100,7 +115,7 @@ def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
     """
     words, size = model.build.model.true_vocab_size, len(known) - depth
     ids, label = torch.tensor([known[:size]]).expand(words, -1), torch.arange(words)[:, None].expand(-1, size)
-    further = tuple(torch.tensor([known[number:number + size]]).expand(words, -1) for number in range(1, depth + 1))
+    further = tuple(torch.tensor([known[number : number + size]]).expand(words, -1) for number in range(1, depth + 1))
     with torch.no_grad():
         losses = model(ids=ids, labels=label, ahead=MTPInputs(further, (label,) * depth))
     assert isinstance(losses, Losses)
@@ -108,11 +123,18 @@ def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
 
 
 @pytest.mark.parametrize("kind", AHEAD)
-def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_predict(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_predict(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = stages_on(1, **AHEAD[kind])[0]
-    engine, seen = engine_of(model, guesses=2, block=4, tokens=12, together=3), list[tuple[tuple[int, ...], tuple[int, ...]]]()
+    engine, seen = (
+        engine_of(model, guesses=2, block=4, tokens=12, together=3),
+        list[tuple[tuple[int, ...], tuple[int, ...]]](),
+    )
     row = SequenceState.row
-    monkeypatch.setattr(SequenceState, "row", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how))
+    monkeypatch.setattr(
+        SequenceState, "row", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how)
+    )
     texts = prompts(3, shortest=3, longest=20)
     replies = engine.run([greedy(text, 9) for text in texts])
     assert [list(reply.ids) for reply in replies] == [slowly(model, text, 9)[0] for text in texts]
@@ -120,14 +142,16 @@ def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_pr
     for ids, drafts in seen:
         for depth, guess in enumerate(drafts, start=1):
             checked += 1
-            assert guess == likeliest(model, [*ids, *drafts[:depth - 1]], depth)
+            assert guess == likeliest(model, [*ids, *drafts[: depth - 1]], depth)
     assert checked == engine.metrics().proposed_tokens > 30
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalty"]], ids=["greedy", "penalty"])
 def test_a_text_is_the_same_with_guesses_of_its_own_network_and_without(sampling: Sampling) -> None:
     model = stages_on(1, **AHEAD["two layers"])[0]
-    requests = [Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(6))]
+    requests = [
+        Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(6))
+    ]
     settings: dict[str, Any] = {"block": 4, "tokens": 12, "together": 4}
     engines = [engine_of(model, **settings, guesses=guesses) for guesses in (0, 1, 2)]
     expected, *others = [[reply.ids for reply in engine.run(requests)] for engine in engines]
@@ -136,7 +160,9 @@ def test_a_text_is_the_same_with_guesses_of_its_own_network_and_without(sampling
     assert again == expected and engines[2].metrics().cached_tokens > 0 and engines[2].metrics().blocks_used == 0
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "warm", "penalty"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "warm", "penalty"]
+)
 def test_layers_that_guess_right_save_passes(sampling: Sampling) -> None:
     model = stages_on(1, mtp_num_layers=2)[0]
     with torch.no_grad():  # every state is the same, whatever is read, so that what is likely is the same for all
@@ -146,7 +172,10 @@ def test_layers_that_guess_right_save_passes(sampling: Sampling) -> None:
     request = Request((3, 1, 4), 21, sampling, seed=3, ignore_eod=True)
     engine = engine_of(model, guesses=2)
     (reply,), seen = engine.run([request]), engine.metrics()
-    assert reply.ids == engine_of(model).run([request])[0].ids and seen.accepted_tokens == seen.proposed_tokens == 6 * 2 + 1
+    assert (
+        reply.ids == engine_of(model).run([request])[0].ids
+        and seen.accepted_tokens == seen.proposed_tokens == 6 * 2 + 1
+    )
     assert seen.steps == 1 + 7, "one to read the prompt, and then three tokens a pass"
     assert sampling.is_greedy or len(set(reply.ids)) > 5
 

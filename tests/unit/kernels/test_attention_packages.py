@@ -23,11 +23,22 @@ from tests.unit.kernels.test_ops import check, with_gradients
 
 S, B, N, G, D = 11, 2, 4, 2, 8
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [3, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5]])
-MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS),
-         "window": MaskSpec(window=(3, 0)), "two-sided": MaskSpec(causal=False, window=(2, 1)), "left only": MaskSpec(window=(2, -1)),
-         "window of documents": MaskSpec(documents=DOCUMENTS, window=(2, 0)),
-         "documents both ways": MaskSpec(causal=False, documents=DOCUMENTS)}
-SCORES = {"plain": Scores(), "scaled": Scores(scale=0.7), "capped": Scores(softcap=0.9), "both": Scores(scale=1.3, softcap=2.0)}
+MASKS = {
+    "causal": MaskSpec(),
+    "bidirectional": MaskSpec(causal=False),
+    "documents": MaskSpec(documents=DOCUMENTS),
+    "window": MaskSpec(window=(3, 0)),
+    "two-sided": MaskSpec(causal=False, window=(2, 1)),
+    "left only": MaskSpec(window=(2, -1)),
+    "window of documents": MaskSpec(documents=DOCUMENTS, window=(2, 0)),
+    "documents both ways": MaskSpec(causal=False, documents=DOCUMENTS),
+}
+SCORES = {
+    "plain": Scores(),
+    "scaled": Scores(scale=0.7),
+    "capped": Scores(softcap=0.9),
+    "both": Scores(scale=1.3, softcap=2.0),
+}
 GPU = Need(device="cuda", dtype=torch.bfloat16)
 
 
@@ -53,7 +64,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def heads(queries: int = S) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(length, B, n, D, dtype=torch.float64).requires_grad_() for length, n in ((queries, N), (S, G), (S, G))]
+    return [
+        torch.randn(length, B, n, D, dtype=torch.float64).requires_grad_()
+        for length, n in ((queries, N), (S, G), (S, G))
+    ]
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -61,17 +75,27 @@ def heads(queries: int = S) -> list[Tensor]:
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_package_is_told_what_the_reference_computes(packages: None, version: int, mask: str, scores: str) -> None:
     call = partial(flash_attn.attention, version=version)
-    check(with_gradients(lambda *qkv: call(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
-          with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()), 1e-12)
+    check(
+        with_gradients(lambda *qkv: call(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
+        with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generation_to_torch(packages: None, version: int) -> None:
+def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generation_to_torch(
+    packages: None, version: int
+) -> None:
     call = partial(flash_attn.attention, version=version)
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[0, :3] = False
-    for mask in (MaskSpec(), MaskSpec(padding=padding), MaskSpec(query_places=torch.arange(S - 3, S)),
-                 MaskSpec(documents=DOCUMENTS), MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:])):
+    for mask in (
+        MaskSpec(),
+        MaskSpec(padding=padding),
+        MaskSpec(query_places=torch.arange(S - 3, S)),
+        MaskSpec(documents=DOCUMENTS),
+        MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]),
+    ):
         q, k, v = heads(3)
         torch.testing.assert_close(call(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12)
 
@@ -80,31 +104,56 @@ def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generat
 @pytest.mark.parametrize("mask", [*MASKS, "padding", "places", "fewer queries", "fewer queries in a window"])
 def test_transformer_engine_is_told_what_the_reference_computes(library: None, mask: str, scale: float | None) -> None:
     padding = torch.ones(B, S, dtype=torch.bool).index_fill_(1, torch.tensor([0, 1]), False)
-    more = {"padding": MaskSpec(padding=padding), "places": MaskSpec(query_places=torch.arange(S - 3, S)), "fewer queries": MaskSpec(),
-            "fewer queries in a window": MaskSpec(window=(4, 0))}
+    more = {
+        "padding": MaskSpec(padding=padding),
+        "places": MaskSpec(query_places=torch.arange(S - 3, S)),
+        "fewer queries": MaskSpec(),
+        "fewer queries in a window": MaskSpec(window=(4, 0)),
+    }
     one, queries, scores = {**MASKS, **more}[mask], 3 if mask == "places" or "fewer" in mask else S, Scores(scale=scale)
-    check(with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
-          with_gradients(lambda *qkv: reference.attention(*qkv, one, 0.0, scores), *heads(queries)), 1e-12)
+    check(
+        with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
+        with_gradients(lambda *qkv: reference.attention(*qkv, one, 0.0, scores), *heads(queries)),
+        1e-12,
+    )
     q, k, v = heads()
     output = transformer_engine.attention(q, k, v[..., :5], MaskSpec())  # values of another size than keys
     torch.testing.assert_close(output, reference.attention(q, k, v[..., :5], MaskSpec()), rtol=1e-12, atol=1e-12)
 
 
-def test_a_library_that_is_preferred_comes_first_where_it_can_serve(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for impl, preferred in (("local", ""), ("transformer_engine", "transformer_engine")):  # "local" is also the name of a kernel
+def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for impl, preferred in (
+        ("local", ""),
+        ("transformer_engine", "transformer_engine"),
+    ):  # "local" is also the name of a kernel
         assert kernel_need(tiny.config(transformer_impl=impl), torch.device("cpu")).preferred == preferred
     assert select(kernel_need(tiny.config(), torch.device("cpu"))).attention is fused.attention
     wanted = replace(GPU, preferred="transformer_engine")
     assert select(GPU).attention is fused.attention and select(wanted).attention is transformer_engine.attention
-    assert select(wanted, {"attention": "unfused"}).attention is reference.attention, "what is asked for by name goes before"
-    for change, why in (({"dtype": torch.float32}, "it needs fp16 or bf16"), ({"sinks": True}, "its sinks are its own"), ({"softcap": True}, "it has no cap on scores"),
-                        ({"pieces": True}, "sequences are cut over context ranks"), ({"padding": True}, "padding is left out by a mask tensor"),
-                        ({"biased_scores": True}, "it adds nothing to scores"), ({"device": "cpu"}, "it needs a CUDA device")):
+    assert select(wanted, {"attention": "unfused"}).attention is reference.attention, (
+        "what is asked for by name goes before"
+    )
+    for change, why in (
+        ({"dtype": torch.float32}, "it needs fp16 or bf16"),
+        ({"sinks": True}, "its sinks are its own"),
+        ({"softcap": True}, "it has no cap on scores"),
+        ({"pieces": True}, "sequences are cut over context ranks"),
+        ({"padding": True}, "padding is left out by a mask tensor"),
+        ({"biased_scores": True}, "it adds nothing to scores"),
+        ({"device": "cpu"}, "it needs a CUDA device"),
+    ):
         found = select(replace(wanted, **change))
-        assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(f"transformer_engine: {why}")
+        assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(
+            f"transformer_engine: {why}"
+        )
     monkeypatch.setattr(transformer_engine, "is_installed", lambda: False)
-    assert select(wanted).report[0] == ("attention", "fused", "transformer_engine: the package transformer_engine is not installed "
-                                        "(github.com/NVIDIA/TransformerEngine)")
+    assert select(wanted).report[0] == (
+        "attention",
+        "fused",
+        "transformer_engine: the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)",
+    )
     with pytest.raises(ConfigError, match="--attention-backend transformer_engine cannot be used: .* is not installed"):
         select(GPU, {"attention": "transformer_engine"})
 
@@ -115,11 +164,15 @@ def test_documents_begin_where_their_number_changes_and_with_every_row() -> None
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(packages: None, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
+    packages: None, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tiny.run_of(tiny.config(reset_attention_mask=True, reset_position_ids=True, window_size="5,0"))
     kernel = partial(flash_attn.attention, version=version)
     demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
-    monkeypatch.setattr(flash_attn, "starts_of", lambda documents: torch.tensor([0, documents.numel()], dtype=torch.int32))
+    monkeypatch.setattr(
+        flash_attn, "starts_of", lambda documents: torch.tensor([0, documents.numel()], dtype=torch.int32)
+    )
     with pytest.raises(ConfigError, match="lets tokens leak"):
         demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
 
@@ -130,41 +183,69 @@ def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPa
 
     for name in ("flash_attn_2", "flash_attn_3"):
         assert why(name, documents=True, window=True, softcap=True) == ""
-        assert why(name, device="cpu") == "it needs a CUDA device" and why(name, dtype=torch.float32) == "it needs fp16 or bf16"
-        assert why(name, padding=True) == "padding is left out by a mask tensor" and why(name, sinks=True) == "it has no sinks"
+        assert (
+            why(name, device="cpu") == "it needs a CUDA device"
+            and why(name, dtype=torch.float32) == "it needs fp16 or bf16"
+        )
+        assert (
+            why(name, padding=True) == "padding is left out by a mask tensor"
+            and why(name, sinks=True) == "it has no sinks"
+        )
         assert why(name, biased_scores=True) == "it adds nothing to scores"
         assert why(name, head_sizes=(288, 288)) == "its heads have at most 256 sizes, not 288"
-    assert why("flash_attn_2", attention_dropout=0.1) == "" and why("flash_attn_3", attention_dropout=0.1) == "version 3 has no dropout"
-    assert why("flash_attn_2", head_sizes=(192, 128)) == "it needs values of the size of keys" and why("flash_attn_3", head_sizes=(192, 128)) == ""
+    assert (
+        why("flash_attn_2", attention_dropout=0.1) == ""
+        and why("flash_attn_3", attention_dropout=0.1) == "version 3 has no dropout"
+    )
+    assert (
+        why("flash_attn_2", head_sizes=(192, 128)) == "it needs values of the size of keys"
+        and why("flash_attn_3", head_sizes=(192, 128)) == ""
+    )
     monkeypatch.setattr(flash_attn, "is_hopper", lambda: False)
     assert why("flash_attn_3") == "version 3 is for Hopper GPUs" and why("flash_attn_2") == ""
     monkeypatch.setattr(flash_attn, "is_installed", lambda version: False)
     assert why("flash_attn_2").startswith("the package flash_attn is not installed")
     assert why("cudnn") == "" and why("cudnn", device="cpu") == "it needs a CUDA device"
-    assert why("cudnn", documents=True) == "documents are kept apart by a mask tensor, which torch's cuDNN backend does not take"
+    assert (
+        why("cudnn", documents=True)
+        == "documents are kept apart by a mask tensor, which torch's cuDNN backend does not take"
+    )
     assert why("cudnn", head_sizes=(192, 192)) == "its heads have at most 128 sizes, not 192"
     assert why("flex", documents=True, softcap=True, sinks=True, padding=True, dtype=torch.float32) == ""
-    assert why("flex", device="cpu") == "compiled for a CPU it has no backward pass" and why("flex", attention_dropout=0.1) == "it has no dropout"
+    assert (
+        why("flex", device="cpu") == "compiled for a CPU it has no backward pass"
+        and why("flex", attention_dropout=0.1) == "it has no dropout"
+    )
 
 
 def test_what_was_not_measured_is_taken_only_when_it_is_asked_for(packages: None) -> None:
     assert select(GPU).attention is fused.attention
     assert select(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
     assert select(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
-    with pytest.raises(ConfigError, match="--attention-backend flash_attn_3 cannot be used: flash_attn_3: it has no sinks; choose another"):
+    with pytest.raises(
+        ConfigError,
+        match="--attention-backend flash_attn_3 cannot be used: flash_attn_3: it has no sinks; choose another",
+    ):
         select(replace(GPU, sinks=True), {"attention": "flash_attn_3"})
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("scores", [*SCORES, "sinks", "bias"])
 @pytest.mark.parametrize("mask", [*MASKS, "padding", "places"])
-def test_flex_attention_is_told_what_the_reference_computes(mask: str, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_is_told_what_the_reference_computes(
+    mask: str, scores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[1, 7:] = False
-    more = {"padding": MaskSpec(causal=False, padding=padding),
-            "places": MaskSpec(window=(4, 0), query_places=torch.tensor([1, 4, 9]), key_places=torch.arange(S))}
-    found = {**SCORES, "sinks": Scores(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
-             "bias": Scores(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64))}[scores]
+    more = {
+        "padding": MaskSpec(causal=False, padding=padding),
+        "places": MaskSpec(window=(4, 0), query_places=torch.tensor([1, 4, 9]), key_places=torch.arange(S)),
+    }
+    found = {
+        **SCORES,
+        "sinks": Scores(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
+        "bias": Scores(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64)),
+    }[scores]
     one = {**MASKS, **more}[mask]
     inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])
     expected = with_gradients(lambda q, k, v, *_: reference.attention(q, k, v, one, 0.0, found), *inputs)

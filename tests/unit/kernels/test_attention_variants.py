@@ -17,15 +17,22 @@ from megatron.core.kernels.table import CANDIDATES, Need, select
 
 S, B, N, D = 9, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
-ATTENTIONS = {candidate.name: candidate.call for candidate in CANDIDATES
-              if candidate.op == "attention" and candidate.name != "flash" and not candidate.unfit(Need())}
+ATTENTIONS = {
+    candidate.name: candidate.call
+    for candidate in CANDIDATES
+    if candidate.op == "attention" and candidate.name != "flash" and not candidate.unfit(Need())
+}
 
 
 def sees(mask: MaskSpec, b: int, i: int, j: int) -> bool:
     """Whether query i may look at key j, said in words."""
     left, right = (-1, -1) if mask.window is None else mask.window
-    return ((not mask.causal or j <= i) and (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
-            and (mask.documents is None or bool(mask.documents[b, i] == mask.documents[b, j])))
+    return (
+        (not mask.causal or j <= i)
+        and (left < 0 or j >= i - left)
+        and (right < 0 or j <= i + right)
+        and (mask.documents is None or bool(mask.documents[b, i] == mask.documents[b, j]))
+    )
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: Scores) -> Tensor:
@@ -36,7 +43,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: Scores) -> 
             for head in range(q.shape[2]):
                 group = head * k.shape[2] // q.shape[2]
                 seen = [j for j in range(k.shape[0]) if sees(mask, b, i, j)]
-                found = [(q[i, b, head] * k[j, b, group]).sum() * (scores.scale or 1 / math.sqrt(q.shape[3])) for j in seen]
+                found = [
+                    (q[i, b, head] * k[j, b, group]).sum() * (scores.scale or 1 / math.sqrt(q.shape[3])) for j in seen
+                ]
                 if scores.softcap:
                     found = [scores.softcap * torch.tanh(score / scores.softcap) for score in found]
                 total = sum(score.exp() for score in found) + (0 if scores.sink is None else scores.sink[head].exp())
@@ -65,9 +74,16 @@ def compare(call, expected, mask: MaskSpec, scores: Scores, inputs: list[Tensor]
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-MASKS = {"causal": MaskSpec(), "window": MaskSpec(window=(2, 0)), "alone": MaskSpec(window=(0, 0)), "both sides": MaskSpec(causal=False, window=(3, 1)),
-         "open to the right": MaskSpec(window=(3, -1)), "open to the left": MaskSpec(causal=False, window=(-1, 2)),
-         "documents": MaskSpec(documents=DOCUMENTS), "window in documents": MaskSpec(window=(2, 0), documents=DOCUMENTS)}
+MASKS = {
+    "causal": MaskSpec(),
+    "window": MaskSpec(window=(2, 0)),
+    "alone": MaskSpec(window=(0, 0)),
+    "both sides": MaskSpec(causal=False, window=(3, 1)),
+    "open to the right": MaskSpec(window=(3, -1)),
+    "open to the left": MaskSpec(causal=False, window=(-1, 2)),
+    "documents": MaskSpec(documents=DOCUMENTS),
+    "window in documents": MaskSpec(window=(2, 0), documents=DOCUMENTS),
+}
 
 
 @pytest.mark.parametrize("kind", ["plain", "sink", "softcap", "softcap and sink"])
@@ -81,14 +97,19 @@ def test_attention_with_windows_sinks_and_caps_is_the_formula(name: str, mask: s
 
 @pytest.mark.parametrize("kind", ["plain", "sink"])
 @pytest.mark.parametrize("mask", ["window", "alone", "both sides", "open to the right", "window in documents"])
-def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(monkeypatch: pytest.MonkeyPatch, mask: str, kind: str) -> None:
+def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
+    monkeypatch: pytest.MonkeyPatch, mask: str, kind: str
+) -> None:
     taken, whole = [], fused._banded
     monkeypatch.setattr(fused, "_BLOCK", 4)
     monkeypatch.setattr(fused, "_banded", lambda *arguments: taken.append(1) or whole(*arguments))
     for length in (16, 17, 23, 32):
         inputs, spec = inputs_of(length), MASKS[mask]
         if spec.documents is not None:
-            spec = replace(spec, documents=(torch.arange(length) // 5)[None] + torch.tensor([[0], [1]]) * (torch.arange(length) > 7))
+            spec = replace(
+                spec,
+                documents=(torch.arange(length) // 5)[None] + torch.tensor([[0], [1]]) * (torch.arange(length) > 7),
+            )
         padded = replace(spec, padding=torch.arange(length)[None] < torch.tensor([[length], [length - 3]]))
         scores = Scores(sink=inputs[3] if kind == "sink" else None)
         compare(fused.attention, reference.attention, spec, scores, inputs)
@@ -110,10 +131,20 @@ def test_places_of_queries_and_keys_say_what_a_window_hides() -> None:
     q, k, v, sink = inputs_of()
     scores, mask = Scores(sink=sink), MaskSpec(window=(2, 0), documents=DOCUMENTS)
     order, rows = torch.tensor([4, 1, 8, 0, 3, 2, 7, 5, 6]), torch.tensor([5, 0, 7])
-    moved = MaskSpec(window=(2, 0), documents=DOCUMENTS[:, order], query_documents=DOCUMENTS[:, rows], query_places=rows, key_places=order)
+    moved = MaskSpec(
+        window=(2, 0),
+        documents=DOCUMENTS[:, order],
+        query_documents=DOCUMENTS[:, rows],
+        query_places=rows,
+        key_places=order,
+    )
     for call in ATTENTIONS.values():
-        torch.testing.assert_close(call(q[rows], k[order], v[order], moved, 0.0, scores), by_hand(q, k, v, mask, scores)[rows],
-                                   rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            call(q[rows], k[order], v[order], moved, 0.0, scores),
+            by_hand(q, k, v, mask, scores)[rows],
+            rtol=1e-11,
+            atol=1e-11,
+        )
 
 
 def test_a_sink_keeps_its_value_in_the_fused_kernel_of_half_precision() -> None:
@@ -129,8 +160,16 @@ def test_a_sink_keeps_its_value_in_the_fused_kernel_of_half_precision() -> None:
 def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int) -> None:
     q, k, _, _ = (x.detach() for x in inputs_of())
     for rows in (slice(None), slice(5, None)):  # all queries, or the last ones of a longer text
-        expected = [max((q[rows][i, b, head] @ k[j, b, head // 2]).item() * 0.3 for b in range(B) for i in range(q[rows].shape[0])
-                        for j in range(S) if sees(MASKS[mask], b, i + (rows.start or 0), j)) for head in range(N)]
+        expected = [
+            max(
+                (q[rows][i, b, head] @ k[j, b, head // 2]).item() * 0.3
+                for b in range(B)
+                for i in range(q[rows].shape[0])
+                for j in range(S)
+                if sees(MASKS[mask], b, i + (rows.start or 0), j)
+            )
+            for head in range(N)
+        ]
         found = reference.largest_scores(q[rows], k, MASKS[mask], 0.3, block)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0.0)
     nothing = MaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + S)
@@ -139,7 +178,9 @@ def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int)
 
 def test_kernels_say_which_variant_they_do_not_have() -> None:
     op, chosen, why = select(Need(softcap=True)).report[0]
-    assert (op, chosen) == ("attention", "unfused") and why.startswith("fused: it has no cap on scores; flash: it has no cap on scores; cudnn")
+    assert (op, chosen) == ("attention", "unfused") and why.startswith(
+        "fused: it has no cap on scores; flash: it has no cap on scores; cudnn"
+    )
     assert select(Need(window=True)).attention is fused.attention
     with pytest.raises(ConfigError, match="flash: windows are kept by a mask tensor"):
         select(Need(window=True), {"attention": "flash"})
@@ -155,7 +196,12 @@ def test_flash_takes_sinks() -> None:
 def test_a_clamped_gate_is_that_of_gpt_oss() -> None:
     x = torch.linspace(-4, 4, 40, dtype=torch.float64).view(2, 20).requires_grad_()
     found = reference.gated_activation(x, "quick_gelu", Gating(clamp=1.5, offset=1.0))
-    gate, up = torch.where(x[:, :10] > 1.5, 1.5, x[:, :10]), torch.where(x[:, 10:].abs() > 1.5, x[:, 10:].sign() * 1.5, x[:, 10:])
+    gate, up = (
+        torch.where(x[:, :10] > 1.5, 1.5, x[:, :10]),
+        torch.where(x[:, 10:].abs() > 1.5, x[:, 10:].sign() * 1.5, x[:, 10:]),
+    )
     expected = (up + 1) * gate / (1 + (-1.702 * gate).exp())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (found, expected)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (found, expected)), rtol=1e-12, atol=1e-12
+    )

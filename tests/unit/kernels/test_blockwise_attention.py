@@ -20,11 +20,16 @@ def drawn(groups: int, value_size: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, generator=random).to(dtype) for shape in shapes]
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tensor | None, softcap: float | None) -> list[Tensor]:
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tensor | None, softcap: float | None
+) -> list[Tensor]:
     """The reference on the same heads: output and gradients, in fp64. seen: [b, queries, keys]."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = Scores(scale=0.4, softcap=softcap,
-                    bias=None if seen is None else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf")))
+    scores = Scores(
+        scale=0.4,
+        softcap=softcap,
+        bias=None if seen is None else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf")),
+    )
     output = reference.attention(*(x.permute(2, 0, 1, 3) for x in leaves), MaskSpec(causal=False), 0.0, scores)
     output = output.unflatten(-1, (N, -1)).permute(1, 2, 0, 3)
     output.backward(gradient.double())
@@ -35,22 +40,27 @@ def whole(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tensor | None
 @pytest.mark.parametrize("groups, value_size", [(4, 6), (2, 3), (1, 5), (2, 9)])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("softcap, hidden", [(None, False), (1.5, False), (None, True)])
-def test_blocks_merge_to_the_whole(fused: bool, groups: int, value_size: int, cut: tuple[int, ...], softcap: float | None,
-                                   hidden: bool) -> None:
+def test_blocks_merge_to_the_whole(
+    fused: bool, groups: int, value_size: int, cut: tuple[int, ...], softcap: float | None, hidden: bool
+) -> None:
     q, k, v, gradient = drawn(groups, value_size, torch.float64)
     seen = torch.rand((1, 1, Q, K), generator=torch.Generator().manual_seed(1)) < 0.6 if hidden else None
     output, lse = torch.zeros_like(gradient), q.new_full((B, N, Q), float("-inf"))
     pieces = [slice(first, last) for first, last in zip(cut, cut[1:]) if last > first]
     made = [Block(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused) for piece in pieces]
     for piece, block in zip(pieces, made, strict=True):
-        output, lse = blockwise_attention.merge(output, lse, *blockwise_attention.forward(q, k[:, :, piece], v[:, :, piece], block))
+        output, lse = blockwise_attention.merge(
+            output, lse, *blockwise_attention.forward(q, k[:, :, piece], v[:, :, piece], block)
+        )
     found = [torch.zeros_like(x) for x in (q, k, v)]
     for piece, block in zip(pieces, made, strict=True):
         dq, dk, dv = blockwise_attention.backward(gradient, q, k[:, :, piece], v[:, :, piece], output, lse, block)
         found[0] += dq
         found[1][:, :, piece] += dk
         found[2][:, :, piece] += dv
-    for name, a, b in zip(("output", "dq", "dk", "dv"), (output, *found), whole(q, k, v, gradient, seen, softcap), strict=True):
+    for name, a, b in zip(
+        ("output", "dq", "dk", "dv"), (output, *found), whole(q, k, v, gradient, seen, softcap), strict=True
+    ):
         assert torch.allclose(a, b, rtol=0, atol=1e-12), name
 
 
@@ -75,7 +85,12 @@ def test_a_query_that_sees_nothing_has_no_weight_in_a_merge() -> None:
     empty, blind = blockwise_attention.forward(q, k, v, nothing)
     assert not empty.any() and (blind == float("-inf")).all()
     output, lse = blockwise_attention.forward(q, k, v, Block(0.4))
-    for merged in (blockwise_attention.merge(output, lse, empty, blind), blockwise_attention.merge(empty, blind, output, lse)):
+    for merged in (
+        blockwise_attention.merge(output, lse, empty, blind),
+        blockwise_attention.merge(empty, blind, output, lse),
+    ):
         assert torch.equal(merged[0], output) and torch.equal(merged[1], lse)
-    assert not blockwise_attention.merge(empty, blind, empty, blind)[0].any(), "nothing and nothing is nothing, not a wrong number"
+    assert not blockwise_attention.merge(empty, blind, empty, blind)[0].any(), (
+        "nothing and nothing is nothing, not a wrong number"
+    )
     assert not any(x.any() for x in blockwise_attention.backward(gradient, q, k, v, empty, blind, nothing))

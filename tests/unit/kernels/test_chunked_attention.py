@@ -15,17 +15,30 @@ PLACES = torch.randperm(S, generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.arange(S).div(40, rounding_mode="floor").expand(B, -1) + torch.tensor([[0], [5]])
 PADDING = torch.rand(B, S, generator=torch.Generator().manual_seed(2)) > 0.3
 MASKS = {
-    "causal": MaskSpec(), "everything": MaskSpec(causal=False), "window": MaskSpec(window=(20, 0)), "no window": MaskSpec(window=(-1, 0)),
-    "window both ways": MaskSpec(causal=False, window=(7, 90)), "documents": MaskSpec(documents=DOCUMENTS),
-    "padding": MaskSpec(causal=False, padding=PADDING), "a piece": MaskSpec(query_places=PLACES, key_places=PLACES.flip(0)),
+    "causal": MaskSpec(),
+    "everything": MaskSpec(causal=False),
+    "window": MaskSpec(window=(20, 0)),
+    "no window": MaskSpec(window=(-1, 0)),
+    "window both ways": MaskSpec(causal=False, window=(7, 90)),
+    "documents": MaskSpec(documents=DOCUMENTS),
+    "padding": MaskSpec(causal=False, padding=PADDING),
+    "a piece": MaskSpec(query_places=PLACES, key_places=PLACES.flip(0)),
     "blind": MaskSpec(padding=torch.arange(S).expand(B, -1) > 70, window=(30, 0)),
 }
-SCORES = {"plain": Scores(), "all": Scores(scale=0.3, bias=torch.randn(1, N, S, S, dtype=torch.float64), sink=torch.randn(N, dtype=torch.float64))}
+SCORES = {
+    "plain": Scores(),
+    "all": Scores(
+        scale=0.3, bias=torch.randn(1, N, S, S, dtype=torch.float64), sink=torch.randn(N, dtype=torch.float64)
+    ),
+}
 
 
 def inputs(groups: int = 2, queries: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((queries, B, N, D), (S, B, groups, D), (S, B, groups, 6))]
+    return [
+        torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((queries, B, N, D), (S, B, groups, D), (S, B, groups, 6))
+    ]
 
 
 def with_gradients(output: Tensor, given: list[Tensor]) -> list[Tensor]:
@@ -45,14 +58,23 @@ def near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
 def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
     given, how = inputs(groups), SCORES[scores]
     more = [tensor.requires_grad_() for tensor in (how.bias, how.sink) if tensor is not None]
-    near(with_gradients(chunked_attention.attention(*given, MASKS[mask], NONE, how), given + more),
-         with_gradients(reference.attention(*given, MASKS[mask], 0.0, how), given + more), 1e-12)
+    near(
+        with_gradients(chunked_attention.attention(*given, MASKS[mask], NONE, how), given + more),
+        with_gradients(reference.attention(*given, MASKS[mask], 0.0, how), given + more),
+        1e-12,
+    )
 
 
-@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(causal=False), MaskSpec(window=(20, 0))], ids=["causal", "everything", "window"])
+@pytest.mark.parametrize(
+    "mask", [MaskSpec(), MaskSpec(causal=False), MaskSpec(window=(20, 0))], ids=["causal", "everything", "window"]
+)
 def test_queries_are_the_last_of_the_keys(mask: MaskSpec) -> None:
     given = inputs(queries=70)
-    near(with_gradients(chunked_attention.attention(*given, mask, NONE), given), with_gradients(reference.attention(*given, mask), given), 1e-12)
+    near(
+        with_gradients(chunked_attention.attention(*given, mask, NONE), given),
+        with_gradients(reference.attention(*given, mask), given),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -65,7 +87,9 @@ def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: f
 
 
 @pytest.mark.parametrize("mask", ["causal", "window both ways", "documents"])
-def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draws of the forward pass are noted; the definition, with them, gives the same output and gradients."""
     given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), chunked_attention._Work.kept
 

@@ -20,7 +20,7 @@ def by_hand(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     enlarge = 6.0 * 448.0 / np.abs(x).max()
     for row in range(0, x.shape[0], block[0]):
         for column in range(0, x.shape[1], block[1]):
-            place = np.s_[row:row + block[0], column:column + block[1]]
+            place = np.s_[row : row + block[0], column : column + block[1]]
             scale = to_e4m3(np.abs(x[place]).max() * enlarge / 6.0)
             if scale:
                 values = np.clip(x[place] * enlarge / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
@@ -29,7 +29,12 @@ def by_hand(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 
 def test_values_are_rounded_to_the_nearest_of_e2m1_and_ties_to_even() -> None:
-    x = torch.cat([torch.linspace(-7, 7, 4001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, -5.0, 0.0, -0.0])])
+    x = torch.cat(
+        [
+            torch.linspace(-7, 7, 4001),
+            torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, -5.0, 0.0, -0.0]),
+        ]
+    )
     expected = np.clip(x.numpy(), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     found = fp4.to_e2m1(x).numpy()
     assert np.array_equal(found, expected) and np.array_equal(np.signbit(found), np.signbit(expected))
@@ -52,7 +57,9 @@ def test_rounding_by_chance_takes_a_neighbour_and_keeps_the_mean() -> None:
 @pytest.mark.parametrize("block", [(1, 16), (16, 16)])
 def test_every_block_has_a_scale_in_e4m3_and_the_tensor_one_more(block: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(20, 40, dtype=torch.float64, generator=generator) * torch.exp2(torch.randint(-6, 6, (20, 1), generator=generator).double())
+    x = torch.randn(20, 40, dtype=torch.float64, generator=generator) * torch.exp2(
+        torch.randint(-6, 6, (20, 1), generator=generator).double()
+    )
     x[16:, 16:32] = 1e-9  # too small for a scale beside the others
     found = fp4.by_small_blocks(x, fp8.largest_of(x), block)
     assert found.blocks.dtype == torch.float8_e4m3fn
@@ -80,7 +87,9 @@ def test_the_rotation_is_orthogonal_and_cancels_in_a_product() -> None:
     assert torch.equal(fp4.rotated(16.0 * torch.eye(1, 16)).abs(), torch.full((1, 16), 4.0))
 
 
-def by_units(a: torch.Tensor, b: torch.Tensor, *how: list, output_dtype: torch.dtype, **orders_of: list) -> torch.Tensor:
+def by_units(
+    a: torch.Tensor, b: torch.Tensor, *how: list, output_dtype: torch.dtype, **orders_of: list
+) -> torch.Tensor:
     """torch.nn.functional.scaled_mm of two levels of scales, as its documentation and torch's own tests have it, in numpy."""
     scale_a, recipe_a, scale_b, recipe_b = how
     types, orders = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
@@ -93,18 +102,24 @@ def by_units(a: torch.Tensor, b: torch.Tensor, *how: list, output_dtype: torch.d
         assert scales[0].dtype == torch.float8_e4m3fn and scales[1].dtype == torch.float32
         held = packed.view(torch.uint8).numpy()
         matrix = values[np.stack((held & 15, held >> 4), -1).reshape(len(held), -1)]
-        tiles = scales[0].double().numpy().reshape(-1, -(-matrix.shape[1] // 64), 32, 4, 4)  # of 128 rows, of 4 scales; rows 32 apart beside each other
-        table = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)[:len(matrix), :matrix.shape[1] // 16]
+        tiles = (
+            scales[0].double().numpy().reshape(-1, -(-matrix.shape[1] // 64), 32, 4, 4)
+        )  # of 128 rows, of 4 scales; rows 32 apart beside each other
+        table = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)[: len(matrix), : matrix.shape[1] // 16]
         return matrix * table.repeat(16, 1) * float(scales[1])
 
     return torch.from_numpy(whole(a, scale_a) @ whole(b.t(), scale_b).T).to(output_dtype)
 
 
 @pytest.mark.parametrize("rows, others, along", [(200, 48, 96), (16, 33, 300), (5, 16, 16)])
-def test_units_of_4_bits_are_given_what_the_emulation_multiplies(monkeypatch: pytest.MonkeyPatch, rows: int, others: int, along: int) -> None:
+def test_units_of_4_bits_are_given_what_the_emulation_multiplies(
+    monkeypatch: pytest.MonkeyPatch, rows: int, others: int, along: int
+) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_units)
     generator = torch.Generator().manual_seed(5)
-    x, weight = (torch.randn(size, along, generator=generator).mul_(spread) for size, spread in ((rows, 3.0), (others, 0.01)))
+    x, weight = (
+        torch.randn(size, along, generator=generator).mul_(spread) for size, spread in ((rows, 3.0), (others, 0.01))
+    )
     for block, turned in (((16, 16), False), ((16, 16), True), ((1, 16), False)):
         left = fp4.by_small_blocks(x, x.abs().max(), (1, 16))
         right = fp4.by_small_blocks(weight.t() if turned else weight, weight.abs().max(), block)

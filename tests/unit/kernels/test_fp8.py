@@ -31,7 +31,9 @@ def awkward(number: Number) -> Tensor:
     every = np.arange(256, dtype=np.uint8).view(THEIRS[number.name]).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
     middles = (every[1:] + every[:-1]) / 2
-    values = np.concatenate([every, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), [number.largest * 1.01, -1e30, 1e-30, 0.0, -0.0]])
+    values = np.concatenate(
+        [every, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), [number.largest * 1.01, -1e30, 1e-30, 0.0, -0.0]]
+    )
     return torch.from_numpy(values).float()[None]
 
 
@@ -51,7 +53,7 @@ def by_hand(x: Tensor, number: Number, block: tuple[int, int]) -> np.ndarray:
     values, found = x.double().numpy(), np.zeros(x.shape)
     for row in range(0, x.shape[0], block[0]):
         for column in range(0, x.shape[1], block[1]):
-            place = np.s_[row:row + block[0], column:column + block[1]]
+            place = np.s_[row : row + block[0], column : column + block[1]]
             scale = 2.0 ** smallest_power(values[place], number.largest)
             found[place] = rounded(values[place] / scale, number) * scale
     return found
@@ -74,17 +76,26 @@ def test_a_tensors_largest_value_becomes_the_largest_number() -> None:
         assert float(found.scale) == pytest.approx(1 / float(scale), rel=1e-6)
 
 
-@pytest.mark.parametrize("largest, expected", [(0.0, 1.0), (1e-45, torch.finfo(torch.float32).max), (448.0, 1.0), (3.0e38, 448 / 3.0e38)])
+@pytest.mark.parametrize(
+    "largest, expected", [(0.0, 1.0), (1e-45, torch.finfo(torch.float32).max), (448.0, 1.0), (3.0e38, 448 / 3.0e38)]
+)
 def test_scales_are_finite_whatever_a_finite_tensor_holds(largest: float, expected: float) -> None:
     assert float(fp8.tensor_scale(torch.tensor(largest), E4M3)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
 @pytest.mark.parametrize("block", [(1, 4), (1, 32), (4, 4), (3, 5)])
-def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(number: Number, block: tuple[int, int]) -> None:
+def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(
+    number: Number, block: tuple[int, int]
+) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(10, 37, generator=generator) * torch.exp2(torch.randint(-30, 30, (10, 37), generator=generator).float())
-    x[0, :5], x[3] = number.largest * 2.0**-9, 0.0  # a block whose largest value is just the largest number, and blocks of zeros
+    x = torch.randn(10, 37, generator=generator) * torch.exp2(
+        torch.randint(-30, 30, (10, 37), generator=generator).float()
+    )
+    x[0, :5], x[3] = (
+        number.largest * 2.0**-9,
+        0.0,
+    )  # a block whose largest value is just the largest number, and blocks of zeros
     x[1, 0] = float(np.nextafter(np.float32(number.largest * 8), np.float32(np.inf)))
     found = fp8.by_blocks(x, number, block)
     assert found.blocks.dtype == torch.float8_e8m0fnu and found.values.dtype == number.dtype
@@ -92,7 +103,9 @@ def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(
     assert np.array_equal(found.whole(torch.float64).numpy(), by_hand(x, number, block))
     for row, powers in enumerate(found.blocks.double().tolist()):
         for column, power in enumerate(powers):
-            tile = x.double().numpy()[row * block[0]:(row + 1) * block[0], column * block[1]:(column + 1) * block[1]]
+            tile = x.double().numpy()[
+                row * block[0] : (row + 1) * block[0], column * block[1] : (column + 1) * block[1]
+            ]
             assert not tile.any() or power == 2.0 ** smallest_power(tile, number.largest)
 
 
@@ -119,12 +132,25 @@ def test_the_product_is_that_of_the_rounded_values_to_the_last_bit() -> None:
     a, b = (torch.randint(-15, 16, (rows, 8), generator=generator).float() for rows in (3, 5))
     a[:, 4:], b[:, 4:] = a[:, 4:] / 64, b[:, 4:] * 4  # blocks of other powers, sums that fp32 still holds
     left, right = fp8.by_blocks(a, E4M3, (1, 4)), fp8.by_blocks(b, E4M3, (5, 4))
-    exact = [[sum(Fraction(p) * Fraction(q) for p, q in zip(row, other, strict=True)) for other in right.whole(torch.float64).tolist()]
-             for row in left.whole(torch.float64).tolist()]
+    exact = [
+        [
+            sum(Fraction(p) * Fraction(q) for p, q in zip(row, other, strict=True))
+            for other in right.whole(torch.float64).tolist()
+        ]
+        for row in left.whole(torch.float64).tolist()
+    ]
     assert fp8.product(left, right, torch.float32).tolist() == [[float(value) for value in row] for row in exact]
     scaled_a, scaled_b = Quantised(left.values, torch.tensor(0.3)), Quantised(right.values, torch.tensor(0.7))
-    whole = np.array([[sum(Fraction(p) * Fraction(q) for p, q in zip(row, other, strict=True)) for other in right.values.double().tolist()]
-                      for row in left.values.double().tolist()], dtype=np.float32)
+    whole = np.array(
+        [
+            [
+                sum(Fraction(p) * Fraction(q) for p, q in zip(row, other, strict=True))
+                for other in right.values.double().tolist()
+            ]
+            for row in left.values.double().tolist()
+        ],
+        dtype=np.float32,
+    )
     expected = whole * (np.float32(0.3) * np.float32(0.7))
     assert np.array_equal(fp8.product(scaled_a, scaled_b, torch.float32).numpy(), expected)
 
@@ -150,15 +176,26 @@ def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.M
     """cuBLAS: of 1 x 128 [rows, k / 128], of 128 x 128 [k / 128 up to a multiple of 4, rows / 128], both column by column."""
     seen, whole = [], []
 
-    def unit(a: Tensor, b: Tensor, scale_a: Tensor, kind_a: object, scale_b: Tensor, kind_b: object, **others: object) -> Tensor:
-        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0]) and a.shape[1] % 128 == b.shape[1] % 16 == 0
+    def unit(
+        a: Tensor, b: Tensor, scale_a: Tensor, kind_a: object, scale_b: Tensor, kind_b: object, **others: object
+    ) -> Tensor:
+        assert (
+            a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0]) and a.shape[1] % 128 == b.shape[1] % 16 == 0
+        )
         for scales, kind, rows in ((scale_a, kind_a, a.shape[0]), (scale_b, kind_b, b.shape[1])):
             blocks = a.shape[1] // 128
             shape = (rows, blocks) if kind == F.ScalingType.BlockWise1x128 else (-(-blocks // 4) * 4, rows // 128)
-            assert scales.shape == shape and scales.stride() in ((1, shape[0]), (1, 1) if shape[1] == 1 else ()) and scales.dtype == torch.float32
+            assert (
+                scales.shape == shape
+                and scales.stride() in ((1, shape[0]), (1, 1) if shape[1] == 1 else ())
+                and scales.dtype == torch.float32
+            )
             assert rows % (4 if kind == F.ScalingType.BlockWise1x128 else 128) == 0
-            whole.append(scales.repeat_interleave(128, 1)[:rows] if kind == F.ScalingType.BlockWise1x128 else
-                         scales.t()[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1))
+            whole.append(
+                scales.repeat_interleave(128, 1)[:rows]
+                if kind == F.ScalingType.BlockWise1x128
+                else scales.t()[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            )
             seen.append(kind)
         return ((a.float() * whole[-2]) @ (b.t().float() * whole[-1]).t()).bfloat16()
 
@@ -167,7 +204,9 @@ def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.M
     assert recipe is not None and recipe.native
     generator = torch.Generator().manual_seed(5)
     for tokens, out in ((300, 384), (300, 512), (37, 200)):
-        x, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((tokens, 512), (out, 512), (tokens, out)))
+        x, weight, gradient = (
+            torch.randn(shape, generator=generator) for shape in ((tokens, 512), (out, 512), (tokens, out))
+        )
         for a, b in operands(recipe, x, weight, gradient).values():
             torch.testing.assert_close(recipe.product(a, b, torch.bfloat16), fp8.product(a, b, torch.bfloat16))
     assert {kind.name for kind in seen} == {"BlockWise1x128", "BlockWise128x128"} and len(seen) == 18
@@ -184,9 +223,21 @@ def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
             assert found[place] == scales.view(torch.uint8)[row, column]
 
 
-@pytest.mark.parametrize("recipe, capability, words", [
-    ("tensorwise", (8, 0), "Ada"), ("delayed", (8, 9), ""), ("tensorwise", (9, 0), ""), ("blockwise", (9, 0), ""), ("blockwise", (8, 9), "Hopper"),
-    ("blockwise", (10, 0), "Hopper"), ("mxfp8", (9, 0), "Blackwell"), ("mxfp8", (10, 0), ""), ("nvfp4", (9, 0), "4 bits need Blackwell"), ("nvfp4", (12, 0), "")])
+@pytest.mark.parametrize(
+    "recipe, capability, words",
+    [
+        ("tensorwise", (8, 0), "Ada"),
+        ("delayed", (8, 9), ""),
+        ("tensorwise", (9, 0), ""),
+        ("blockwise", (9, 0), ""),
+        ("blockwise", (8, 9), "Hopper"),
+        ("blockwise", (10, 0), "Hopper"),
+        ("mxfp8", (9, 0), "Blackwell"),
+        ("mxfp8", (10, 0), ""),
+        ("nvfp4", (9, 0), "4 bits need Blackwell"),
+        ("nvfp4", (12, 0), ""),
+    ],
+)
 def test_a_gpu_says_which_recipes_it_has_no_units_for(recipe: str, capability: tuple[int, int], words: str) -> None:
     found = fp8_native.unfit(recipe, capability)
     assert words in found and bool(words) == bool(found)

@@ -56,17 +56,22 @@ def outcome(losses: Tensor, weights: Tensor, given: list[Tensor]) -> list[Tensor
 WEIGHTS = {"the sum": torch.ones(T), "the mean": torch.full((T,), 1 / T), "each its own": torch.linspace(0.0, 2.0, T)}
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("bias", [True, False])
-def test_losses_and_gradients_are_those_of_all_logits(blocks: None, dtype: torch.dtype, tolerance: float, ignored: bool,
-                                                      softcap: float | None, bias: bool) -> None:
+def test_losses_and_gradients_are_those_of_all_logits(
+    blocks: None, dtype: torch.dtype, tolerance: float, ignored: bool, softcap: float | None, bias: bool
+) -> None:
     words = Words(0, V, softcap, lambda stated: stated)
     for weights in WEIGHTS.values():
         given = [one for one in inputs(dtype, bias=bias) if one is not None]
         exact = [one.detach().double().requires_grad_() for one in given]
-        found = outcome(linear_cross_entropy(*given[:2], given[2] if bias else None, targets(ignored), words), weights, given)
+        found = outcome(
+            linear_cross_entropy(*given[:2], given[2] if bias else None, targets(ignored), words), weights, given
+        )
         expected = outcome(by_torch(*exact[:2], exact[2] if bias else None, targets(ignored), softcap), weights, exact)
         assert found[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         for mine, theirs in zip(found, expected, strict=True):
@@ -88,14 +93,23 @@ def test_nothing_is_learned_where_no_token_counts_or_nothing_asks_for_it() -> No
     losses = linear_cross_entropy(x, weight, bias, torch.full((T,), -1), words)
     assert not losses.any() and not any(one.any() for one in torch.autograd.grad(losses.sum(), (x, weight, bias)))
     frozen = linear_cross_entropy(x, weight.detach(), None, targets(), words)
-    torch.testing.assert_close(torch.autograd.grad(frozen.sum(), x)[0],
-                               torch.autograd.grad(by_torch(x, weight, None, targets(), None).sum(), x)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(frozen.sum(), x)[0],
+        torch.autograd.grad(by_torch(x, weight, None, targets(), None).sum(), x)[0],
+        rtol=1e-12,
+        atol=1e-12,
+    )
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(x, weight, bias, targets(), words), by_torch(x, weight, bias, targets(), None))
+        torch.testing.assert_close(
+            linear_cross_entropy(x, weight, bias, targets(), words), by_torch(x, weight, bias, targets(), None)
+        )
 
 
 def test_logits_far_from_zero_and_far_apart_are_exact() -> None:
-    x, weight = torch.tensor([[1.0], [1.0]], requires_grad=True), torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    x, weight = (
+        torch.tensor([[1.0], [1.0]], requires_grad=True),
+        torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True),
+    )
     losses = linear_cross_entropy(x, weight, None, torch.tensor([1, 0]), Words(0, 3, None, lambda stated: stated))
     losses.sum().backward()
     assert losses.tolist() == [2e4, 0.0] and torch.equal(weight.grad, torch.tensor([[1.0], [-1.0], [0.0]]))
@@ -111,7 +125,9 @@ def test_in_fp16_the_shares_of_rare_words_do_not_vanish_before_they_are_scaled()
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp, padded", [(2, 24), (4, 64)])
-def test_ranks_that_share_the_vocabulary_find_what_one_finds(world: Worlds, tp: int, padded: int, sequence_parallel: bool) -> None:
+def test_ranks_that_share_the_vocabulary_find_what_one_finds(
+    world: Worlds, tp: int, padded: int, sequence_parallel: bool
+) -> None:
     """With 64 rows on 4 ranks, two ranks hold padding alone."""
     for ignored in (False, True):
         alone, whole, matrix, bias = ranks.run_linear_loss(1, padded, False, ignored)
@@ -119,8 +135,12 @@ def test_ranks_that_share_the_vocabulary_find_what_one_finds(world: Worlds, tp: 
         for losses, states, _, _ in results:
             torch.testing.assert_close(losses, alone, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(states, whole, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(torch.cat([result[2] for result in results])[:ranks.V], matrix[:ranks.V], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(torch.cat([result[3] for result in results])[:ranks.V], bias[:ranks.V], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat([result[2] for result in results])[: ranks.V], matrix[: ranks.V], rtol=1e-12, atol=1e-12
+        )
+        torch.testing.assert_close(
+            torch.cat([result[3] for result in results])[: ranks.V], bias[: ranks.V], rtol=1e-12, atol=1e-12
+        )
 
 
 class Largest(TorchDispatchMode):
@@ -138,23 +158,31 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("weights", ["alike", "unlike"])
-def test_no_tensor_is_as_large_as_the_logits_of_more_than_an_eighth_of_the_tokens(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_as_large_as_the_logits_of_more_than_an_eighth_of_the_tokens(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_loss, "_FEWEST", 1)
     tokens, words = 400, 300
     x, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(words, 4, requires_grad=True)
     with Largest() as largest:
-        losses = linear_cross_entropy(x, weight, None, torch.zeros(tokens, dtype=torch.long), Words(0, words, None, lambda stated: stated))
+        losses = linear_cross_entropy(
+            x, weight, None, torch.zeros(tokens, dtype=torch.long), Words(0, words, None, lambda stated: stated)
+        )
         (losses if weights == "alike" else losses * torch.rand(tokens)).sum().backward()
     assert largest.found == tokens * words // 8
     with Largest() as whole:
-        cross_entropy(F.linear(x, weight)[:, None], torch.zeros(tokens, 1, dtype=torch.long), Axis("tp"), words).sum().backward()
+        cross_entropy(
+            F.linear(x, weight)[:, None], torch.zeros(tokens, 1, dtype=torch.long), Axis("tp"), words
+        ).sum().backward()
     assert whole.found == tokens * words
 
 
 def settings() -> Iterator[Any]:
     """Networks whose heads differ."""
     yield pytest.param({}, id="gpt")
-    yield pytest.param({"untie_embeddings_and_output_weights": True, "final_logit_softcap": 0.3}, id="untied and capped")
+    yield pytest.param(
+        {"untie_embeddings_and_output_weights": True, "final_logit_softcap": 0.3}, id="untied and capped"
+    )
     yield pytest.param({"mtp_num_layers": 2}, id="tokens ahead")
     yield pytest.param({"architecture": "bert"}, id="bert")
     yield pytest.param({"architecture": "t5", "decoder_seq_length": 8, "scale_tied_logits": True}, id="t5")
@@ -162,8 +190,12 @@ def settings() -> Iterator[Any]:
 
 @pytest.mark.parametrize("changes", list(settings()))
 def test_training_goes_as_with_all_logits(changes: dict[str, Any]) -> None:
-    rows = {impl: train_on(tiny.trainer_of(tiny.run_of(tiny.config(fp64=True, cross_entropy_fusion_impl=impl, **changes))), 3)
-            for impl in ("native", "linear")}
+    rows = {
+        impl: train_on(
+            tiny.trainer_of(tiny.run_of(tiny.config(fp64=True, cross_entropy_fusion_impl=impl, **changes))), 3
+        )
+        for impl in ("native", "linear")
+    }
     for mine, theirs in zip(*(row[:2] for row in rows.values()), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
 
@@ -171,7 +203,10 @@ def test_training_goes_as_with_all_logits(changes: dict[str, Any]) -> None:
 def test_auto_takes_it_on_cpus_and_says_why_not_elsewhere() -> None:
     assert select(Need()).cross_entropy is linear_cross_entropy
     report = {op: (name, why) for op, name, why in select(Need(device="cuda", dtype=torch.bfloat16)).report}
-    assert report["cross_entropy"] == ("native", "linear: not measured against native on GPUs; asked for, it saves the memory of the logits")
+    assert report["cross_entropy"] == (
+        "native",
+        "linear: not measured against native on GPUs; asked for, it saves the memory of the logits",
+    )
     assert select(Need(dtype=torch.float16)).cross_entropy is None
     fused = select(Need(device="cuda"), {"cross_entropy": "linear"}).cross_entropy
     assert fused is linear_cross_entropy and not isinstance(fused, partial)

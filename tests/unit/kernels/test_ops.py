@@ -26,8 +26,12 @@ def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor
         for b in range(batch):
             for head in range(heads):
                 group = head * k.shape[2] // heads
-                seen = [j for j in range(k.shape[0]) if (not mask.causal or j <= i)
-                        and (mask.documents is None or mask.documents[b, i] == mask.documents[b, j])]
+                seen = [
+                    j
+                    for j in range(k.shape[0])
+                    if (not mask.causal or j <= i)
+                    and (mask.documents is None or mask.documents[b, i] == mask.documents[b, j])
+                ]
                 scores = torch.stack([(q[i, b, head] * k[j, b, group]).sum() for j in seen]) / math.sqrt(size)
                 weights = scores.exp() / scores.exp().sum()
                 rows.append(sum(w * v[j, b, group] for w, j in zip(weights, seen, strict=True)))
@@ -55,8 +59,11 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 @pytest.mark.parametrize("mask", MASKS)
 def test_reference_attention_is_the_formula(mask: str, groups: int) -> None:
     inputs = heads(groups)
-    check(with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
-          with_gradients(lambda *qkv: attention_by_hand(*qkv, MASKS[mask]), *inputs), 1e-12)
+    check(
+        with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
+        with_gradients(lambda *qkv: attention_by_hand(*qkv, MASKS[mask]), *inputs),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -68,8 +75,11 @@ def test_every_attention_that_fits_equals_the_reference(candidate, mask: str, gr
             assert (candidate.name, mask) == ("flash", "documents")
             continue
         inputs = heads(groups, dtype)
-        check(with_gradients(lambda *qkv: candidate.call(*qkv, MASKS[mask]), *inputs),
-              with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs), tolerance)
+        check(
+            with_gradients(lambda *qkv: candidate.call(*qkv, MASKS[mask]), *inputs),
+            with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
+            tolerance,
+        )
 
 
 def test_a_later_query_alone_sees_all_keys_before_it() -> None:
@@ -80,7 +90,9 @@ def test_a_later_query_alone_sees_all_keys_before_it() -> None:
             torch.testing.assert_close(last, reference.attention(q, k, v, MaskSpec())[-2:], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("candidate", [c for c in ATTENTIONS if c.name != "flash"], ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize(
+    "candidate", [c for c in ATTENTIONS if c.name != "flash"], ids=lambda candidate: candidate.name
+)
 def test_attention_dropout_zeroes_weights_and_keeps_their_mean(candidate) -> None:
     torch.manual_seed(0)
     q, k = torch.zeros(1, 1, 1, 4), torch.zeros(4000, 1, 1, 4)
@@ -93,7 +105,9 @@ def test_a_mask_shows_a_query_what_it_may_see() -> None:
     seen = MASKS["documents"].visible(S, S, torch.device("cpu"))
     for b in range(B):
         for i in range(S):
-            assert [bool(x) for x in seen[b, 0, i]] == [j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]) for j in range(S)]
+            assert [bool(x) for x in seen[b, 0, i]] == [
+                j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]) for j in range(S)
+            ]
     assert MaskSpec().is_plain and not MASKS["documents"].is_plain
 
 
@@ -118,7 +132,11 @@ def test_layer_norm_is_the_formula() -> None:
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight + bias
 
-    check(with_gradients(lambda *t: reference.layer_norm(*t, 1e-3), x, weight, bias), with_gradients(formula, x, weight, bias), 1e-12)
+    check(
+        with_gradients(lambda *t: reference.layer_norm(*t, 1e-3), x, weight, bias),
+        with_gradients(formula, x, weight, bias),
+        1e-12,
+    )
 
 
 def test_activations_are_their_formulas() -> None:
@@ -127,11 +145,16 @@ def test_activations_are_their_formulas() -> None:
     formulas = {
         "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
         "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-        "silu": x * sigmoid, "quick_gelu": x / (1 + (-1.702 * x).exp()), "squared_relu": torch.where(x > 0, x * x, 0.0)}
+        "silu": x * sigmoid,
+        "quick_gelu": x / (1 + (-1.702 * x).exp()),
+        "squared_relu": torch.where(x > 0, x * x, 0.0),
+    }
     for name, expected in formulas.items():
         torch.testing.assert_close(reference.activation(x, name), expected, rtol=1e-12, atol=1e-12)
     gate_and_up = torch.stack((x, x + 1), dim=-1).repeat_interleave(1, dim=-1)
-    torch.testing.assert_close(reference.gated_activation(gate_and_up, "silu")[:, 0], x * sigmoid * (x + 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        reference.gated_activation(gate_and_up, "silu")[:, 0], x * sigmoid * (x + 1), rtol=1e-12, atol=1e-12
+    )
     with pytest.raises(AssertionError, match="no activation is called swish"):
         reference.activation(x, "swish")
 
@@ -143,8 +166,8 @@ def test_rotary_turns_pairs_as_complex_numbers(interleaved: bool, turned: int) -
     angles = torch.randn(S, 1, 1, turned // 2, dtype=torch.float64)
     doubled = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     found = reference.rotary(x, doubled.cos(), doubled.sin(), interleaved)
-    first = x[..., 0:turned:2] if interleaved else x[..., :turned // 2]
-    second = x[..., 1:turned:2] if interleaved else x[..., turned // 2:turned]
+    first = x[..., 0:turned:2] if interleaved else x[..., : turned // 2]
+    second = x[..., 1:turned:2] if interleaved else x[..., turned // 2 : turned]
     rotated = torch.complex(first, second) * torch.exp(1j * angles)
     a, b = (found[..., 0:turned:2], found[..., 1:turned:2]) if interleaved else found[..., :turned].chunk(2, dim=-1)
     torch.testing.assert_close(torch.complex(a, b), rotated, rtol=1e-12, atol=1e-12)

@@ -12,16 +12,27 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
     kernels = select(Need())
     assert kernels.attention is fused.attention and kernels.rms_norm is fused.rms_norm
     assert dict((op, chosen) for op, chosen, _ in kernels.report) == {
-        "attention": "fused", "layer_norm": "torch", "rms_norm": "torch", "gated_activation": "torch", "rotary": "torch",
-        "grouped_linear": "grouped", "permute": "torch", "residual_norm": "apart", "low_linear": "own",
-        "cross_entropy": "linear", "moe_flex_dispatcher": "alltoall"}
+        "attention": "fused",
+        "layer_norm": "torch",
+        "rms_norm": "torch",
+        "gated_activation": "torch",
+        "rotary": "torch",
+        "grouped_linear": "grouped",
+        "permute": "torch",
+        "residual_norm": "apart",
+        "low_linear": "own",
+        "cross_entropy": "linear",
+        "moe_flex_dispatcher": "alltoall",
+    }
 
 
 def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
     assert select(Need(), {"attention": "unfused"}).attention is reference.attention
     assert select(Need(), {"attention": "local"}).attention is reference.attention
     assert select(Need(), {"attention": "flash"}).attention is fused.flash_attention
-    with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: flash: documents are kept apart by a mask"):
+    with pytest.raises(
+        ConfigError, match="--attention-backend flash cannot be used: flash: documents are kept apart by a mask"
+    ):
         select(Need(documents=True), {"attention": "flash"})
     with pytest.raises(ConfigError, match="on a GPU it needs fp16 or bf16"):
         select(Need(device="cuda", dtype=torch.float32), {"attention": "flash"})
@@ -29,7 +40,9 @@ def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
         select(Need(attention_dropout=0.1), {"attention": "flash"})
     with pytest.raises(ConfigError, match="it needs values of the size of keys"):
         select(Need(uneven_heads=True), {"attention": "flash"})
-    with pytest.raises(ConfigError, match="--moe-flex-dispatcher-backend deepep cannot be used: deepep: DeepEP is for GPUs"):
+    with pytest.raises(
+        ConfigError, match="--moe-flex-dispatcher-backend deepep cannot be used: deepep: DeepEP is for GPUs"
+    ):
         select(Need(), {"moe_flex_dispatcher": "deepep"})
     with pytest.raises(ConfigError, match="no such kernel"):
         select(Need(), {"attention": "quick"})

@@ -62,28 +62,51 @@ def test_a_layer_by_torchao_is_that_of_the_formula(number: Number) -> None:
         return (values * scale.float()).to(kind.dtype).double() / scale
 
     flat, flat_pull = rounded(x, E4M3).view(35, 64), rounded(pull, number).view(35, 32)
-    expected = (flat @ rounded(weight, E4M3).t()).view(5, 7, 32) + shift, (flat_pull @ rounded(weight, E4M3)).view(5, 7, 64), flat_pull.t() @ flat
+    expected = (
+        (flat @ rounded(weight, E4M3).t()).view(5, 7, 32) + shift,
+        (flat_pull @ rounded(weight, E4M3)).view(5, 7, 64),
+        flat_pull.t() @ flat,
+    )
     for mine, true in zip((found, *gradients), (*expected, pull.sum((0, 1)).double()), strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
 
 
-@pytest.mark.parametrize("network", [{}, {"num_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": 32}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "network", [{}, {"num_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": 32}], ids=["dense", "experts"]
+)
 def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None:
     changes = {**network, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
-    own, theirs = (tiny.trainer_of(tiny.run_of(tiny.config(**changes, kernel=words))) for words in ((), ("low_linear=torchao",)))
+    own, theirs = (
+        tiny.trainer_of(tiny.run_of(tiny.config(**changes, kernel=words))) for words in ((), ("low_linear=torchao",))
+    )
     called: list[Scaling] = []
     for part in (part for part in theirs.stages[0].modules() if isinstance(part, Scaling)):
-        part.kernel = partial(lambda part, kernel, *given, **how: (called.append(part), kernel(*given, **how))[1], part, part.kernel)
+        part.kernel = partial(
+            lambda part, kernel, *given, **how: (called.append(part), kernel(*given, **how))[1], part, part.kernel
+        )
     assert train_on(theirs, 3)[0] == pytest.approx(train_on(own, 3)[0], rel=1e-4)
-    assert set(called) == {part for part in theirs.stages[0].modules() if isinstance(part, Scaling)}, "every layer asks torchao"
+    assert set(called) == {part for part in theirs.stages[0].modules() if isinstance(part, Scaling)}, (
+        "every layer asks torchao"
+    )
 
 
-@pytest.mark.parametrize("need, reason", [
-    (Need(), "nothing is multiplied in 8 bits; give --fp8-format"),
-    (Need(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")), "of the recipes it has tensorwise, not blockwise"),
-    (Need(low=TENSORWISE, alone=False), "others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size"),
-    (Need(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"), (Need(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
-    (Need(low=TENSORWISE, delays_wgrad=True), "gradients of weights wait")])
+@pytest.mark.parametrize(
+    "need, reason",
+    [
+        (Need(), "nothing is multiplied in 8 bits; give --fp8-format"),
+        (
+            Need(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")),
+            "of the recipes it has tensorwise, not blockwise",
+        ),
+        (
+            Need(low=TENSORWISE, alone=False),
+            "others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size",
+        ),
+        (Need(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"),
+        (Need(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
+        (Need(low=TENSORWISE, delays_wgrad=True), "gradients of weights wait"),
+    ],
+)
 def test_why_torchao_cannot_serve(need: Need, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         select(need, {"low_linear": "torchao"})
@@ -98,4 +121,6 @@ def test_values_of_4_bits_and_both_levels_of_scales_are_those_of_torchao() -> No
     torch.testing.assert_close(ours.scale, nvfp4.per_tensor_amax_to_scale(x.abs().max()))
     assert torch.equal(ours.blocks.view(torch.uint8), scales.view(torch.uint8))
     same = fp8_native.packed(ours.values).view(torch.uint8) == packed
-    assert same.float().mean() > 0.995, "but for values between two numbers, which another order of products may round the other way"
+    assert same.float().mean() > 0.995, (
+        "but for values between two numbers, which another order of products may round the other way"
+    )

@@ -51,14 +51,19 @@ def draw(name: str, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name) + sum(shape)))
 
 
-def compare(kernel: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+def compare(
+    kernel: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: tuple[Tensor, ...], dtype: torch.dtype
+) -> None:
     """Result and gradients of a kernel against those of the formula in fp64, from the same rounded inputs."""
     mine = [one.to(dtype).requires_grad_() for one in inputs]
     exact = [one.detach().double().requires_grad_() for one in mine]
     found, expected = kernel(*mine), formula(*exact)
     pull = draw("gradient", *expected.shape).to(dtype)
-    for a, b in zip((found, *torch.autograd.grad(found, mine, pull.to(found.dtype))),
-                    (expected, *torch.autograd.grad(expected, exact, pull.double())), strict=True):
+    for a, b in zip(
+        (found, *torch.autograd.grad(found, mine, pull.to(found.dtype))),
+        (expected, *torch.autograd.grad(expected, exact, pull.double())),
+        strict=True,
+    ):
         assert (a.double() - b).abs().max() <= TOLERANCE[dtype] * b.abs().max()
     assert found.dtype == dtype or expected.dim() == 1, "losses are wide"
 
@@ -71,7 +76,12 @@ def test_norms_equal_the_reference(kernels: dict[str, ModuleType], dtype: torch.
         x, weight, bias = draw("x", rows, 1, size), 1 + draw("weight", size), draw("bias", size)
         compare(lambda x, w: file.rms_norm(x, w, 1e-3), lambda x, w: reference.rms_norm(x, w, 1e-3), (x, weight), dtype)
         compare(lambda x: file.rms_norm(x, None, 1e-3), lambda x: reference.rms_norm(x, None, 1e-3), (x,), dtype)
-        compare(lambda x, w, b: file.layer_norm(x, w, b, 0.1), lambda x, w, b: reference.layer_norm(x, w, b, 0.1), (x, weight, bias), dtype)
+        compare(
+            lambda x, w, b: file.layer_norm(x, w, b, 0.1),
+            lambda x, w, b: reference.layer_norm(x, w, b, 0.1),
+            (x, weight, bias),
+            dtype,
+        )
     assert file.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-5).shape == (0, 5)
 
 
@@ -83,22 +93,40 @@ def test_sums_and_their_norms_equal_the_reference(kernels: dict[str, ModuleType]
 
     file, (x, update) = kernels["triton_norm"], (draw(name, 5, 1, 37) for name in ("x", "update"))
     weight, bias = 1 + draw("weight", 37), draw("bias", 37)
-    compare(lambda *given: both(file.residual_norm(*given, 1e-3)), lambda *given: both(reference.residual_norm(*given, 1e-3)), (x, update, weight, bias), dtype)
-    compare(lambda *given: both(file.residual_norm(*given, None, 1e-3)), lambda *given: both(reference.residual_norm(*given, None, 1e-3)),
-            (x, update, weight), dtype)
+    compare(
+        lambda *given: both(file.residual_norm(*given, 1e-3)),
+        lambda *given: both(reference.residual_norm(*given, 1e-3)),
+        (x, update, weight, bias),
+        dtype,
+    )
+    compare(
+        lambda *given: both(file.residual_norm(*given, None, 1e-3)),
+        lambda *given: both(reference.residual_norm(*given, None, 1e-3)),
+        (x, update, weight),
+        dtype,
+    )
     total, normed = file.residual_norm(*(one.to(dtype) for one in (x, update, weight)), None, 1e-3)
-    assert torch.equal(normed, file.rms_norm(total, weight.to(dtype), 1e-3)), "what is normed is the sum as it was rounded"
+    assert torch.equal(normed, file.rms_norm(total, weight.to(dtype), 1e-3)), (
+        "what is normed is the sum as it was rounded"
+    )
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, 4)])
-def test_rows_go_to_experts_and_back_as_by_torch(kernels: dict[str, ModuleType], drops: bool, room: int | None, dtype: torch.dtype) -> None:
+def test_rows_go_to_experts_and_back_as_by_torch(
+    kernels: dict[str, ModuleType], drops: bool, room: int | None, dtype: torch.dtype
+) -> None:
     experts = torch.tensor([[0, 2], [3, 2], [0, 4], [2, 4], [2, 0], [0, 3], [4, 0]])  # nobody chooses expert 1
     kept = torch.ones_like(experts, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3]), False) if drops else None
     order = order_of(experts, kept, 5, room=room, all_here=True, permute=kernels["triton_permute"].permute)
     for given, go in ((7, spread), (len(order.choices), collect)):
-        compare(lambda x, go=go: go(x, order), lambda x, go=go: go(x, replace(order, permute=permute)), (draw("x", given, 1030),), dtype)
+        compare(
+            lambda x, go=go: go(x, order),
+            lambda x, go=go: go(x, replace(order, permute=permute)),
+            (draw("x", given, 1030),),
+            dtype,
+        )
     assert collect(torch.empty(len(order.choices), 0), order).shape == (7, 0)
 
 
@@ -107,59 +135,118 @@ def test_rows_go_to_experts_and_back_as_by_torch(kernels: dict[str, ModuleType],
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], name: str, dtype: torch.dtype) -> None:
     for gating in (Gating(), Gating(clamp=0.7, offset=1.0)):
-        compare(lambda x: kernels["triton_pointwise"].gated_activation(x, name, gating),
-                lambda x: reference.gated_activation(x, name, gating), (draw("x", 3, 2, 2 * 19),), dtype)
+        compare(
+            lambda x: kernels["triton_pointwise"].gated_activation(x, name, gating),
+            lambda x: reference.gated_activation(x, name, gating),
+            (draw("x", 3, 2, 2 * 19),),
+            dtype,
+        )
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_equal_the_reference(kernels: dict[str, ModuleType], interleaved: bool, dtype: torch.dtype) -> None:
-    for rows, turned in ((1, 12), (2, 12), (2, 6)):  # one table for all rows of a batch, or one each; the whole head, or half of it
+    for rows, turned in (
+        (1, 12),
+        (2, 12),
+        (2, 6),
+    ):  # one table for all rows of a batch, or one each; the whole head, or half of it
         angles = draw("angles", 4, rows, 1, turned // 2)
         angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 1, 1, 2)
-        compare(lambda x: kernels["triton_pointwise"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
-                lambda x: reference.rotary(x, angles.cos(), angles.sin(), interleaved), (draw("x", 4, 2, 3, 12),), dtype)
+        compare(
+            lambda x: kernels["triton_pointwise"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
+            lambda x: reference.rotary(x, angles.cos(), angles.sin(), interleaved),
+            (draw("x", 4, 2, 3, 12),),
+            dtype,
+        )
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_loss_of_blocks_equals_that_by_torch(kernels: dict[str, ModuleType], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_blocks_equals_that_by_torch(
+    kernels: dict[str, ModuleType], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_loss, "_FEWEST", 4)
     monkeypatch.setattr(kernels["triton_loss"], "_BLOCK", 16)
     targets, weights = torch.tensor([3, -1, 20, 0, 7, 7, -1, 12, 5]), torch.linspace(0.5, 2.0, 9)
     others = torch.tensor([0.5, 2.0, 0.3])[None, :, None]  # what another rank says of every token
-    for valid, first in ((21, 0), (-3, 21)):  # a rank's words, the last of which are padding; a rank with nothing but padding
+    for valid, first in (
+        (21, 0),
+        (-3, 21),
+    ):  # a rank's words, the last of which are padding; a rank with nothing but padding
         words = Words(first, valid, None, lambda stated: torch.cat((stated, others.to(stated.dtype).expand_as(stated))))
         for weight_of in (torch.ones(9), weights):
-            compare(lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words, fused=True) * weight_of,
-                    lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words) * weight_of,
-                    (draw("x", 9, 6), draw("words", 24, 6), draw("biases", 24)), dtype)
+            compare(
+                lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words, fused=True) * weight_of,
+                lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words) * weight_of,
+                (draw("x", 9, 6), draw("words", 24, 6), draw("biases", 24)),
+                dtype,
+            )
 
 
 @needs_triton
 def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.helpers.triton_machine_code", "90"], cwd=ROOT, env=environment, text=True,
-                          capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.triton_machine_code", "90"],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     names = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("bytes")}
-    assert names == {"_forward", "_backward", "_sums", "_gate", "_gate_backward", "_turn", "_statistics", "_gradient", "_gather"}, done.stdout
+    assert names == {
+        "_forward",
+        "_backward",
+        "_sums",
+        "_gate",
+        "_gate_backward",
+        "_turn",
+        "_statistics",
+        "_gradient",
+        "_gather",
+    }, done.stdout
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     ours = [candidate for candidate in CANDIDATES if candidate.name == "triton"]
-    assert {candidate.op for candidate in ours} == {"layer_norm", "rms_norm", "gated_activation", "rotary", "cross_entropy", "permute", "residual_norm"}
+    assert {candidate.op for candidate in ours} == {
+        "layer_norm",
+        "rms_norm",
+        "gated_activation",
+        "rotary",
+        "cross_entropy",
+        "permute",
+        "residual_norm",
+    }
     for candidate in ours:
-        assert candidate.unfit(Need()) == "it needs a CUDA device" and candidate.unfit(GPU) == "the package triton is not installed"
+        assert (
+            candidate.unfit(Need()) == "it needs a CUDA device"
+            and candidate.unfit(GPU) == "the package triton is not installed"
+        )
     monkeypatch.setattr(table, "find_spec", lambda name: object())
     for candidate in ours:
-        assert candidate.unfit(GPU) == "" and candidate.unfit(replace(GPU, dtype=torch.float64)) == "it computes in fp32, not in fp64"
-    assert select(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm and select(GPU).rms_norm is Kernels().rms_norm
-    with pytest.raises(ConfigError, match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of torch, triton"):
+        assert (
+            candidate.unfit(GPU) == ""
+            and candidate.unfit(replace(GPU, dtype=torch.float64)) == "it computes in fp32, not in fp64"
+        )
+    assert (
+        select(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm
+        and select(GPU).rms_norm is Kernels().rms_norm
+    )
+    with pytest.raises(
+        ConfigError,
+        match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of torch, triton",
+    ):
         select(Need(), {"rotary": "triton"})
-    assert available(Need(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}) == {"rms_norm": "reference", "attention": "auto"}
+    assert available(Need(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}) == {
+        "rms_norm": "reference",
+        "attention": "auto",
+    }
 
 
 def test_the_names_that_the_command_line_knows_are_those_of_the_table() -> None:

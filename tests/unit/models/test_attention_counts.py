@@ -13,22 +13,39 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny
 
-GATE = {"attention_output_gate": True, "softmax_type": "learnable", "group_query_attention": True, "num_query_groups": 2}
+GATE = {
+    "attention_output_gate": True,
+    "softmax_type": "learnable",
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
 
 
-@pytest.mark.parametrize("changes", [GATE, {**GATE, "add_bias_linear": False}, {**GATE, "add_bias_linear": False, "add_qkv_bias": True},
-                                     {"softmax_type": "off-by-one"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GATE,
+        {**GATE, "add_bias_linear": False},
+        {**GATE, "add_bias_linear": False, "add_qkv_bias": True},
+        {"softmax_type": "off-by-one"},
+    ],
+)
 def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
     config = tiny.config(**changes)
     model = GPTModel(stages_of(config)[0], tiny.run_of(config).build)
     held = sum(param.numel() for param in model.parameters())
     assert count_parameters(config.model).total == held
-    cut = sum(param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).shards)
+    cut = sum(
+        param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).shards
+    )
     whole = layer_parameters(config.model)
     assert whole - layer_parameters(config.model, Split(2, 1, 2)) == cut // 2
 
 
-@pytest.mark.parametrize("window, pattern", [("3,0", None), ("3,0", "[1,0,1,1]"), ("0,0", "2"), ("100,0", None), ("-1,-1", None), ("12,0", None)])
+@pytest.mark.parametrize(
+    "window, pattern",
+    [("3,0", None), ("3,0", "[1,0,1,1]"), ("0,0", "2"), ("100,0", None), ("-1,-1", None), ("12,0", None)],
+)
 def test_the_causal_count_leaves_out_what_a_window_hides(window: str, pattern: str | None) -> None:
     length = 16
     with_window, without = tiny.config(window_size=window, window_attn_skip_freq=pattern).model, tiny.config().model

@@ -42,15 +42,23 @@ def test_parameters_are_those_of_a_built_network(name: str) -> None:
     network = GPTModel(stage, tiny.run_of(settings).build)
     assert count_parameters(settings.model).total == elements(network)
     topk, experts = settings.model.moe.moe_router_topk, settings.model.moe.num_experts
-    idle = sum(param.numel() * (experts - topk) // experts for path, param in network.named_parameters() if ".experts." in path)
+    idle = sum(
+        param.numel() * (experts - topk) // experts for path, param in network.named_parameters() if ".experts." in path
+    )
     assert active_parameters(settings.model) == elements(network) - idle
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("tp, ep, etp", [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 4, 2)])
 def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: int, etp: int) -> None:
-    settings = tiny.config(**{**MODELS[name], "tensor_model_parallel_size": tp, "expert_model_parallel_size": ep,
-                              "expert_tensor_parallel_size": etp})
+    settings = tiny.config(
+        **{
+            **MODELS[name],
+            "tensor_model_parallel_size": tp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+        }
+    )
     build = tiny.run_of(settings).build
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     (stage,) = stages_of(settings)
@@ -60,7 +68,9 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
 
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared", "moe-no-aux"])
 def test_square_flops_are_what_torch_counts_in_a_step(name: str) -> None:
-    settings = tiny.config(**{**MODELS[name], **SIZES, "attention_backend": "unfused", "untie_embeddings_and_output_weights": True})
+    settings = tiny.config(
+        **{**MODELS[name], **SIZES, "attention_backend": "unfused", "untie_embeddings_and_output_weights": True}
+    )
     (stage,) = stages_of(settings)
     network = GPTModel(stage, tiny.run_of(settings).build).materialize(1)
     ids = torch.zeros((2, 32), dtype=torch.int64)
@@ -71,24 +81,52 @@ def test_square_flops_are_what_torch_counts_in_a_step(name: str) -> None:
 
 def published(**values: Any) -> ModelConfig:
     """A published network, as its launcher says it."""
-    base = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
-            "position_embedding_type": "rope", "group_query_attention": True, "seq_length": 4096, "micro_batch_size": 1}
+    base = {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "seq_length": 4096,
+        "micro_batch_size": 1,
+    }
     return from_values(RunConfig, {**base, **values}).resolve(1).model
 
 
 def test_published_sizes_are_met() -> None:
-    mixtral = published(num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, num_experts=8,
-                        padded_vocab_size=32000)
+    mixtral = published(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        num_experts=8,
+        padded_vocab_size=32000,
+    )
     assert count_parameters(mixtral).total == 46_702_792_704
     assert active_parameters(mixtral) == 12_879_925_248
-    qwen = published(num_layers=48, hidden_size=2048, num_attention_heads=32, num_query_groups=4, kv_channels=128, ffn_hidden_size=6144,
-                     num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, qk_layernorm=True, padded_vocab_size=151936)
+    qwen = published(
+        num_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_query_groups=4,
+        kv_channels=128,
+        ffn_hidden_size=6144,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+        qk_layernorm=True,
+        padded_vocab_size=151936,
+    )
     assert count_parameters(qwen).total / 1e9 == pytest.approx(30.5, abs=0.05)
     assert active_parameters(qwen) / 1e9 == pytest.approx(3.3, abs=0.06)
 
 
 def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies() -> None:
-    settings = tiny.config(8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True})
+    settings = tiny.config(
+        8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True}
+    )
     (memory,) = flops.rank_memory(settings, stages_of(settings), data_parallel_size=8, num_microbatches=1)
     experts = rank_parameters(settings.model, stages_of(settings), Split(1, 4, 1)).experts
     # Of a parameter in bf16 are kept 2 bytes, 4 of its gradient, and 12 of state over the ranks that have it: 8, of experts 2.
@@ -98,8 +136,16 @@ def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies()
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared"])
 @pytest.mark.parametrize("modules", [(), ("moe_act",), ("moe",)])
 def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules: tuple[str, ...]) -> None:
-    changes = {**MODELS[name], **SIZES, "hidden_size": 128, "moe_ffn_hidden_size": 96, "moe_layer_freq": "1", "normalization": "LayerNorm",
-               "recompute_granularity": "selective" if modules else None, "recompute_modules": modules or None}
+    changes = {
+        **MODELS[name],
+        **SIZES,
+        "hidden_size": 128,
+        "moe_ffn_hidden_size": 96,
+        "moe_layer_freq": "1",
+        "normalization": "LayerNorm",
+        "recompute_granularity": "selective" if modules else None,
+        "recompute_modules": modules or None,
+    }
     settings = tiny.config(**changes)
     run = tiny.run_of(settings)
     layer = Layer(layer_rows(settings.model)[0], run.build)

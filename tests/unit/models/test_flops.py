@@ -22,9 +22,16 @@ S, B = 32, 2
 PLAIN = dict(num_layers=3, hidden_size=24, num_attention_heads=4, max_position_embeddings=S, padded_vocab_size=80)
 SHAPES = {
     "gpt2": {},
-    "llama": dict(swiglu=True, normalization="RMSNorm", add_bias_linear=False, group_query_attention=True,
-                  num_query_groups=2, untie_embeddings_and_output_weights=True, ffn_hidden_size=40,
-                  rope=RopeConfig(position_embedding_type="rope")),
+    "llama": dict(
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+        ffn_hidden_size=40,
+        rope=RopeConfig(position_embedding_type="rope"),
+    ),
     "wide heads": dict(kv_channels=10, qk_layernorm=True, group_query_attention=True, num_query_groups=1),
     "qkv bias": dict(add_bias_linear=False, add_qkv_bias=True, quick_geglu=True),
 }
@@ -42,7 +49,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (x.shape[-1],)
-        return F.layer_norm(x, shape, self.weight, self.bias) if self.bias is not None else F.rms_norm(x, shape, self.weight)
+        return (
+            F.layer_norm(x, shape, self.weight, self.bias)
+            if self.bias is not None
+            else F.rms_norm(x, shape, self.weight)
+        )
 
 
 class Swiglu(torch.autograd.Function):
@@ -152,12 +163,24 @@ def test_causal_flops_leave_out_half_of_the_scores(name):
 
 
 def test_published_sizes_are_met():
-    gpt2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,
-                       padded_vocab_size=50257).resolve()
-    llama = ModelConfig(num_layers=32, hidden_size=4096, num_attention_heads=32, group_query_attention=True,
-                        num_query_groups=8, ffn_hidden_size=14336, swiglu=True, normalization="RMSNorm",
-                        add_bias_linear=False, untie_embeddings_and_output_weights=True, padded_vocab_size=128256,
-                        max_position_embeddings=8192, rope=RopeConfig(position_embedding_type="rope")).resolve()
+    gpt2 = ModelConfig(
+        num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, padded_vocab_size=50257
+    ).resolve()
+    llama = ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        padded_vocab_size=128256,
+        max_position_embeddings=8192,
+        rope=RopeConfig(position_embedding_type="rope"),
+    ).resolve()
     assert count_parameters(gpt2).total == 124_439_808
     assert count_parameters(llama).total == 8_030_261_248
 
@@ -190,23 +213,43 @@ def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
 
 
 def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=None, optimizer=None) -> RunConfig:
-    return RunConfig(model=model, train=TrainConfig(seq_length=S, micro_batch_size=B),
-                     precision=precision or PrecisionConfig(bf16=True), parallel=parallel or ParallelConfig(),
-                     recompute=recompute or RecomputeConfig(), optimizer=optimizer or OptimizerConfig())
+    return RunConfig(
+        model=model,
+        train=TrainConfig(seq_length=S, micro_batch_size=B),
+        precision=precision or PrecisionConfig(bf16=True),
+        parallel=parallel or ParallelConfig(),
+        recompute=recompute or RecomputeConfig(),
+        optimizer=optimizer or OptimizerConfig(),
+    )
 
 
-@pytest.mark.parametrize("precision, constant, shared, copied", [
-    (dict(bf16=True), 6, 12, 0), (dict(fp16=True), 4, 16, 4), (dict(), 8, 8, 0),
-    (dict(fp16=True, accumulate_allreduce_grads_in_fp32=True), 6, 12, 0)])
-def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_update_only(precision, constant, shared, copied):
+@pytest.mark.parametrize(
+    "precision, constant, shared, copied",
+    [
+        (dict(bf16=True), 6, 12, 0),
+        (dict(fp16=True), 4, 16, 4),
+        (dict(), 8, 8, 0),
+        (dict(fp16=True, accumulate_allreduce_grads_in_fp32=True), 6, 12, 0),
+    ],
+)
+def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_update_only(
+    precision, constant, shared, copied
+):
     for cut in (False, True):
-        config = run_config(shape("gpt2"), precision=PrecisionConfig(**precision),
-                            parallel=ParallelConfig(use_distributed_optimizer=cut))
+        config = run_config(
+            shape("gpt2"),
+            precision=PrecisionConfig(**precision),
+            parallel=ParallelConfig(use_distributed_optimizer=cut),
+        )
         shards = 8 if cut else 1
         assert flops.state_bytes(config, 8) == constant + (shared - copied) / shards
         assert flops.update_bytes(config, 8) == copied / shards
-    whole = run_config(shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True))
-    assert flops.state_bytes(whole, 8) == 4 * (1 + 1 + 2) / 8, "weight, gradient and two moments in fp32, all of them cut"
+    whole = run_config(
+        shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True)
+    )
+    assert flops.state_bytes(whole, 8) == 4 * (1 + 1 + 2) / 8, (
+        "weight, gradient and two moments in fp32, all of them cut"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -214,9 +257,17 @@ def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_
 @pytest.mark.parametrize("plain", [False, True])
 def test_layer_activations_are_what_autograd_saves(name, probability, plain):
     # Of the norms torch keeps more than their input in RMSNorm, which has no fused CPU kernel: LayerNorm for both.
-    model = shape(name, hidden_size=64, ffn_hidden_size=160, kv_channels=16, hidden_dropout=probability,
-                  attention_dropout=probability, attention_backend="local" if plain else "flash",
-                  normalization="LayerNorm", num_query_groups=4 if plain else 2)
+    model = shape(
+        name,
+        hidden_size=64,
+        ffn_hidden_size=160,
+        kv_channels=16,
+        hidden_dropout=probability,
+        attention_dropout=probability,
+        attention_backend="local" if plain else "flash",
+        normalization="LayerNorm",
+        num_query_groups=4 if plain else 2,
+    )
     block = Block(model, plain_attention=plain)
     own, saved = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
 
@@ -236,9 +287,11 @@ def test_layer_activations_are_what_autograd_saves(name, probability, plain):
 def test_activations_with_selective_recompute_and_sequence_parallel_are_the_papers_formula():
     """s b h (18 + 4 f/h) / t a layer, of Korthikanti et al. as Megatron counts it."""
     model = shape("gpt2", num_layers=8, num_attention_heads=4)
-    config = run_config(model, parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True,
-                                                       pipeline_model_parallel_size=4),
-                        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)))
+    config = run_config(
+        model,
+        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=4),
+        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
+    )
     stages = partition(layer_plans(8), pp=4)
     memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=16)
     layer = S * B * 24 * (18 + 4 * 96 / 24) / 2
@@ -251,29 +304,40 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
 
 def test_fewer_microbatches_than_stages_keep_fewer_alive():
     config = run_config(shape("gpt2", num_layers=4), parallel=ParallelConfig(pipeline_model_parallel_size=4))
-    few, many = (flops.rank_memory(config, partition(layer_plans(4), pp=4), data_parallel_size=1, num_microbatches=m)
-                 for m in (2, 100))
+    few, many = (
+        flops.rank_memory(config, partition(layer_plans(4), pp=4), data_parallel_size=1, num_microbatches=m)
+        for m in (2, 100)
+    )
     assert many[0].activations == 2 * few[0].activations
     assert many[3] == few[3]
 
 
 def test_there_and_back_every_rank_holds_as_many_chunks_and_the_first_one_both_ends() -> None:
-    config = run_config(shape("gpt2", num_layers=8, hidden_dropout=0.0),
-                        parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zb-v"))
+    config = run_config(
+        shape("gpt2", num_layers=8, hidden_dropout=0.0),
+        parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zb-v"),
+    )
     stages = partition(layer_plans(8), pp=4, vpp=2, placement="v")
     memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
     layer = S * B * flops.layer_activation_bytes(config)
     assert [held.activations / layer for held in memory[1:]] == pytest.approx([8, 8, 8])
     layers = rank_parameters(config.model, [stage for stage in stages if stage.rank == 1]).total
     network = count_parameters(config.model)
-    assert memory[0].parameters == layers + network.embedding + network.final_norm + config.model.padded_vocab_size * config.model.hidden_size
+    assert (
+        memory[0].parameters
+        == layers + network.embedding + network.final_norm + config.model.padded_vocab_size * config.model.hidden_size
+    )
 
 
-@pytest.mark.parametrize("method, group, chunks_kept, at_work", [("uniform", 1, 4, 1), ("uniform", 2, 2, 2), ("block", 4, 4, 1)])
+@pytest.mark.parametrize(
+    "method, group, chunks_kept, at_work", [("uniform", 1, 4, 1), ("uniform", 2, 2, 2), ("block", 4, 4, 1)]
+)
 def test_full_recompute_keeps_inputs_and_one_group_at_work(method, group, chunks_kept, at_work):
     model = shape("gpt2", num_layers=4)
-    config = run_config(model, recompute=RecomputeConfig(
-        recompute_granularity="full", recompute_method=method, recompute_num_layers=group))
+    config = run_config(
+        model,
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=group),
+    )
     none = dataclasses.replace(config, recompute=RecomputeConfig())
     (memory,) = flops.rank_memory(config, partition(layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1)
     (whole,) = flops.rank_memory(none, partition(layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1)
@@ -284,10 +348,14 @@ def test_full_recompute_keeps_inputs_and_one_group_at_work(method, group, chunks
 
 def test_interleaving_keeps_more_alive_on_the_first_rank():
     """Warm-up 2 (pp - 1) + (vpp - 1) pp chunk passes, and one more: 11 chunks of 1 layer against 4 passes of 2 layers."""
+
     def first(vpp: int) -> float:
-        config = run_config(shape("gpt2", num_layers=8, hidden_dropout=0.0),
-                            parallel=ParallelConfig(pipeline_model_parallel_size=4))
-        memory = flops.rank_memory(config, partition(layer_plans(8), pp=4, vpp=vpp), data_parallel_size=1, num_microbatches=8)
+        config = run_config(
+            shape("gpt2", num_layers=8, hidden_dropout=0.0), parallel=ParallelConfig(pipeline_model_parallel_size=4)
+        )
+        memory = flops.rank_memory(
+            config, partition(layer_plans(8), pp=4, vpp=vpp), data_parallel_size=1, num_microbatches=8
+        )
         return memory[0].activations / (S * B * flops.layer_activation_bytes(config))
 
     assert first(2) == pytest.approx(11, rel=0.01)

@@ -24,9 +24,15 @@ def named(models: list[GPTModel]) -> dict[str, torch.Tensor]:
     return {spec_of(param).name: param.detach() for model in models for param in model.parameters()}
 
 
-@pytest.mark.parametrize("split", [{"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4},
-                                   {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
-                                   {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "E|tt|tt|L"}])
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 4},
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+        {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "E|tt|tt|L"},
+    ],
+)
 @pytest.mark.parametrize("untied", [False, True])
 def test_names_and_initial_values_do_not_depend_on_the_split(split: dict[str, Any], untied: bool) -> None:
     whole = named(stages(untie_embeddings_and_output_weights=untied))
@@ -40,10 +46,25 @@ def test_names_and_initial_values_do_not_depend_on_the_split(split: dict[str, An
 
 def test_names_are_megatrons() -> None:
     assert set(named(stages(num_layers=1, qk_layernorm=True))) == {
-        EMBEDDING, "embedding.position_embeddings.weight", "decoder.final_layernorm.weight", "decoder.final_layernorm.bias",
-        *(f"decoder.layers.0.{name}.{kind}" for kind in ("weight", "bias") for name in
-          ("input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
-           "self_attention.q_layernorm", "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"))}
+        EMBEDDING,
+        "embedding.position_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+        *(
+            f"decoder.layers.0.{name}.{kind}"
+            for kind in ("weight", "bias")
+            for name in (
+                "input_layernorm",
+                "pre_mlp_layernorm",
+                "self_attention.linear_qkv",
+                "self_attention.linear_proj",
+                "self_attention.q_layernorm",
+                "self_attention.k_layernorm",
+                "mlp.linear_fc1",
+                "mlp.linear_fc2",
+            )
+        ),
+    }
 
 
 def test_a_chain_of_stages_is_the_whole_network() -> None:
@@ -58,8 +79,15 @@ def test_a_chain_of_stages_is_the_whole_network() -> None:
     torch.testing.assert_close(hidden, whole(ids=batch.tokens, labels=batch.labels), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("changes, dtype", [({}, torch.float32), ({"bf16": True}, torch.bfloat16), ({"fp64": True}, torch.float64),
-                                            ({"bf16": True, "fp32_residual_connection": True}, torch.float32)])
+@pytest.mark.parametrize(
+    "changes, dtype",
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp64": True}, torch.float64),
+        ({"bf16": True, "fp32_residual_connection": True}, torch.float32),
+    ],
+)
 def test_messages_have_the_format_of_the_residual(changes: dict[str, Any], dtype: torch.dtype) -> None:
     first = stages(pipeline_model_parallel_size=2, **changes)[0]
     sent = first(ids=torch.zeros(3, 16, dtype=torch.int64))
@@ -69,7 +97,7 @@ def test_messages_have_the_format_of_the_residual(changes: dict[str, Any], dtype
 def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
     (model,) = stages(fp64=True)
     batch = next(tiny.batches(tiny.run_of(tiny.config(fp64=True)), 0))
-    logits = model(ids=batch.tokens)[..., :tiny.VOCABULARY]
+    logits = model(ids=batch.tokens)[..., : tiny.VOCABULARY]
     expected = F.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
     torch.testing.assert_close(model(ids=batch.tokens, labels=batch.labels), expected, rtol=1e-12, atol=1e-12)
 
@@ -94,9 +122,16 @@ def test_packed_documents_are_what_they_are_alone(kind: str) -> None:
 
 
 def test_initial_deviations_are_those_of_the_flags() -> None:
-    found = named(stages(num_layers=2, hidden_size=128, ffn_hidden_size=512, init_method_std=0.04, embedding_init_method_std=0.3))
-    for name, deviation in {EMBEDDING: 0.3, "embedding.position_embeddings.weight": 0.3, "decoder.layers.1.mlp.linear_fc1.weight": 0.04,
-                            "decoder.layers.1.self_attention.linear_qkv.weight": 0.04, "decoder.layers.1.mlp.linear_fc2.weight": 0.02,
-                            "decoder.layers.1.self_attention.linear_proj.weight": 0.02}.items():
-        value = found[name][:tiny.VOCABULARY]
+    found = named(
+        stages(num_layers=2, hidden_size=128, ffn_hidden_size=512, init_method_std=0.04, embedding_init_method_std=0.3)
+    )
+    for name, deviation in {
+        EMBEDDING: 0.3,
+        "embedding.position_embeddings.weight": 0.3,
+        "decoder.layers.1.mlp.linear_fc1.weight": 0.04,
+        "decoder.layers.1.self_attention.linear_qkv.weight": 0.04,
+        "decoder.layers.1.mlp.linear_fc2.weight": 0.02,
+        "decoder.layers.1.self_attention.linear_proj.weight": 0.02,
+    }.items():
+        value = found[name][: tiny.VOCABULARY]
         assert value.std().item() == pytest.approx(deviation, rel=0.05), name

@@ -16,8 +16,13 @@ from megatron.training.batch import Batch
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
-NETWORKS = {**{name: MODELS[name] for name in ("mla", "mla-q", "mla-window", "mtp", "mtp2", "mtp3-repeated", "mla-mtp2", "deepseek")},
-            "plain": {}}
+NETWORKS = {
+    **{
+        name: MODELS[name]
+        for name in ("mla", "mla-q", "mla-window", "mtp", "mtp2", "mtp3-repeated", "mla-mtp2", "deepseek")
+    },
+    "plain": {},
+}
 
 
 def stages(**changes: Any) -> tuple[list[GPTModel], tiny.Run]:
@@ -26,8 +31,9 @@ def stages(**changes: Any) -> tuple[list[GPTModel], tiny.Run]:
     return [GPTModel(spec, run.build) for spec in stages_of(run.config)], run
 
 
-@pytest.mark.parametrize("name, layout", [("mtp", "Et|t|t|tmL"), ("mtp2", "Et|tt|tmm|L"), ("mtp", "Et|tt|tm|L"),
-                                          ("mla-mtp2", "E|ttt|tmm|L")])
+@pytest.mark.parametrize(
+    "name, layout", [("mtp", "Et|t|t|tmL"), ("mtp2", "Et|tt|tmm|L"), ("mtp", "Et|tt|tm|L"), ("mla-mtp2", "E|ttt|tmm|L")]
+)
 def test_every_pipeline_rank_holds_what_its_stage_is_made_of(name: str, layout: str) -> None:
     built, run = stages(**NETWORKS[name], pipeline_model_parallel_size=4, pipeline_model_parallel_layout=layout)
     for model in built:
@@ -38,7 +44,9 @@ def test_every_pipeline_rank_holds_what_its_stage_is_made_of(name: str, layout: 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_flops_are_what_torch_counts_in_a_step(name: str) -> None:
     # Blocks of logits leave out the last tokens, which have nothing ahead; all logits do not.
-    run = tiny.run_of(tiny.config(**{**NETWORKS[name], "attention_backend": "unfused", "cross_entropy_fusion_impl": "native"}))
+    run = tiny.run_of(
+        tiny.config(**{**NETWORKS[name], "attention_backend": "unfused", "cross_entropy_fusion_impl": "native"})
+    )
     (model,) = tiny.trainer_of(run).stages
     ids, depths = torch.zeros(2, 16, dtype=torch.long), run.config.model.mtp.mtp_num_layers or 0
     batch = Batch(tokens=ids, labels=ids, loss_mask=torch.ones(2, 16)).looking_ahead(depths)

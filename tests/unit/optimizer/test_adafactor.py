@@ -18,10 +18,16 @@ RATE, DECAY = 0.3, 0.1
 SPECS = {
     "matrix": ParamSpec((6, 10), normal(1.0), "matrix"),
     "conv": ParamSpec((5, 1, 4), normal(1.0), "matrix"),
-    "fused": ParamSpec((12, 7), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),)),
+    "fused": ParamSpec(
+        (12, 7), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),)
+    ),
     "bias": ParamSpec((9,), normal(1.0), "vector"),
-    "experts": ParamSpec((3, 8, 5), normal(1.0), "matrix", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True),
-    "expert_bias": ParamSpec((3, 8), normal(1.0), "vector", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True),
+    "experts": ParamSpec(
+        (3, 8, 5), normal(1.0), "matrix", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True
+    ),
+    "expert_bias": ParamSpec(
+        (3, 8), normal(1.0), "vector", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True
+    ),
 }
 
 
@@ -41,10 +47,23 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
     for name, spec in SPECS.items():
         module[name].spec = spec
     name_all(module)
-    parallel = DataParallel(module, Mesh.single(), grad_dtype=dtype, sharded=True, bucket_size=100, overlap_reduce=False,
-                            overlap_gather=False, average=False)
-    optimizer = Optimizer([parallel], Mesh.single(), OptimizerConfig(optimizer="adafactor", clip_grad=0.0, **settings),
-                          PrecisionConfig(fp64=dtype == torch.float64), sharded=True)
+    parallel = DataParallel(
+        module,
+        Mesh.single(),
+        grad_dtype=dtype,
+        sharded=True,
+        bucket_size=100,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
+    optimizer = Optimizer(
+        [parallel],
+        Mesh.single(),
+        OptimizerConfig(optimizer="adafactor", clip_grad=0.0, **settings),
+        PrecisionConfig(fp64=dtype == torch.float64),
+        sharded=True,
+    )
     for step in range(1, steps + 1):
         for bucket in parallel.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
@@ -57,7 +76,9 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
 def torchs(name: str, dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> list[Tensor]:
     """The same by torch.optim.Adafactor. Vectors do not decay here."""
     weights = [torch.nn.Parameter(one) for one in alone(name, drawn(name, 0, dtype))]
-    theirs = torch.optim.Adafactor(weights, lr=RATE, weight_decay=DECAY if SPECS[name].kind == "matrix" else 0.0, **settings)
+    theirs = torch.optim.Adafactor(
+        weights, lr=RATE, weight_decay=DECAY if SPECS[name].kind == "matrix" else 0.0, **settings
+    )
     for step in range(1, steps + 1):
         for weight, gradient in zip(weights, alone(name, size * drawn(name, step, dtype)), strict=True):
             weight.grad = gradient
@@ -66,23 +87,45 @@ def torchs(name: str, dtype: torch.dtype, steps: int, *, size: float, **settings
 
 
 # Gradients about as large as an epsilon, and steps after which the rate begins to fall, at 1 / 0.3^2.
-@pytest.mark.parametrize("dtype, size, mine, theirs", [
-    (torch.float64, 1.0, {}, {}), (torch.float32, 1e-7, {}, {}),
-    (torch.float64, 1.0, {"adafactor_decay_rate": 0.5, "adafactor_clip_threshold": 1.1, "adafactor_min_rms": 1.2},
-     {"beta2_decay": -0.5, "d": 1.1, "eps": (None, 1.2)})], ids=["fp64", "small gradients", "other settings"])
-def test_steps_are_torchs_of_every_parameter_and_of_every_expert(dtype: torch.dtype, size: float, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "dtype, size, mine, theirs",
+    [
+        (torch.float64, 1.0, {}, {}),
+        (torch.float32, 1e-7, {}, {}),
+        (
+            torch.float64,
+            1.0,
+            {"adafactor_decay_rate": 0.5, "adafactor_clip_threshold": 1.1, "adafactor_min_rms": 1.2},
+            {"beta2_decay": -0.5, "d": 1.1, "eps": (None, 1.2)},
+        ),
+    ],
+    ids=["fp64", "small gradients", "other settings"],
+)
+def test_steps_are_torchs_of_every_parameter_and_of_every_expert(
+    dtype: torch.dtype, size: float, mine: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     found, _ = ours(dtype, 14, size=size, **mine)
     rounding = 1e-11 if dtype == torch.float64 else 2e-5
     for name in SPECS:
         for one, expected in zip(alone(name, found[name]), torchs(name, dtype, 14, size=size, **theirs), strict=True):
-            torch.testing.assert_close(one, expected, rtol=rounding, atol=rounding, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                one, expected, rtol=rounding, atol=rounding, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_only_rows_and_columns_of_matrices_are_kept_and_all_of_vectors() -> None:
     _, optimizer = ours(torch.float64, 1, size=1.0)
     kept = {(slot, segment.name): segment.spec.shape for slot, segment, _ in optimizer.slots()}
-    assert kept == {("exp_avg_sq_row", "matrix"): (6,), ("exp_avg_sq_col", "matrix"): (10,), ("exp_avg_sq_row", "conv"): (5, 1),
-                    ("exp_avg_sq_col", "conv"): (5, 4), ("exp_avg_sq_row", "fused"): (12,), ("exp_avg_sq_col", "fused"): (7,),
-                    ("exp_avg_sq_row", "experts"): (3, 8), ("exp_avg_sq_col", "experts"): (3, 5), ("exp_avg_sq", "bias"): (9,),
-                    ("exp_avg_sq", "expert_bias"): (3, 8)}
+    assert kept == {
+        ("exp_avg_sq_row", "matrix"): (6,),
+        ("exp_avg_sq_col", "matrix"): (10,),
+        ("exp_avg_sq_row", "conv"): (5, 1),
+        ("exp_avg_sq_col", "conv"): (5, 4),
+        ("exp_avg_sq_row", "fused"): (12,),
+        ("exp_avg_sq_col", "fused"): (7,),
+        ("exp_avg_sq_row", "experts"): (3, 8),
+        ("exp_avg_sq_col", "experts"): (3, 5),
+        ("exp_avg_sq", "bias"): (9,),
+        ("exp_avg_sq", "expert_bias"): (3, 8),
+    }
     assert all(len(tensor) == segment.high - segment.low for _, segment, tensor in optimizer.slots())

@@ -15,11 +15,30 @@ from tests.helpers.world import Worlds
 from tests.parity.table import MODELS, read_layout
 from tests.unit.optimizer import ranks
 
-LAYOUTS = [("", "gpt"), ("tp2", "gpt"), ("tp2 sp", "qk-norm"), ("tp4", "mqa"), ("tp4 sp", "gqa2"), ("pp2", "gpt"), ("pp2 vpp2", "untied"),
-           ("dp2", "llama"), ("dp2 zero", "llama"), ("dp4 zero buckets3", "gpt"), ("tp2 dp2 zero", "mqa"), ("tp2 pp2", "llama-tied"),
-           ("pp2 dp2 zero", "gpt"), ("pp4 layout=E|tt|tt|L", "gpt"), ("pp4 layout=E|ttt|t|L", "untied"), ("tp4 zero bucket300", "qk-norm"),
-           ("ep2 dp4", "moe"), ("tp2 etp1 ep2 dp2", "moe-bias"), ("tp2 ep2 dp2 zero", "moe-shared-bias"), ("etp2 dp4 zero", "moe-bias"),
-           ("tp2 sp etp1 dp2", "moe-shared"), ("pp2 ep2 dp4 zero pp-before-dp", "moe")]
+LAYOUTS = [
+    ("", "gpt"),
+    ("tp2", "gpt"),
+    ("tp2 sp", "qk-norm"),
+    ("tp4", "mqa"),
+    ("tp4 sp", "gqa2"),
+    ("pp2", "gpt"),
+    ("pp2 vpp2", "untied"),
+    ("dp2", "llama"),
+    ("dp2 zero", "llama"),
+    ("dp4 zero buckets3", "gpt"),
+    ("tp2 dp2 zero", "mqa"),
+    ("tp2 pp2", "llama-tied"),
+    ("pp2 dp2 zero", "gpt"),
+    ("pp4 layout=E|tt|tt|L", "gpt"),
+    ("pp4 layout=E|ttt|t|L", "untied"),
+    ("tp4 zero bucket300", "qk-norm"),
+    ("ep2 dp4", "moe"),
+    ("tp2 etp1 ep2 dp2", "moe-bias"),
+    ("tp2 ep2 dp2 zero", "moe-shared-bias"),
+    ("etp2 dp4 zero", "moe-bias"),
+    ("tp2 sp etp1 dp2", "moe-shared"),
+    ("pp2 ep2 dp4 zero pp-before-dp", "moe"),
+]
 
 
 def by_hand(model: str) -> tuple[float, int, float]:
@@ -50,8 +69,12 @@ def test_norms_and_zeros_count_every_element_once_in_every_layout(world: Worlds,
 def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.dtype) -> None:
     mesh, size = Mesh.single(), 3_000_000
     random = torch.Generator().manual_seed(0)
-    gradient = (30000 * (1 + torch.rand(size, generator=random))).to(dtype)  # alike in size: the hardest sum; its norm is above any fp16 number
+    gradient = (30000 * (1 + torch.rand(size, generator=random))).to(
+        dtype
+    )  # alike in size: the hardest sum; its norm is above any fp16 number
     spec = ParamSpec((size,), constant(0.0), "vector")
     segment = Segment(spec, (size,), 0, size, gradient, gradient)
     expected = float(gradient.double().square().sum().sqrt())
-    assert float(global_norm([segment], mesh, sharded=False)) == pytest.approx(expected, rel=3e-5 if dtype != torch.float32 else 2e-6)
+    assert float(global_norm([segment], mesh, sharded=False)) == pytest.approx(
+        expected, rel=3e-5 if dtype != torch.float32 else 2e-6
+    )

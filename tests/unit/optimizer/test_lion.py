@@ -9,8 +9,15 @@ from tests.unit.optimizer.test_optimizer import DECAY, RATE, gradient, optimizer
 
 
 def test_steps_are_signs_of_the_mixed_momentum() -> None:
-    module, optimizer = optimizer_of(torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64, optimizer="lion",
-                                     lion_beta1=0.8, lion_beta2=0.95, clip_grad=0.0)
+    module, optimizer = optimizer_of(
+        torch.float64,
+        precision=PrecisionConfig(fp64=True),
+        grad_dtype=torch.float64,
+        optimizer="lion",
+        lion_beta1=0.8,
+        lion_beta2=0.95,
+        clip_grad=0.0,
+    )
     expected = {name: child.weight.detach().clone() for name, child in module.items()}
     moments = {name: torch.zeros_like(value) for name, value in expected.items()}
     for step in range(4):

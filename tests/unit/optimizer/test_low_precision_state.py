@@ -14,7 +14,12 @@ from tests.unit.distributed.ranks import SIZES
 from tests.unit.optimizer.test_optimizer import ADAM, adamw, optimizer_of, take_step, torch_steps
 
 KINDS = ("fp32", "bf16", "fp16", "fp8")
-ERROR = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp8": 2.0**-3}  # of a number next to which the format has others
+ERROR = {
+    "fp32": 0.0,
+    "bf16": 2.0**-7,
+    "fp16": 2.0**-10,
+    "fp8": 2.0**-3,
+}  # of a number next to which the format has others
 
 
 def chance(seed: int = 0) -> torch.Generator:
@@ -72,9 +77,14 @@ def test_no_second_moment_becomes_zero() -> None:
 
 
 def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> None:
-    bits = torch.randint(-2**31, 2**31 - 2**24, (4000,), generator=chance(), dtype=torch.int64).int()
+    bits = torch.randint(-(2**31), 2**31 - 2**24, (4000,), generator=chance(), dtype=torch.int64).int()
     values = bits.view(torch.float32)
-    values = torch.cat([values[values.isfinite() & (values.abs() < 1e38)], torch.tensor([0.0, -0.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -1.0 - 2.0**-8])])
+    values = torch.cat(
+        [
+            values[values.isfinite() & (values.abs() < 1e38)],
+            torch.tensor([0.0, -0.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -1.0 - 2.0**-8]),
+        ]
+    )
     kept = Remainder(torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros(len(values), dtype=torch.int16))
     assert torch.equal(through(kept, values).view(torch.int32), values.view(torch.int32))
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
@@ -96,8 +106,15 @@ def masters(optimizer: Any) -> dict[str, Tensor]:
     return {segment.name: tensor for slot, segment, tensor in optimizer.slots() if slot == "master"}
 
 
-@pytest.mark.parametrize("settings, error", [({}, 1e-5), ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 0.02),
-                                             ({"main_params_dtype": "fp16"}, 0.2), ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}, 0.2)])
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({}, 1e-5),
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 0.02),
+        ({"main_params_dtype": "fp16"}, 0.2),
+        ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}, 0.2),
+    ],
+)
 def test_steps_are_adamws_up_to_the_formats(settings: dict[str, Any], error: float) -> None:
     module, optimizer = optimizer_of(torch.bfloat16, precision=narrow(**settings), clip_grad=1.0, **ADAM)
     start = {name: child.weight.detach().float().clone() for name, child in module.items()}

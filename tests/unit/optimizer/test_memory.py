@@ -16,7 +16,9 @@ from megatron.core.parallel.spec import ParamSpec, name_all, normal
 from tests.helpers import tiny
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
-ROWS = re.findall(r"^\| `(--(?:optimizer|use-precision).+?)`.*? \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `(--(?:optimizer|use-precision).+?)`.*? \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 def settings(flags: str) -> dict[str, object]:
@@ -31,8 +33,16 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
     param.spec = ParamSpec((128, 64), normal(1.0), "matrix")  # type: ignore[attr-defined]
     module = torch.nn.ParameterDict({"weight": param})
     name_all(module)
-    parallel = DataParallel(module, Mesh.single(), grad_dtype=torch.float32, sharded=False, bucket_size=None, overlap_reduce=False,
-                            overlap_gather=False, average=False)
+    parallel = DataParallel(
+        module,
+        Mesh.single(),
+        grad_dtype=torch.float32,
+        sharded=False,
+        bucket_size=None,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
     optimizer = Optimizer([parallel], Mesh.single(), config.optimizer, config.precision, sharded=False)
     held = sum(tensor.nbytes for tensor in optimizer.memory()) / param.numel()
     assert held == kept_bytes(config) and f"{held:.3g}" == said

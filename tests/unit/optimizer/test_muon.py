@@ -42,7 +42,9 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(kind: str, shape: 
     torch.testing.assert_close(orthogonalize(x, how), by_singular_values(x, how), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind, steps, low, high", [("simple", 5, 0.65, 1.25), ("quintic", 5, 0.7, 1.25), ("polar_express", 8, 0.99, 1.01)])
+@pytest.mark.parametrize(
+    "kind, steps, low, high", [("simple", 5, 0.65, 1.25), ("quintic", 5, 0.7, 1.25), ("polar_express", 8, 0.99, 1.01)]
+)
 def test_an_update_is_nearly_orthogonal(kind: str, steps: int, low: float, high: float) -> None:
     # Singular values down to a hundredth of the norm.
     u, _, v = torch.linalg.svd(drawn(24, 40), full_matrices=False)
@@ -63,13 +65,23 @@ def test_nothing_stays_nothing() -> None:
     assert not orthogonalize(torch.zeros(3, 5), Iteration()).any()
 
 
-def optimizer_of(params: dict[str, torch.nn.Parameter], dtype: torch.dtype = torch.float64, **settings: Any) -> Optimizer:
+def optimizer_of(
+    params: dict[str, torch.nn.Parameter], dtype: torch.dtype = torch.float64, **settings: Any
+) -> Optimizer:
     mesh = Mesh.single()
     module = torch.nn.ParameterDict(params)
     name_all(module)
     wide = dtype == torch.float64
-    parallel = DataParallel(module, mesh, grad_dtype=dtype, sharded=False, bucket_size=None, overlap_reduce=False, overlap_gather=False,
-                            average=False)
+    parallel = DataParallel(
+        module,
+        mesh,
+        grad_dtype=dtype,
+        sharded=False,
+        bucket_size=None,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
     config = OptimizerConfig(optimizer="muon", clip_grad=0.0, muon_momentum=BETA, **settings)
     return Optimizer([parallel], mesh, config, PrecisionConfig(fp64=wide), sharded=False)
 
@@ -100,15 +112,25 @@ def matrix(*shape: int, parts: tuple[int, ...] = (), dim: int = 0, stacked: bool
 def test_steps_are_torchs_where_modes_coincide(shape: tuple[int, int], nesterov: bool) -> None:
     start, gradients = drawn(*shape, seed=1), [{"w": drawn(*shape, seed=2 + step)} for step in range(3)]
     param = made(matrix(*shape), torch.float32, like=start)
-    steps_of(optimizer_of({"w": param}, torch.float32, muon_nesterov=nesterov, muon_coefficient_type="simple",
-                          muon_scale_mode="shape_scaling"), gradients)
+    steps_of(
+        optimizer_of(
+            {"w": param},
+            torch.float32,
+            muon_nesterov=nesterov,
+            muon_coefficient_type="simple",
+            muon_scale_mode="shape_scaling",
+        ),
+        gradients,
+    )
     theirs = torch.nn.Parameter(start.float().clone())
     muon = torch.optim.Muon([theirs], lr=RATE, weight_decay=DECAY, momentum=BETA, nesterov=nesterov)
     for each in gradients:
         theirs.grad = each["w"].float()
         muon.step()
     moved = float((theirs.detach() - start.float()).abs().max())
-    assert float((param.detach() - theirs.detach()).abs().max()) < 0.06 * moved, "bf16 rounds here and there in other places"
+    assert float((param.detach() - theirs.detach()).abs().max()) < 0.06 * moved, (
+        "bf16 rounds here and there in other places"
+    )
 
 
 @pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
@@ -117,7 +139,7 @@ def test_steps_follow_the_formula(mode: str) -> None:
     param = made(matrix(8, 5), like=start)
     steps_of(optimizer_of({"w": param}, muon_scale_mode=mode, muon_extra_scale_factor=0.3), gradients)
     expected, momentum = start.clone(), torch.zeros_like(start)
-    factor = 0.3 * {"spectral": 8**0.5, "unit_rms_norm": (8 / 5)**0.5, "shape_scaling": (8 / 5)**0.5}[mode]
+    factor = 0.3 * {"spectral": 8**0.5, "unit_rms_norm": (8 / 5) ** 0.5, "shape_scaling": (8 / 5) ** 0.5}[mode]
     for each in gradients:
         momentum = BETA * momentum + (1 - BETA) * each["w"]
         expected = (1 - RATE * DECAY) * expected - RATE * factor * by_singular_values(momentum, Iteration())
@@ -139,13 +161,18 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
     gradient = drawn(3, 8, 5, seed=2)
     param = made(matrix(3, 8, 5, parts=(4, 4), dim=1, stacked=True), like=torch.zeros(3, 8, 5))
     steps_of(optimizer_of({"w": param}), [{"w": gradient}])
-    expected = torch.stack([torch.cat([by_singular_values(part, Iteration()) * 5**0.5 for part in expert.split(4)]) for expert in gradient])
+    expected = torch.stack(
+        [torch.cat([by_singular_values(part, Iteration()) * 5**0.5 for part in expert.split(4)]) for expert in gradient]
+    )
     torch.testing.assert_close(param.detach(), -RATE * expected, rtol=1e-10, atol=1e-10)
 
 
 def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     muon = OptimizerConfig(optimizer="muon")
-    kinds = {kind: is_by_muon(ParamSpec((4, 4), normal(1.0), kind), muon) for kind in ("matrix", "table", "vector", "embedding", "qk_norm")}
+    kinds = {
+        kind: is_by_muon(ParamSpec((4, 4), normal(1.0), kind), muon)
+        for kind in ("matrix", "table", "vector", "embedding", "qk_norm")
+    }
     assert kinds == {"matrix": True, "table": False, "vector": False, "embedding": False, "qk_norm": False}
     assert not is_by_muon(matrix(4, 4), OptimizerConfig())
     start, gradient = drawn(4, 4, seed=3), drawn(4, 4, seed=4)
@@ -157,7 +184,10 @@ def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     torch.optim.AdamW([theirs], lr=RATE, weight_decay=DECAY, betas=(0.9, 0.999), eps=1e-8).step()
     torch.testing.assert_close(table.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
     assert {(slot, segment.name) for slot, segment, _ in optimizer.slots()} == {
-        ("exp_avg", "table"), ("exp_avg_sq", "table"), ("momentum_buffer", "w")}
+        ("exp_avg", "table"),
+        ("exp_avg_sq", "table"),
+        ("momentum_buffer", "w"),
+    }
 
 
 def test_dist_muon_is_muon_with_the_distributed_optimizer() -> None:
@@ -168,17 +198,25 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer() -> None:
 
 
 def slabs(costs: list[float], ranks: int) -> list[Slab]:
-    return [Slab(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost) for place, cost in enumerate(costs)]
+    return [
+        Slab(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost)
+        for place, cost in enumerate(costs)
+    ]
 
 
 def test_work_is_divided_within_grahams_bound() -> None:
     chance = random.Random(0)
     for _ in range(200):
-        ranks, costs = chance.randint(1, 8), [chance.choice([1.0, 2.0, 3.0, 8.0]) * chance.random() for _ in range(chance.randint(1, 40))]
+        ranks, costs = (
+            chance.randint(1, 8),
+            [chance.choice([1.0, 2.0, 3.0, 8.0]) * chance.random() for _ in range(chance.randint(1, 40))],
+        )
         found = divided(slabs(costs, ranks), ranks)
         load = [sum(slab.cost for slab in found if slab.owner == rank) for rank in range(ranks)]
         ordered = sorted(costs, reverse=True)
-        pair = sum(ordered[ranks - 1:ranks + 1]) if len(costs) > ranks else 0.0  # two of the ranks + 1 dearest must share a rank
+        pair = (
+            sum(ordered[ranks - 1 : ranks + 1]) if len(costs) > ranks else 0.0
+        )  # two of the ranks + 1 dearest must share a rank
         least = max(sum(costs) / ranks, ordered[0], pair)
         assert max(load) <= (4 / 3) * least * (1 + 1e-12) or max(load) - min(load) <= ordered[0], (costs, load)
         assert sum(load) == pytest.approx(sum(costs))
@@ -187,7 +225,12 @@ def test_work_is_divided_within_grahams_bound() -> None:
 
 def test_the_layers_of_a_network_are_divided_evenly() -> None:
     # 24 layers, 1024 wide: qkv, projection, and a gated MLP; over 8 ranks.
-    specs = [matrix(3072, 1024, parts=(1024, 1024, 1024)), matrix(1024, 1024), matrix(5632, 1024, parts=(2816, 2816)), matrix(1024, 2816)] * 24
+    specs = [
+        matrix(3072, 1024, parts=(1024, 1024, 1024)),
+        matrix(1024, 1024),
+        matrix(5632, 1024, parts=(2816, 2816)),
+        matrix(1024, 2816),
+    ] * 24
     owned = [Ownership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
     found = divided([slab for one in owned for slab in slabs_of(one, lambda spec: True)], 8)
     assert balance(found, 8) < 1.02

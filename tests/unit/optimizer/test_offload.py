@@ -11,8 +11,11 @@ from megatron.core.config.optim import PrecisionConfig
 from megatron.core.optimizer import optimizer as module
 from tests.unit.optimizer.test_optimizer import ADAM, SGD, optimizer_of, take_step
 
-FORMATS = {"bf16": (torch.bfloat16, PrecisionConfig(bf16=True), torch.float32), "fp32": (torch.float32, PrecisionConfig(), torch.float32),
-           "fp16": (torch.float16, PrecisionConfig(fp16=True, loss_scale=64.0), torch.float16)}
+FORMATS = {
+    "bf16": (torch.bfloat16, PrecisionConfig(bf16=True), torch.float32),
+    "fp32": (torch.float32, PrecisionConfig(), torch.float32),
+    "fp16": (torch.float16, PrecisionConfig(fp16=True, loss_scale=64.0), torch.float16),
+}
 
 
 def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, torch.Tensor], module.Optimizer]:
@@ -26,14 +29,22 @@ def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, to
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_steps_are_the_same_wherever_they_are_made(monkeypatch: pytest.MonkeyPatch, numbers: str, fraction: float, overlap: bool) -> None:
+def test_steps_are_the_same_wherever_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, numbers: str, fraction: float, overlap: bool
+) -> None:
     expected, plain = trained(numbers, **ADAM)
     monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    found, away = trained(numbers, **ADAM, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlap)
+    found, away = trained(
+        numbers,
+        **ADAM,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+    )
     for name, value in expected.items():
         # A parameter in two pieces adds its squares to the norm in another order.
         torch.testing.assert_close(found[name], value, rtol=1e-6 if 0 < fraction < 1 else 0.0, atol=0.0)
-    there = sum(master.numel() for master in away.masters[:away.here.start])
+    there = sum(master.numel() for master in away.masters[: away.here.start])
     everything = sum(master.numel() for master in away.masters)
     assert there == round(fraction * everything) and everything == sum(master.numel() for master in plain.masters)
     assert away.num_steps == 3
@@ -60,5 +71,7 @@ def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.Monk
 
 def test_on_a_cpu_nothing_is_moved() -> None:
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
-    assert optimizer.host is None and all(master.data_ptr() == segment.data.data_ptr()
-                                          for master, segment in zip(optimizer.masters, optimizer.segments, strict=True))
+    assert optimizer.host is None and all(
+        master.data_ptr() == segment.data.data_ptr()
+        for master, segment in zip(optimizer.masters, optimizer.segments, strict=True)
+    )

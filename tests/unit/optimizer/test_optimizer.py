@@ -20,17 +20,33 @@ from tests.unit.distributed.ranks import SIZES, small_module
 RATE, DECAY = 1e-2, 0.1
 
 
-def optimizer_of(dtype: torch.dtype, *, precision: PrecisionConfig, grad_dtype: torch.dtype = torch.float32,
-                 sharded: bool = False, **settings: Any) -> tuple[Any, Optimizer]:
+def optimizer_of(
+    dtype: torch.dtype,
+    *,
+    precision: PrecisionConfig,
+    grad_dtype: torch.dtype = torch.float32,
+    sharded: bool = False,
+    **settings: Any,
+) -> tuple[Any, Optimizer]:
     mesh = Mesh.single()
     module = small_module(mesh, dtype)
-    parallel = DataParallel(module, mesh, grad_dtype=grad_dtype, sharded=sharded, bucket_size=100, overlap_reduce=False,
-                            overlap_gather=False, average=False)
+    parallel = DataParallel(
+        module,
+        mesh,
+        grad_dtype=grad_dtype,
+        sharded=sharded,
+        bucket_size=100,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
     return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, sharded=sharded)
 
 
 def gradient(name: str, step: int) -> Tensor:
-    return torch.randn(SIZES[name], dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + list(SIZES).index(name)))
+    return torch.randn(
+        SIZES[name], dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + list(SIZES).index(name))
+    )
 
 
 def take_step(module: Any, optimizer: Optimizer, step: int, *, factor: float = 1.0, **keywords: Any) -> Any:
@@ -43,8 +59,9 @@ def take_step(module: Any, optimizer: Optimizer, step: int, *, factor: float = 1
     return optimizer.step(**keywords)
 
 
-def torch_steps(make: Callable[..., torch.optim.Optimizer], clip: float, steps: int, start: dict[str, Tensor],
-                dtype: torch.dtype) -> dict[str, Tensor]:
+def torch_steps(
+    make: Callable[..., torch.optim.Optimizer], clip: float, steps: int, start: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """What torch makes of the same gradients."""
     weights = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in start.items()}
     inner = make(list(weights.values()))
@@ -73,8 +90,14 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.7}
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
 @pytest.mark.parametrize("make, settings", [(adamw, ADAM), (sgd, SGD)], ids=["adam", "sgd"])
 def test_steps_are_torchs(make: Callable, settings: dict[str, Any], clip: float, sharded: bool) -> None:
-    module, optimizer = optimizer_of(torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64,
-                                     sharded=sharded, clip_grad=clip, **settings)
+    module, optimizer = optimizer_of(
+        torch.float64,
+        precision=PrecisionConfig(fp64=True),
+        grad_dtype=torch.float64,
+        sharded=sharded,
+        clip_grad=clip,
+        **settings,
+    )
     start = {name: child.weight.detach().clone() for name, child in module.items()}
     for step in range(4):
         result = take_step(module, optimizer, step)
@@ -93,7 +116,9 @@ def test_bf16_weights_are_rounded_from_fp32_masters() -> None:
     for name, expected in torch_steps(adamw, 1.0, 5, start, torch.float32).items():
         torch.testing.assert_close(masters[f"{name}.weight"].view(SIZES[name]), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(module[name].weight, masters[f"{name}.weight"].view(SIZES[name]).bfloat16())
-        assert not torch.equal(module[name].weight.float().view(-1), masters[f"{name}.weight"]), "masters hold more digits"
+        assert not torch.equal(module[name].weight.float().view(-1), masters[f"{name}.weight"]), (
+            "masters hold more digits"
+        )
 
 
 def test_gradients_are_unscaled_and_multiplied_before_they_are_clipped() -> None:
@@ -114,7 +139,9 @@ def test_an_fp16_overflow_changes_the_scale_and_nothing_else(bad: float) -> None
     fp16 = PrecisionConfig(fp16=True, initial_loss_scale=64.0, hysteresis=1)
     module, optimizer = optimizer_of(torch.float16, precision=fp16, clip_grad=1.0, **ADAM)
     take_step(module, optimizer, 0)
-    before = [tensor.clone() for _, _, tensor in optimizer.slots()] + [child.weight.detach().clone() for child in module.values()]
+    before = [tensor.clone() for _, _, tensor in optimizer.slots()] + [
+        child.weight.detach().clone() for child in module.values()
+    ]
     result = take_step(module, optimizer, 1, factor=bad)
     after = [tensor for _, _, tensor in optimizer.slots()] + [child.weight.detach() for child in module.values()]
     assert not result.stepped and not torch.isfinite(result.norm)
@@ -133,17 +160,29 @@ def test_every_kind_of_state_is_there_from_the_start() -> None:
 
 
 def test_the_number_of_steps_can_be_loaded() -> None:
-    module, optimizer = optimizer_of(torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64, **ADAM)
+    module, optimizer = optimizer_of(
+        torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64, **ADAM
+    )
     optimizer.load_num_steps(41)
     take_step(module, optimizer, 0)
     assert optimizer.num_steps == 42
 
 
-@pytest.mark.parametrize("kind, settings, expected", [
-    ("matrix", {}, Group(True, False)), ("vector", {}, Group(False, False)), ("embedding", {}, Group(True, False)),
-    ("embedding", {"decoupled_lr": 1e-3}, Group(True, True)), ("matrix", {"decoupled_lr": 1e-3}, Group(True, False)),
-    ("qk_norm", {}, Group(False, False)), ("qk_norm", {"apply_wd_to_qk_layernorm": True}, Group(True, False))])
-def test_matrices_decay_and_embeddings_may_have_a_rate_of_their_own(kind: Any, settings: dict[str, Any], expected: Group) -> None:
+@pytest.mark.parametrize(
+    "kind, settings, expected",
+    [
+        ("matrix", {}, Group(True, False)),
+        ("vector", {}, Group(False, False)),
+        ("embedding", {}, Group(True, False)),
+        ("embedding", {"decoupled_lr": 1e-3}, Group(True, True)),
+        ("matrix", {"decoupled_lr": 1e-3}, Group(True, False)),
+        ("qk_norm", {}, Group(False, False)),
+        ("qk_norm", {"apply_wd_to_qk_layernorm": True}, Group(True, False)),
+    ],
+)
+def test_matrices_decay_and_embeddings_may_have_a_rate_of_their_own(
+    kind: Any, settings: dict[str, Any], expected: Group
+) -> None:
     assert group_of(ParamSpec((2,), normal(1.0), kind), OptimizerConfig(**settings)) == expected
 
 

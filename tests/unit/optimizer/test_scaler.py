@@ -16,7 +16,9 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
 
 
 def test_a_dynamic_scale_follows_the_rule() -> None:
-    scaler = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2, min_loss_scale=8.0))
+    scaler = LossScaler(
+        PrecisionConfig(fp16=True, initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2, min_loss_scale=8.0)
+    )
     # Two overflows halve, and so does every further one until the scale has grown; three good steps in a row double.
     assert scales(scaler, "x..x...xx") == [64, 64, 64, 32, 32, 32, 64, 64, 32]
     assert scales(scaler, "xxx") == [16, 8, 8], "never below the smallest"
@@ -34,8 +36,14 @@ def test_hysteresis_of_one_halves_at_once() -> None:
     assert scales(scaler, "xx") == [2, 1] and scales(scaler, "x") == [1]
 
 
-@pytest.mark.parametrize("precision, scale", [(PrecisionConfig(), 1.0), (PrecisionConfig(bf16=True), 1.0),
-                                              (PrecisionConfig(fp16=True, loss_scale=128.0), 128.0)])
+@pytest.mark.parametrize(
+    "precision, scale",
+    [
+        (PrecisionConfig(), 1.0),
+        (PrecisionConfig(bf16=True), 1.0),
+        (PrecisionConfig(fp16=True, loss_scale=128.0), 128.0),
+    ],
+)
 def test_other_scales_never_move(precision: PrecisionConfig, scale: float) -> None:
     assert scales(LossScaler(precision), "x.x" + "." * 2000) == [scale] * 2003
 

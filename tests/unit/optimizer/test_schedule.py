@@ -66,8 +66,9 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
     assert build({"lr_warmup_iters": 0, "lr_decay_style": "inverse-square-root"}).lr(4) == pytest.approx(MAX / 2)
 
 
-@pytest.mark.parametrize("style, after", [
-    ("constant", MAX), ("linear", MIN), ("cosine", MIN), ("inverse-square-root", MIN), ("WSD", MIN)])
+@pytest.mark.parametrize(
+    "style, after", [("constant", MAX), ("linear", MIN), ("cosine", MIN), ("inverse-square-root", MIN), ("WSD", MIN)]
+)
 def test_after_the_horizon_only_the_constant_style_keeps_its_rate(style, after):
     schedule = build({"lr_decay_style": style, "lr_wsd_decay_iters": 10, "lr_decay_iters": 50})
     assert schedule.lr(401) == schedule.lr(10**9) == after
@@ -81,8 +82,10 @@ def test_a_warm_up_fraction_is_a_share_of_the_decay_horizon():
 
 
 def test_sample_based_training_counts_samples_without_the_batch_size():
-    schedule = build({"lr_warmup_iters": 0, "lr_warmup_samples": 80, "lr_decay_samples": 800, "lr_decay_style": "cosine"},
-                     train={"train_iters": None, "train_samples": 1000})
+    schedule = build(
+        {"lr_warmup_iters": 0, "lr_warmup_samples": 80, "lr_decay_samples": 800, "lr_decay_style": "cosine"},
+        train={"train_iters": None, "train_samples": 1000},
+    )
     assert schedule.lr(300) == build({"lr_decay_style": "cosine"}).lr(300)
     assert schedule.weight_decay_samples == 1000
 
@@ -93,8 +96,10 @@ def test_another_group_follows_the_same_curve_between_its_own_bounds():
     assert schedule.scaled_lr(40, max_lr=2e-3, min_lr=0.0) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("style, half, quarter", [
-    ("linear", 0.055, 0.0325), ("cosine", 0.055, 0.01 + 0.09 * 0.5 * (math.cos(math.pi * 0.75) + 1))])
+@pytest.mark.parametrize(
+    "style, half, quarter",
+    [("linear", 0.055, 0.0325), ("cosine", 0.055, 0.01 + 0.09 * 0.5 * (math.cos(math.pi * 0.75) + 1))],
+)
 def test_weight_decay_moves_from_start_to_end(style, half, quarter):
     schedule = build(optimizer={"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": style})
     assert schedule.weight_decay(0) == pytest.approx(0.01)
@@ -117,20 +122,23 @@ def test_skipped_steps_do_not_move_the_rate():
     assert rates == [0.0, MAX / 10, MAX / 10, MAX / 10]
 
 
-@pytest.mark.parametrize("schedule, optimizer, train, words", [
-    ({"lr": None}, {}, {}, "--lr is missing"),
-    ({"min_lr": 1.0}, {}, {}, "--min-lr 1.0 must lie between"),
-    ({"lr_warmup_init": 1.0}, {}, {}, "--lr-warmup-init 1.0 is above"),
-    ({}, {}, {"train_samples": 5}, "--train-iters or --train-samples"),
-    ({}, {}, {"train_iters": None}, "--train-iters or --train-samples"),
-    ({}, {}, {"global_batch_size": None}, "give --global-batch-size"),
-    ({"lr_decay_samples": 5}, {}, {}, "say it as --lr-decay-iters"),
-    ({"lr_warmup_fraction": 0.1}, {}, {}, "say the warm-up twice"),
-    ({"lr_decay_style": "WSD"}, {}, {}, "give --lr-wsd-decay-iters"),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, {}, {}, "does not fit into the decay horizon"),
-    ({"lr_warmup_iters": 100}, {}, {}, "does not end before the decay horizon"),
-    ({}, {"start_weight_decay": 0.0}, {}, "cannot go from 0.0 to 0.01"),
-])
+@pytest.mark.parametrize(
+    "schedule, optimizer, train, words",
+    [
+        ({"lr": None}, {}, {}, "--lr is missing"),
+        ({"min_lr": 1.0}, {}, {}, "--min-lr 1.0 must lie between"),
+        ({"lr_warmup_init": 1.0}, {}, {}, "--lr-warmup-init 1.0 is above"),
+        ({}, {}, {"train_samples": 5}, "--train-iters or --train-samples"),
+        ({}, {}, {"train_iters": None}, "--train-iters or --train-samples"),
+        ({}, {}, {"global_batch_size": None}, "give --global-batch-size"),
+        ({"lr_decay_samples": 5}, {}, {}, "say it as --lr-decay-iters"),
+        ({"lr_warmup_fraction": 0.1}, {}, {}, "say the warm-up twice"),
+        ({"lr_decay_style": "WSD"}, {}, {}, "give --lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, {}, {}, "does not fit into the decay horizon"),
+        ({"lr_warmup_iters": 100}, {}, {}, "does not end before the decay horizon"),
+        ({}, {"start_weight_decay": 0.0}, {}, "cannot go from 0.0 to 0.01"),
+    ],
+)
 def test_settings_that_draw_no_curve_are_refused(schedule, optimizer, train, words):
     with pytest.raises(ConfigError, match=words):
         build(schedule, optimizer, train)
@@ -165,8 +173,10 @@ def test_resume_needs_equal_schedules_unless_a_side_is_chosen():
 
 
 def test_every_number_of_the_schedule_is_compared_on_resume():
-    schedule = build({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 25},
-                     {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"})
+    schedule = build(
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 25},
+        {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"},
+    )
     for name, value in schedule.state().items():
         other = {**schedule.state(), name: "other" if isinstance(value, str) else 12345}
         assert len(schedule.differences(other)) == 1, name
@@ -178,7 +188,9 @@ def test_a_longer_run_is_another_curve_only_where_a_point_of_it_moves(style):
     mine, saved = build({"lr_decay_style": style}, train={"train_iters": 200}), build({"lr_decay_style": style})
     points = range(0, 801, 8)
     moved = [n for n in points if mine.lr(n) != saved.lr(n) or mine.weight_decay(n) != saved.weight_decay(n)]
-    assert bool(mine.differences(saved.state())) == bool(moved) or style == "inverse-square-root"  # whose end alone moves
+    assert (
+        bool(mine.differences(saved.state())) == bool(moved) or style == "inverse-square-root"
+    )  # whose end alone moves
     if style == "constant":
         assert choose(mine, saved.state(), override=False, use_checkpoint=False) == mine
 
@@ -186,9 +198,18 @@ def test_a_longer_run_is_another_curve_only_where_a_point_of_it_moves(style):
 def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
     mine, saved = build({"lr_decay_style": "cosine"}, train={"train_iters": 200}), build({"lr_decay_style": "cosine"})
     with pytest.raises(ConfigError) as caught:
-        choose(mine, saved.state(), override=False, use_checkpoint=False, longer="--train-iters was 100 and is 200", samples=400)
+        choose(
+            mine,
+            saved.state(),
+            override=False,
+            use_checkpoint=False,
+            longer="--train-iters was 100 and is 200",
+            samples=400,
+        )
     (line,) = str(caught.value).splitlines()[1:]
-    assert "--train-iters was 100 and is 200, and the decay follows it (decay samples is 1600 now and was 800" in line, line
+    assert (
+        "--train-iters was 100 and is 200, and the decay follows it (decay samples is 1600 now and was 800" in line
+    ), line
     assert f"a learning rate of {mine.lr(400):.6g}, where it would have been {DECAYS['cosine'](400):.6g}" in line, line
     assert "--override-opt-param-scheduler" in line and f"at whose end the rate is {MIN:.6g}" in line, line
     kept = build({"lr_decay_style": "cosine", "lr_decay_iters": 100}, train={"train_iters": 200})

@@ -23,7 +23,9 @@ def mesh_of(**sizes: Any) -> Mesh:
 def places(sizes: dict[str, Any]) -> dict[str, tuple[str, int, int, tuple[int, ...], bool]]:
     """Every axis of this rank's mesh, in plain words."""
     mesh = mesh_of(**sizes)
-    axes = {name: mesh.axis(name) for name in ("tp", "dp", "pp", "pp_backward", "embed", "model", "world", "dp_cp", "edp")}
+    axes = {
+        name: mesh.axis(name) for name in ("tp", "dp", "pp", "pp_backward", "embed", "model", "world", "dp_cp", "edp")
+    }
     assert mesh.pp.group is None or mesh.pp.group is not mesh.pp_backward.group, "the pipeline has two groups"
     return {name: (axis.name, axis.size, axis.rank, axis.ranks, axis.group is None) for name, axis in axes.items()}
 
@@ -33,7 +35,9 @@ def value_of(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def differentiate(pair: str, shape: tuple[int, ...], replicated: bool, out: tuple[int, ...], same_weight: bool) -> tuple[Tensor, Tensor]:
+def differentiate(
+    pair: str, shape: tuple[int, ...], replicated: bool, out: tuple[int, ...], same_weight: bool
+) -> tuple[Tensor, Tensor]:
     """Forward, and the gradient of this rank's input under a loss that is linear in the outputs of all tensor ranks."""
     axis = mesh_of(tensor_model_parallel_size=2).tp
     x = value_of(0 if replicated else axis.rank, *shape).requires_grad_()
@@ -62,7 +66,7 @@ def plain(name: str) -> Any:
         return collectives.broadcast_object({"rank": rank}, axis, 1)
     if name == "in place":
         whole = torch.zeros(4, 3, dtype=torch.float64)
-        piece = whole[2 * axis.rank:2 * axis.rank + 2]
+        piece = whole[2 * axis.rank : 2 * axis.rank + 2]
         piece.copy_(mine[:2])
         collectives.wait(collectives.start_all_gather(whole, piece, axis))
         gathered = whole.clone()
@@ -93,7 +97,10 @@ def watch_an_exchange() -> list[str]:
 
         return heard
 
-    with patch.object(collectives, "start_exchange", said("start", start)), patch.object(collectives, "wait", said("wait", wait)):
+    with (
+        patch.object(collectives, "start_exchange", said("start", start)),
+        patch.object(collectives, "wait", said("wait", wait)),
+    ):
         x = value_of(axis.rank, 4, 3).requires_grad_()
         journey = collectives.Journey([2, 2], [2, 2], axis)
         coming = collectives.depart(x, journey)

@@ -37,7 +37,9 @@ def test_intersections_hold_exactly_the_shared_elements() -> None:
         boxes, masks = [], []
         for _ in range(2):
             offset = tuple(int(random.integers(0, size)) for size in shape)
-            box = Box(offset, tuple(int(random.integers(1, size - at + 1)) for size, at in zip(shape, offset, strict=True)))
+            box = Box(
+                offset, tuple(int(random.integers(1, size - at + 1)) for size, at in zip(shape, offset, strict=True))
+            )
             mask = np.zeros(shape, bool)
             mask[box.slices()] = True
             boxes.append(box)

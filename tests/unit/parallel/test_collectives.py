@@ -46,8 +46,12 @@ def test_collectives_run_over_their_axis_only(world: Worlds) -> None:
     def values(rank: int) -> Tensor:
         return value_of(rank, 4, 3)
 
-    for name, combine in {"sum": torch.add, "max": torch.maximum, "min": torch.minimum,
-                          "avg": lambda a, b: (a + b) / 2}.items():
+    for name, combine in {
+        "sum": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+        "avg": lambda a, b: (a + b) / 2,
+    }.items():
         for rank, found in enumerate(world(4).run(ranks.plain, name)):
             torch.testing.assert_close(found, combine(values(rank % 2), values(rank % 2 + 2)))
     for rank, found in enumerate(world(4).run(ranks.plain, "all_gather")):
@@ -88,8 +92,12 @@ def test_an_exchange_brings_every_piece_to_its_rank_and_its_gradient_home(world:
     for rank, (found, gradient) in enumerate(world(4).run(ranks.exchange_pieces, SIZES)):
         pieces = [value_of(sender, sum(SIZES[sender]), 3).split(SIZES[sender])[rank] for sender in range(4)]
         assert torch.equal(found, torch.cat(pieces))
-        weights = [value_of(50 + to, sum(SIZES[sender][to] for sender in range(4)), 3).split([SIZES[sender][to] for sender in range(4)])[rank]
-                   for to in range(4)]
+        weights = [
+            value_of(50 + to, sum(SIZES[sender][to] for sender in range(4)), 3).split(
+                [SIZES[sender][to] for sender in range(4)]
+            )[rank]
+            for to in range(4)
+        ]
         assert torch.equal(gradient, torch.cat(weights))
 
 
@@ -99,7 +107,9 @@ def test_an_exchange_lets_other_work_run_between_departure_and_arrival(world: Wo
 
 
 @pytest.mark.parametrize("sizes", [[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-def test_uneven_pieces_are_gathered_and_scattered_with_the_gradients_of_what_they_do(world: Worlds, sizes: list[int]) -> None:
+def test_uneven_pieces_are_gathered_and_scattered_with_the_gradients_of_what_they_do(
+    world: Worlds, sizes: list[int]
+) -> None:
     total = sum(sizes)
     weights = [value_of(50 + rank, total, 3) for rank in range(4)]
     for rank, (whole, gathered, piece, scattered) in enumerate(world(4).run(ranks.uneven, sizes)):

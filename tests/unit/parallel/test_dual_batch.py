@@ -24,9 +24,19 @@ def steps_of(turns: DualBatch, said: list[str], name: str, count: int) -> None:
             turns.switch()
 
 
-@pytest.mark.parametrize("main, beside, order", [
-    (3, 3, "B0 F0 B1 F1 B2 F2"), (2, 4, "B0 F0 B1 F1 B2 B3"), (4, 2, "B0 F0 B1 F1 F2 F3"), (1, 2, "B0 F0 B1"), (1, 1, "B0 F0")])
-def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(main: int, beside: int, order: str) -> None:
+@pytest.mark.parametrize(
+    "main, beside, order",
+    [
+        (3, 3, "B0 F0 B1 F1 B2 F2"),
+        (2, 4, "B0 F0 B1 F1 B2 B3"),
+        (4, 2, "B0 F0 B1 F1 F2 F3"),
+        (1, 2, "B0 F0 B1"),
+        (1, 1, "B0 F0"),
+    ],
+)
+def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(
+    main: int, beside: int, order: str
+) -> None:
     for _ in range(20):
         turns, said = DualBatch(), []
         turns.run(lambda: steps_of(turns, said, "F", main), lambda: steps_of(turns, said, "B", beside), CPU)
@@ -59,8 +69,20 @@ def test_each_has_gradients_on_as_it_begins() -> None:
 
 def places_here(kind: str) -> str:
     """Who passed on, in the order of a step in which a forward pass has a backward pass beside it: F or B."""
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, num_layers=3, num_experts=4, expert_model_parallel_size=2, micro_batch_size=1,
-                                                      global_batch_size=4, moe_token_dispatcher_type=kind, overlap_moe_expert_parallel_comm=True)))
+    trainer = tiny.trainer_of(
+        tiny.run_of(
+            tiny.config(
+                2,
+                num_layers=3,
+                num_experts=4,
+                expert_model_parallel_size=2,
+                micro_batch_size=1,
+                global_batch_size=4,
+                moe_token_dispatcher_type=kind,
+                overlap_moe_expert_parallel_comm=True,
+            )
+        )
+    )
     found, switch = [], DualBatch.switch
 
     def noted(turns: DualBatch) -> None:

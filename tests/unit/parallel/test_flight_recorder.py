@@ -34,7 +34,9 @@ def test_the_last_notes_are_kept_and_all_are_counted() -> None:
     flight_recorder.note("barrier", "world", (0, 1, 2), 0)
     assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.moves == 41
     assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last(100)) == 16
-    assert flight_recorder.last(2)[1].startswith("all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:")
+    assert flight_recorder.last(2)[1].startswith(
+        "all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:"
+    )
 
 
 def noted() -> tuple[list[str], str]:
@@ -52,7 +54,9 @@ def noted() -> tuple[list[str], str]:
 def test_collectives_and_messages_note_who_asked_for_them(world: Worlds) -> None:
     for said, message in world(2).run(noted):
         assert len(said) == 1, "an axis of one rank has nothing to note"
-        assert said[0].startswith("all_reduce over tp (ranks 0, 1) of 4 kB at unit/parallel/test_flight_recorder.py:"), said
+        assert said[0].startswith(
+            "all_reduce over tp (ranks 0, 1) of 4 kB at unit/parallel/test_flight_recorder.py:"
+        ), said
         assert said[0].endswith("in training, iteration 7")
         assert "pipeline_parallel/executor.py" in message and "training, iteration 1" in message, message
 

@@ -9,16 +9,30 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.parallel import ParallelConfig
 from megatron.core.parallel.grid import axis_ranks, block_ranks
 
-SIZES = [(tp, cp, dp, pp) for tp, cp, dp, pp in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)) if tp * cp * dp * pp <= 36]
-ALONG = {"tp": {"tp"}, "cp": {"cp"}, "dp": {"dp"}, "pp": {"pp"}, "dp_cp": {"dp", "cp"}, "tp_cp": {"tp", "cp"},
-         "model": {"tp", "pp"}, "world": {"tp", "cp", "dp", "pp"}}
+SIZES = [
+    (tp, cp, dp, pp) for tp, cp, dp, pp in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)) if tp * cp * dp * pp <= 36
+]
+ALONG = {
+    "tp": {"tp"},
+    "cp": {"cp"},
+    "dp": {"dp"},
+    "pp": {"pp"},
+    "dp_cp": {"dp", "cp"},
+    "tp_cp": {"tp", "cp"},
+    "model": {"tp", "pp"},
+    "world": {"tp", "cp", "dp", "pp"},
+}
 
 
 def config(tp: int, cp: int, pp: int, **more: object) -> ParallelConfig:
-    return ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp, **more)
+    return ParallelConfig(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp, **more
+    )
 
 
-def groups_by_enumeration(sizes: dict[str, int], fastest_first: tuple[str, ...], along: set[str]) -> set[tuple[int, ...]]:
+def groups_by_enumeration(
+    sizes: dict[str, int], fastest_first: tuple[str, ...], along: set[str]
+) -> set[tuple[int, ...]]:
     """Count through all places, fastest axis first; ranks that agree everywhere but along the axes make a group."""
     found = defaultdict(list)
     places = product(*(range(sizes[axis]) for axis in reversed(fastest_first)))
@@ -50,21 +64,35 @@ def test_sixteen_ranks_are_laid_out_as_in_megatron() -> None:
 @pytest.mark.parametrize("pipeline_first", [False, True])
 def test_experts_see_the_same_ranks_in_another_order_inside_each_stage(pipeline_first: bool) -> None:
     for etp, ep, tp, pp in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2)):
-        parallel = config(tp, 1, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
-                          use_tp_pp_dp_mapping=pipeline_first)
+        parallel = config(
+            tp,
+            1,
+            pp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            use_tp_pp_dp_mapping=pipeline_first,
+        )
         world = 8 * pp
         found = axis_ranks(parallel, world)
         sizes = {"etp": etp, "ep": ep, "edp": 8 // (etp * ep)}
         stages = [sorted(line[stage] for line in found["pp"]) for stage in range(pp)]
         for name in sizes:
             inside = groups_by_enumeration(sizes, ("etp", "ep", "edp"), {name})
-            assert set(found[name]) == {tuple(stage[place] for place in places) for stage in stages for places in inside}
+            assert set(found[name]) == {
+                tuple(stage[place] for place in places) for stage in stages for places in inside
+            }
 
 
 def test_where_megatron_has_an_expert_grid_it_is_the_same() -> None:
     for pipeline_first, (etp, ep, tp, pp) in product((False, True), product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2))):
-        parallel = config(tp, 1, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
-                          use_tp_pp_dp_mapping=pipeline_first)
+        parallel = config(
+            tp,
+            1,
+            pp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            use_tp_pp_dp_mapping=pipeline_first,
+        )
         if pipeline_first and etp * ep != tp:
             continue  # there its two views have different pipelines, and it refuses
         order = ("etp", "ep", "pp", "edp") if pipeline_first else ("etp", "ep", "edp", "pp")
@@ -77,7 +105,12 @@ def test_context_ranks_are_neighbours_and_blocks_of_neighbours() -> None:
     sizes = {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
     found = axis_ranks(ParallelConfig(tensor_model_parallel_size=2, **sizes), 8)
     assert found["cp"] == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert found["cp_inner"] == ((0, 2), (1, 3), (4, 6), (5, 7)) and found["cp_outer"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert found["cp_inner"] == ((0, 2), (1, 3), (4, 6), (5, 7)) and found["cp_outer"] == (
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    )
     plain = axis_ranks(config(1, 4, 1), 4)
     assert plain["cp_inner"] == ((0,), (1,), (2,), (3,)) and plain["cp_outer"] == plain["cp"] == ((0, 1, 2, 3),)
     with pytest.raises(ConfigError, match="2 3 must be two sizes whose product is --context-parallel-size 4"):
@@ -86,7 +119,10 @@ def test_context_ranks_are_neighbours_and_blocks_of_neighbours() -> None:
 
 def test_blocks_are_neighbours_on_the_data_axis_for_every_power_of_two() -> None:
     found = block_ranks(ParallelConfig(tensor_model_parallel_size=2, hybrid_context_parallel=True), 12)
-    assert found == {"block2": ((0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)), "block4": ((0, 2, 4, 6), (1, 3, 5, 7))}
+    assert found == {
+        "block2": ((0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)),
+        "block4": ((0, 2, 4, 6), (1, 3, 5, 7)),
+    }
     assert block_ranks(config(2, 1, 1), 12) == {}
 
 

@@ -20,8 +20,15 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("narrow, wide", [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
-                                          (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    "narrow, wide",
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
 def test_products_and_scaled_gradients_are_added_in_every_format(narrow: torch.dtype, wide: torch.dtype) -> None:
     left, right, whole = drawn(5, 7).to(narrow), drawn(7, 3, seed=2).to(narrow), drawn(5, 3, seed=3).to(wide)
     one, factor = MainGrad(torch.full((5, 3), 0.5, dtype=wide)), torch.tensor(-1.5)
@@ -29,7 +36,12 @@ def test_products_and_scaled_gradients_are_added_in_every_format(narrow: torch.d
     one.add(whole, factor)
     one.add(whole)
     expected = 0.5 + left.double() @ right.double() - 0.5 * whole.double()
-    torch.testing.assert_close(one.total.double(), expected, rtol=0, atol={torch.bfloat16: 0.03, torch.float32: 2e-6, torch.float64: 1e-12}[narrow])
+    torch.testing.assert_close(
+        one.total.double(),
+        expected,
+        rtol=0,
+        atol={torch.bfloat16: 0.03, torch.float32: 2e-6, torch.float64: 1e-12}[narrow],
+    )
     assert one.touched
 
 
@@ -39,21 +51,36 @@ class Twice(nn.Module):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
-        self.first, self.second = (parameter(ParamSpec(shape, normal(1.0), "matrix"), Mesh.single(), torch.float64) for shape in ((4, 4), (2, 4)))
+        self.first, self.second = (
+            parameter(ParamSpec(shape, normal(1.0), "matrix"), Mesh.single(), torch.float64)
+            for shape in ((4, 4), (2, 4))
+        )
         self.bias = parameter(ParamSpec((2,), normal(1.0), "vector"), Mesh.single(), torch.float64)
         name_all(self)
         materialize(self, Mesh.single(), seed=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(multiply(x, self.first, None, self.region))
-        return multiply(multiply(x, self.first, None, self.region).square(), self.second, self.bias, self.region).square().sum()
+        return (
+            multiply(multiply(x, self.first, None, self.region).square(), self.second, self.bias, self.region)
+            .square()
+            .sum()
+        )
 
 
 def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], list[str]]:
     """Two microbatches: the sums by name, and the parameters in the order in which they were counted in the second."""
     module, counted = Twice(region), []
-    parallel = DataParallel(module, Mesh.single(), grad_dtype=torch.float64, sharded=False, bucket_size=None, overlap_reduce=True,
-                            overlap_gather=False, average=False)
+    parallel = DataParallel(
+        module,
+        Mesh.single(),
+        grad_dtype=torch.float64,
+        sharded=False,
+        bucket_size=None,
+        overlap_reduce=True,
+        overlap_gather=False,
+        average=False,
+    )
     names = {id(param): name for name, param in module.named_parameters()}
     arrived = parallel.arrived
     parallel.zero_gradients()
@@ -75,9 +102,13 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_layers_that_add_for_themselves_leave_what_autograd_leaves(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_add_for_themselves_leave_what_autograd_leaves(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, order = whole_step(Region(Axis("tp")), monkeypatch)
-    found, counted = whole_step(Region(Axis("tp"), wgrad_store=WeightGradStore() if waits else None, sums=True), monkeypatch)
+    found, counted = whole_step(
+        Region(Axis("tp"), wgrad_store=WeightGradStore() if waits else None, sums=True), monkeypatch
+    )
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-13, atol=1e-13)
     # A weight that is used twice counts once, behind its last use; where it waits, once for each piece of work.
@@ -87,10 +118,20 @@ def test_layers_that_add_for_themselves_leave_what_autograd_leaves(waits: bool, 
 
 def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
     module = Twice(Region(Axis("tp"), sums=True))
-    parallel = DataParallel(module, Mesh.single(), grad_dtype=torch.float64, sharded=False, bucket_size=None, overlap_reduce=False,
-                            overlap_gather=False, average=False)
+    parallel = DataParallel(
+        module,
+        Mesh.single(),
+        grad_dtype=torch.float64,
+        sharded=False,
+        bucket_size=None,
+        overlap_reduce=False,
+        overlap_gather=False,
+        average=False,
+    )
     gradients = torch.autograd.grad(module(drawn(3, 4)), [module.first, module.second])
-    assert all(gradient.abs().sum() > 0 for gradient in gradients) and all(not segment.grad.any() for segment in parallel.segments())
+    assert all(gradient.abs().sum() > 0 for gradient in gradients) and all(
+        not segment.grad.any() for segment in parallel.segments()
+    )
     parallel.zero_gradients()
     module(drawn(3, 4)).backward()
     sums = {segment.name: segment.grad.view(segment.local_shape) for segment in parallel.segments()}

@@ -20,7 +20,11 @@ def gradients(function, module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     module.zero_grad()
     result = function(*inputs)
     (result * torch.arange(result.numel()).view_as(result)).sum().backward()
-    return [result.detach(), *(tensor.grad for tensor in inputs), *(param.grad.clone() for param in module.parameters())]
+    return [
+        result.detach(),
+        *(tensor.grad for tensor in inputs),
+        *(param.grad.clone() for param in module.parameters()),
+    ]
 
 
 def streams() -> RandomStreams:
@@ -34,7 +38,10 @@ def test_recomputation_gives_the_same_result_and_gradients() -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         return module(a) * b + a
 
-    plain, again = gradients(function, module, x, y), gradients(lambda a, b: recompute(function, own, a, b), module, x, y)
+    plain, again = (
+        gradients(function, module, x, y),
+        gradients(lambda a, b: recompute(function, own, a, b), module, x, y),
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 

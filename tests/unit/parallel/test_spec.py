@@ -36,11 +36,17 @@ def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Shard:
 
 SPECS = {
     "row": lambda tp: ParamSpec((5, 16), normal(1.0), "matrix", (Shard(1, "tp", (FusedSegment(16),)),)),
-    "gate-up": lambda tp: ParamSpec((48, 5), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)),
+    "gate-up": lambda tp: ParamSpec(
+        (48, 5), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)
+    ),
     "qkv": lambda tp: ParamSpec((36, 5), normal(1.0), "matrix", (qkv(tp),)),
     "mqa-bias": lambda tp: ParamSpec((30,), normal(1.0), "vector", (qkv(tp, groups=1),)),
-    "vocabulary": lambda tp: ParamSpec((50, 5), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)),
-    "mostly-padding": lambda tp: ParamSpec((9, 2), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)),
+    "vocabulary": lambda tp: ParamSpec(
+        (50, 5), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)
+    ),
+    "mostly-padding": lambda tp: ParamSpec(
+        (9, 2), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)
+    ),
     "whole": lambda tp: ParamSpec((7,), normal(1.0), "vector"),
 }
 

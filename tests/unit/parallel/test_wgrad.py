@@ -12,13 +12,17 @@ from megatron.core.tensor_parallel.region import Region
 
 def network(*, bias: bool) -> tuple[Tensor, list[Tensor]]:
     random = torch.Generator().manual_seed(3)
-    x, *parameters = (torch.randn(*shape, dtype=torch.float64, generator=random).requires_grad_()
-                      for shape in ((4, 3, 5), (7, 5), (7,), (2, 7), (2,)))
+    x, *parameters = (
+        torch.randn(*shape, dtype=torch.float64, generator=random).requires_grad_()
+        for shape in ((4, 3, 5), (7, 5), (7,), (2, 7), (2,))
+    )
     return x, parameters if bias else parameters[::2]
 
 
 def output(x: Tensor, parameters: list[Tensor], region: Region) -> Tensor:
-    first, second = (parameters[:2], parameters[2:]) if len(parameters) == 4 else ((parameters[0], None), (parameters[1], None))
+    first, second = (
+        (parameters[:2], parameters[2:]) if len(parameters) == 4 else ((parameters[0], None), (parameters[1], None))
+    )
     return multiply(torch.tanh(multiply(x, *first, region)), *second, region).square().sum()
 
 
@@ -50,7 +54,9 @@ def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is
     output(x, parameters, Region(Axis("tp"))).backward()
     mine, own = network(bias=True)
     wgrad_store = WeightGradStore()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # as recomputation of parts has them
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor, lambda tensor: tensor
+    ):  # as recomputation of parts has them
         loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
     with wgrad_store.collecting((0, 0)):
         loss.backward()

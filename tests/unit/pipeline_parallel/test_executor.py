@@ -89,7 +89,7 @@ class TinyWork:
         elif self.memory:
             hidden, memory, scale = received
         else:
-            hidden, = received
+            (hidden,) = received
         hidden = hidden + torch.tanh(hidden) @ self.weights[stage]
         if self.memory and stage % 2:
             hidden = hidden + memory * scale
@@ -127,7 +127,13 @@ def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> Ti
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
     axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
-    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis, wgrad_store=work.wgrad_store)
+    run(
+        script(plan, rank, overlap=overlap, together=together),
+        work=work,
+        axis=axis,
+        backward_axis=backward_axis,
+        wgrad_store=work.wgrad_store,
+    )
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -273,17 +279,28 @@ class DelayedWork(TinyWork):
     def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         region = Region(self.axis, wgrad_store=self.wgrad_store)
         hidden = multiply(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
-        hidden = multiply(Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region)
+        hidden = multiply(
+            Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region
+        )
         return (hidden.square().mean() / self.microbatches,)
 
 
 @pytest.mark.parametrize("delays, came", [(False, [False, False, False]), (True, [True, True, False])])
-def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_not_in_the_last(delays: bool, came: list[bool]) -> None:
+def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_not_in_the_last(
+    delays: bool, came: list[bool]
+) -> None:
     work, plain = DelayedWork(1, 3), DelayedWork(1, 3)
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, wgrad_store=work.wgrad_store, delays=delays)
+    run(
+        script(one_f_one_b(1, 3), 0),
+        work=work,
+        axis=axis,
+        backward_axis=axis,
+        wgrad_store=work.wgrad_store,
+        delays=delays,
+    )
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

@@ -69,7 +69,8 @@ def test_a_rank_of_1f1b_keeps_no_more_activations_than_ranks_follow_it(pp: int) 
 @pytest.mark.parametrize("pp", PIPELINES)
 @pytest.mark.parametrize("times", [(1, 2, 1), (3, 5, 2), (3, 7, 2)], ids=str)
 def test_weights_that_wait_fill_the_bubble_as_the_paper_says_and_no_rank_holds_more_than_the_first_one_did(
-        pp: int, times: tuple[int, int, int]) -> None:
+    pp: int, times: tuple[int, int, int]
+) -> None:
     forward, backward, weight = times
     for m in range(pp, 17):
         played = play(with_reduction(zero_bubble(pp, m)), forward=forward, backward=backward, weight=weight)
@@ -80,13 +81,17 @@ def test_weights_that_wait_fill_the_bubble_as_the_paper_says_and_no_rank_holds_m
 
 @pytest.mark.parametrize("pp", PIPELINES[1:])
 @pytest.mark.parametrize("time", [1, 3])
-def test_there_and_back_a_rank_idles_only_before_its_first_microbatch_and_after_its_last_gradient(pp: int, time: int) -> None:
+def test_there_and_back_a_rank_idles_only_before_its_first_microbatch_and_after_its_last_gradient(
+    pp: int, time: int
+) -> None:
     for m in range(2 * pp - 1, 4 * pp):
         played = play(with_reduction(zero_bubble_v(pp, m)), forward=time, backward=2 * time, weight=time)
         assert [row[0] for row in played.start] == [rank * time for rank in range(pp)]
         assert [row[-1] - first[0] for row, first in zip(played.end, played.start)] == [6 * m * time] * pp, f"m={m}"
         assert played.peak == (2 * pp,) * pp, f"m={m}"
-        one_way = play(with_reduction(zero_bubble(pp, m)), forward=2 * time, backward=4 * time, weight=2 * time)  # of twice the layers
+        one_way = play(
+            with_reduction(zero_bubble(pp, m)), forward=2 * time, backward=4 * time, weight=2 * time
+        )  # of twice the layers
         lost = [max(row[-1] for row in found.end) - 6 * m * time for found in (played, one_way)]
         assert lost == [(pp - 1) * time, (pp - 1) * 2 * time], f"m={m}"
 
@@ -94,25 +99,32 @@ def test_there_and_back_a_rank_idles_only_before_its_first_microbatch_and_after_
 @pytest.mark.parametrize("pp", PIPELINES[1:])
 @pytest.mark.parametrize("times", [(1, 2, 1), (3, 5, 2), (3, 7, 2), (2, 9, 4)], ids=str)
 def test_there_and_back_ends_for_any_number_of_microbatches_and_holds_no_more_than_two_chunks_a_rank(
-        pp: int, times: tuple[int, int, int]) -> None:
+    pp: int, times: tuple[int, int, int]
+) -> None:
     forward, backward, weight = times
     for m in MICROBATCHES:
         played = play(zero_bubble_v(pp, m), forward=forward, backward=backward, weight=weight)
         assert max(played.peak) <= 2 * min(pp, m), f"m={m}"
-        assert max(row[-1] for row in played.end) <= max(row[-1] for row in play(
-            gpipe(pp, m), forward=2 * forward, backward=2 * backward).end), f"m={m}"
+        assert max(row[-1] for row in played.end) <= max(
+            row[-1] for row in play(gpipe(pp, m), forward=2 * forward, backward=2 * backward).end
+        ), f"m={m}"
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
-def test_two_by_two_every_forward_after_the_warm_up_stands_beside_another_microbatchs_backward_and_no_rank_waits_longer(pp: int) -> None:
+def test_two_by_two_every_forward_after_the_warm_up_stands_beside_another_microbatchs_backward_and_no_rank_waits_longer(
+    pp: int,
+) -> None:
     for m in MICROBATCHES:
         plan = with_reduction(choose(pp, 1, m, together=True))
         played = play(plan, together=True)
         for rank, row in enumerate(plan):
             beside = [place for place in range(len(row)) if are_together(row, place, pp)]
             assert len(beside) == max(0, m - 2 * (pp - rank) + 1), f"m={m}"
-            assert all((played.start[rank][place], played.end[rank][place]) == (played.start[rank][place + 1], played.end[rank][place + 1])
-                       for place in beside)
+            assert all(
+                (played.start[rank][place], played.end[rank][place])
+                == (played.start[rank][place + 1], played.end[rank][place + 1])
+                for place in beside
+            )
         assert played.peak == tuple(min(m, 2 * (pp - rank)) for rank in range(pp))
         alone = play(with_reduction(one_f_one_b(pp, m)))
         assert max(row[-1] for row in played.end) == max(row[-1] for row in alone.end), f"m={m}"

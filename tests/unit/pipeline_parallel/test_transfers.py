@@ -22,8 +22,10 @@ from megatron.core.pipeline_parallel.transfers import Script, Transfer, script, 
 PLANS = {
     **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
     **{f"gpipe {pp} {m}": gpipe(pp, m) for pp in (2, 4) for m in (1, 5)},
-    **{f"interleaved {pp} {vpp} {m} {group}": with_reduction(interleaved(pp, vpp, m, group))
-       for pp, vpp, m, group in [(2, 2, 4, 2), (2, 3, 8, 4), (3, 3, 7, 4), (4, 2, 8, 4), (4, 3, 13, 5), (8, 2, 16, 8)]},
+    **{
+        f"interleaved {pp} {vpp} {m} {group}": with_reduction(interleaved(pp, vpp, m, group))
+        for pp, vpp, m, group in [(2, 2, 4, 2), (2, 3, 8, 4), (3, 3, 7, 4), (4, 2, 8, 4), (4, 3, 13, 5), (8, 2, 16, 8)]
+    },
     **{f"there and back {pp} {m}": with_reduction(zero_bubble_v(pp, m)) for pp in (2, 3, 4, 8) for m in (1, 2, 5, 16)},
     **{f"forward there and back {pp} {m}": forward_only(pp, 2, m, "v") for pp in (2, 3, 4) for m in (1, 5)},
     **{f"forward {pp} {vpp} {m}": forward_only(pp, vpp, m) for pp, vpp, m in [(2, 1, 3), (4, 2, 5), (3, 3, 4)]},
@@ -56,8 +58,12 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
     plan = PLANS[name]
     actions = {action for row in plan for action in row}
     rank_of = {action.stage: rank for rank, row in enumerate(plan) for action in row}
-    wanted = {Transfer(rank_of[a.stage], rank_of[a.stage + way], a.op, a.stage, a.microbatch)
-              for a in actions for op, way in (("F", 1), ("B", -1)) if a.op == op and 0 <= a.stage + way < len(rank_of)}
+    wanted = {
+        Transfer(rank_of[a.stage], rank_of[a.stage + way], a.op, a.stage, a.microbatch)
+        for a in actions
+        for op, way in (("F", 1), ("B", -1))
+        if a.op == op and 0 <= a.stage + way < len(rank_of)
+    }
     found = transfers(plan)
     assert len(found) == len(set(found))
     assert set(found) == {t for t in wanted if t.src != t.dst}

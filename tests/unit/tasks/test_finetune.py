@@ -61,8 +61,10 @@ def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
         return " ".join(random.choice(WORDS, int(random.integers(1, 7))))
 
     if task == "RACE":
-        return ChoiceSamples([Question(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}") for i in range(count)],
-                             encoder)
+        return ChoiceSamples(
+            [Question(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}") for i in range(count)],
+            encoder,
+        )
     numbers = task == "STS-B"
     texts = [Text(str(i), text(), text(), i % 6 / 2 if numbers else i % 3, f"x:{i}") for i in range(count)]
     return PairSamples(texts, encoder, numbers=numbers)
@@ -71,7 +73,9 @@ def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
 def config_of(world_size: int, **changes: Any) -> RunConfig:
     """A tiny encoder's config, with the vocabulary of the demo corpus."""
     config = tiny.config(world_size, architecture="bert", make_vocab_size_divisible_by=2, **changes)
-    return tiny.with_vocabulary(replace(config, model=replace(config.model, padded_vocab_size=None)), tokenizer().vocab_size)
+    return tiny.with_vocabulary(
+        replace(config, model=replace(config.model, padded_vocab_size=None)), tokenizer().vocab_size
+    )
 
 
 def trainer_of(task: str, **changes: Any) -> Trainer:
@@ -93,8 +97,15 @@ def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Judged]:
 
 
 @pytest.mark.parametrize("task", ["MNLI", "RACE", "STS-B"])
-@pytest.mark.parametrize(("ranks", "changes"), [(2, {}), (2, {"pipeline_model_parallel_size": 2}),
-                                                (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
 def test_every_layout_learns_and_says_the_same(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
     changes = {**changes, "fp64": True, "num_layers": 2}
     alone = after_an_epoch(task, {"fp64": True, "num_layers": 2})
@@ -109,24 +120,47 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(2)
     given = samples(task)
-    published = transformers.BertForSequenceClassification(transformers.BertConfig(
-        vocab_size=tokenizer().vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=LENGTH, num_labels=1 if task == "STS-B" else 3, initializer_range=0.2)).eval()
+    published = transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=tokenizer().vocab_size,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+            num_labels=1 if task == "STS-B" else 3,
+            initializer_range=0.2,
+        )
+    ).eval()
     published.bert.save_pretrained(tmp_path)
-    trainer = trainer_of(task, num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, seq_length=LENGTH,
-                         norm_after_residual=True, embedding_layernorm=True, norm_epsilon=1e-12, pretrained_checkpoint=str(tmp_path))
+    trainer = trainer_of(
+        task,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        seq_length=LENGTH,
+        norm_after_residual=True,
+        embedding_layernorm=True,
+        norm_epsilon=1e-12,
+        pretrained_checkpoint=str(tmp_path),
+    )
     finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task=task, epochs=1))
     (stage,) = trainer.stages
     stage.classification_head.load_state_dict(published.classifier.state_dict())
     rows = [given[number] for number in range(len(given))]
-    ids, types, mask = (torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("tokens", "types", "padding_mask"))
+    ids, types, mask = (
+        torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("tokens", "types", "padding_mask")
+    )
     labels = torch.tensor([text.label for text in given.texts])
     theirs = published(ids, token_type_ids=types, attention_mask=mask, labels=labels)
     found = finetune.predictions(trainer, given)
     assert np.allclose([row.scores for row in found], theirs.logits.detach(), rtol=1e-4, atol=1e-5)
     theirs.loss.backward()
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    scores, loss = finetune.judging(trainer.run, iter([Batch.from_arrays(arrays, torch.device("cpu"), positions=False)]), stage)
+    scores, loss = finetune.judging(
+        trainer.run, iter([Batch.from_arrays(arrays, torch.device("cpu"), positions=False)]), stage
+    )
     total, count, _ = loss(scores)
     assert float((total / count).detach()) == pytest.approx(theirs.loss.item(), rel=1e-5)
     (gradient,) = torch.autograd.grad(total / count, stage.pooler.dense.weight)
@@ -144,7 +178,11 @@ def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
     epochs = Epochs(run, samples("MNLI"), full=8, keep_last=True)
     seen = []
     for epoch in range(2):
-        rows = [(int(i), float(m)) for batch in epochs.batches(epoch) for i, m in zip(batch.extras["index"][:, 0], batch.loss_mask[:, 0])]
+        rows = [
+            (int(i), float(m))
+            for batch in epochs.batches(epoch)
+            for i, m in zip(batch.extras["index"][:, 0], batch.loss_mask[:, 0])
+        ]
         assert len(rows) == 16 and sorted(i for i, mask in rows if mask) == list(range(11))
         seen.append([i for i, mask in rows if mask])
     assert seen[0] != seen[1]
@@ -180,7 +218,9 @@ def test_weights_of_a_pretrained_bert_are_adopted_with_a_head_of_its_own(tmp_pat
     masters = {segment.name: tensor for slot, segment, tensor in trainer.optimizer.slots() if slot == "master"}
     assert bool(masters) == bf16
     for name, master in masters.items():
-        assert torch.equal(master.to(torch.bfloat16), dict(trainer.stages[0].named_parameters())[name].detach().flatten()), name
+        assert torch.equal(
+            master.to(torch.bfloat16), dict(trainer.stages[0].named_parameters())[name].detach().flatten()
+        ), name
 
 
 def test_a_gpt_is_refused(tmp_path: Path) -> None:
@@ -203,18 +243,34 @@ def test_predictions_are_written_with_the_names_of_the_classes(tmp_path: Path) -
     finetune.write_predictions(task, Sets(None, (texts,), ("dev.tsv",)), [rows], run)
     found = [json.loads(line) for line in (tmp_path / "a" / "said.jsonl").read_text().splitlines()]
     assert found == [
-        {"file": "dev.tsv", "uid": "0", "prediction": "neutral", "label": "contradiction",
-         "scores": {"contradiction": 0.1, "entailment": 0.2, "neutral": 0.7}},
-        {"file": "dev.tsv", "uid": "1", "prediction": "entailment", "scores": {"contradiction": 0.0, "entailment": 1.0, "neutral": 0.5}}]
+        {
+            "file": "dev.tsv",
+            "uid": "0",
+            "prediction": "neutral",
+            "label": "contradiction",
+            "scores": {"contradiction": 0.1, "entailment": 0.2, "neutral": 0.7},
+        },
+        {
+            "file": "dev.tsv",
+            "uid": "1",
+            "prediction": "entailment",
+            "scores": {"contradiction": 0.0, "entailment": 1.0, "neutral": 0.5},
+        },
+    ]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["said.jsonl"]
 
 
 def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: Path) -> None:
     run, texts = trainer_of("STS-B").run, samples("STS-B", 2)
     task = TaskConfig(task="STS-B", output_file=str(tmp_path / "said.jsonl"))
-    finetune.write_predictions(task, Sets(None, (texts,), ("dev.tsv",)), [[Judged(0, 2.25, 0.0, (2.25,)), Judged(1, 4.0, None, (4.0,))]], run)
+    finetune.write_predictions(
+        task, Sets(None, (texts,), ("dev.tsv",)), [[Judged(0, 2.25, 0.0, (2.25,)), Judged(1, 4.0, None, (4.0,))]], run
+    )
     found = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert found == [{"file": "dev.tsv", "uid": "0", "prediction": 2.25, "label": 0.0}, {"file": "dev.tsv", "uid": "1", "prediction": 4.0}]
+    assert found == [
+        {"file": "dev.tsv", "uid": "0", "prediction": 2.25, "label": 0.0},
+        {"file": "dev.tsv", "uid": "1", "prediction": 4.0},
+    ]
     trainer = trainer_of("STS-B")
     sets = Sets(None, (samples("STS-B"),), ("dev.tsv",))
     results, (rows,) = finetune.measure(trainer, task, sets)
@@ -224,14 +280,17 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
 
 
 def test_flags_have_the_defaults_of_their_task() -> None:
-    assert defaults_of(["main.py", "--task", "LAMBADA"])["skip_train"] and "architecture" not in defaults_of(["--task", "LAMBADA"])
+    assert defaults_of(["main.py", "--task", "LAMBADA"])["skip_train"] and "architecture" not in defaults_of(
+        ["--task", "LAMBADA"]
+    )
     assert defaults_of(["--task=MNLI"]) | {"skip_train": True, "architecture": "bert"} == defaults_of(["--task=MNLI"])
     assert not defaults_of(["--task=MNLI", "--epochs", "3"])["skip_train"]
 
 
 @pytest.mark.parametrize("answer, error", [(None, NotFinite), ("stop", BadStep), ("skip", None)])
-def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(answer: str | None, error: type[Exception] | None, tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
+    answer: str | None, error: type[Exception] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = trainer_of("MNLI", on_bad_step=answer, error_dir=str(tmp_path))
     guard, said = Guard(trainer.run.config), list[str]()
     if answer:
@@ -247,24 +306,41 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(answer: str | None
 
 @pytest.mark.slow
 def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path) -> None:
-    train, dev, other = (write_mnli(tmp_path / name, count, seed) for seed, (name, count) in
-                         enumerate((("train.tsv", 400), ("dev_matched.tsv", 60), ("dev_mismatched.tsv", 41))))
-    model = ("--task MNLI --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-             f"--vocab-file {VOCABULARY} --valid-data {dev} {other} --num-workers 0").split()
-    learning = (f"--train-data {train} --epochs 4 --micro-batch-size 8 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.065 "
-                f"--save {tmp_path / 'out'} --output-file {tmp_path / 'said.jsonl'} --log-interval 10 --log-jsonl {tmp_path / 'log.jsonl'} "
-                f"--tensorboard-dir {tmp_path / 'board'}").split()
+    train, dev, other = (
+        write_mnli(tmp_path / name, count, seed)
+        for seed, (name, count) in enumerate((("train.tsv", 400), ("dev_matched.tsv", 60), ("dev_mismatched.tsv", 41)))
+    )
+    model = (
+        "--task MNLI --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        f"--vocab-file {VOCABULARY} --valid-data {dev} {other} --num-workers 0"
+    ).split()
+    learning = (
+        f"--train-data {train} --epochs 4 --micro-batch-size 8 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.065 "
+        f"--save {tmp_path / 'out'} --output-file {tmp_path / 'said.jsonl'} --log-interval 10 --log-jsonl {tmp_path / 'log.jsonl'} "
+        f"--tensorboard-dir {tmp_path / 'board'}"
+    ).split()
 
     def said(*words: str) -> str:
-        done = subprocess.run([sys.executable, "tasks/main.py", *model, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "tasks/main.py", *model, *words],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=120,
+        )
         assert done.returncode == 0, done.stdout[-2000:]
         return done.stdout
 
     last = said(*learning).splitlines()[-1]
     events = read_events(tmp_path / "out")
     assert [event["event"] for event in events][:2] == ["start", "steps"] and events[-1] | {"time": ""} == {
-        "event": "end", "time": "", "reason": "complete", "iteration": 200}
+        "event": "end",
+        "time": "",
+        "reason": "complete",
+        "iteration": 200,
+    }
     written = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in written if row["kind"] == "step"] == list(range(1, 201))
     scores = [(row["iteration"], row["scores"]["accuracy"]) for row in written if row["kind"] == "task"]
@@ -275,10 +351,14 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
     rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     right = sum(row["prediction"] == row["label"] for row in rows)
     assert len(rows) == 101 and right / len(rows) > 0.95, last
-    assert f"MNLI overall: accuracy: {100 * right / 101:.2f} % ({right} of 101 right)" in said("--load", str(tmp_path / "out"))
+    assert f"MNLI overall: accuracy: {100 * right / 101:.2f} % ({right} of 101 right)" in said(
+        "--load", str(tmp_path / "out")
+    )
 
 
 @pytest.mark.parametrize("words, said", [([], "no --task stands on the command line"), (["--task", "STS-C"], "STS-B")])
 def test_a_command_without_a_known_task_is_told_so(words: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "tasks/main.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "tasks/main.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 2 and said in done.stderr, done.stderr

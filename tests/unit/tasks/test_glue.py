@@ -25,7 +25,7 @@ FILES = {
     "SST-2": "sentence\tlabel\nIt rains .\t1",
     "CoLA": "gj04\t1\t\tIt rains .",
     "STS-B": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
-             "7\ta\tb\t2012\t1\tc\td\tIt rains .\tIt is wet .\t1.000",
+    "7\ta\tb\t2012\t1\tc\td\tIt rains .\tIt is wet .\t1.000",
 }
 
 
@@ -51,8 +51,13 @@ def test_a_file_without_labels_is_read_without_labels(tmp_path: Path) -> None:
 
 
 def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
-    lines = [MNLI, ROW.format(0, "A .", "B .", "", "neutral"), ROW.format(1, "A .", "B .", "", "maybe"), "2\tfew columns",
-             ROW.format(3, " ", "B .", "", "neutral")]
+    lines = [
+        MNLI,
+        ROW.format(0, "A .", "B .", "", "neutral"),
+        ROW.format(1, "A .", "B .", "", "maybe"),
+        "2\tfew columns",
+        ROW.format(3, " ", "B .", "", "neutral"),
+    ]
     path = table(tmp_path, "\n".join(lines))
     with pytest.raises(DataError) as caught:
         read_glue("MNLI", path)
@@ -68,7 +73,10 @@ def test_numbers_outside_the_scale_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_glue("STS-B", path)
     said = str(caught.value)
-    assert all(f"{path}:{line}: label {word!r}, expected a number from 0 to 5" in said for line, word in ((3, "5.1"), (4, "nan"), (5, "much")))
+    assert all(
+        f"{path}:{line}: label {word!r}, expected a number from 0 to 5" in said
+        for line, word in ((3, "5.1"), (4, "nan"), (5, "much"))
+    )
     assert f"{path}:2" not in said
     (sample,) = read_glue("STS-B", table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75", "one.tsv"))
     assert sample.label == 2.75
@@ -80,7 +88,9 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
         read_glue("MNLI", path)
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"", "needs the columns"), (b"\xff\xfe\x00", "not UTF-8"), (MNLI.encode(), "no sample")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "needs the columns"), (b"\xff\xfe\x00", "not UTF-8"), (MNLI.encode(), "no sample")]
+)
 def test_files_without_samples_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "dev.tsv").write_bytes(content)
     with pytest.raises(DataError, match=said):
@@ -116,23 +126,27 @@ def test_metrics_are_those_of_their_definitions() -> None:
 def test_correlations_are_those_of_their_definitions(tied: bool) -> None:
     random = np.random.default_rng(3)
     true = random.integers(0, 6, 40).astype(float) if tied else random.uniform(0, 5, 40)
-    found = true ** 3 + random.normal(0, 20, 40).round(0 if tied else 6)
+    found = true**3 + random.normal(0, 20, 40).round(0 if tied else 6)
     pairs = list(zip(found.tolist(), true.tolist()))
     mean_f, mean_t = found.mean(), true.mean()
     covariance = sum((a - mean_f) * (b - mean_t) for a, b in pairs)
-    assert pearson(pairs) == pytest.approx(covariance / (sum((a - mean_f) ** 2 for a in found) * sum((b - mean_t) ** 2 for b in true)) ** 0.5)
+    assert pearson(pairs) == pytest.approx(
+        covariance / (sum((a - mean_f) ** 2 for a in found) * sum((b - mean_t) ** 2 for b in true)) ** 0.5
+    )
 
-    def ranks(numbers: np.ndarray) -> np.ndarray:  # by counting: how many are smaller, and half of the others that are equal
+    def ranks(
+        numbers: np.ndarray,
+    ) -> np.ndarray:  # by counting: how many are smaller, and half of the others that are equal
         return np.array([(numbers < one).sum() + ((numbers == one).sum() + 1) / 2 for one in numbers])
 
     by_rank = np.corrcoef(ranks(found), ranks(true))[0, 1]
     assert spearman(pairs) == pytest.approx(by_rank)
     if not tied:  # Spearman's own formula, for ranks without ties
-        assert spearman(pairs) == pytest.approx(1 - 6 * ((ranks(found) - ranks(true)) ** 2).sum() / (40 * (40 ** 2 - 1)))
+        assert spearman(pairs) == pytest.approx(1 - 6 * ((ranks(found) - ranks(true)) ** 2).sum() / (40 * (40**2 - 1)))
 
 
 def test_rank_correlation_is_whole_where_the_order_is_right() -> None:
-    pairs = [(value ** 3, value) for value in (0.5, 4.0, 2.0, 3.0)]
+    pairs = [(value**3, value) for value in (0.5, 4.0, 2.0, 3.0)]
     assert spearman(pairs) == pytest.approx(1.0) and pearson(pairs) < 0.99
     assert spearman([(-a, b) for a, b in pairs]) == pytest.approx(-1.0)
     assert pearson([(1.0, 0.0), (1.0, 5.0)]) == 0.0, "what never changes tells nothing"

@@ -13,8 +13,13 @@ from tasks.race import joined, overall, read_race
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/race_dev"
-PASSAGE = {"article": "It rained .", "questions": ["What fell ?", "It is _ ."], "options": [["rain", "snow", "ash", "leaves"], ["wet", "dry", "hot"]],
-           "answers": ["A", "C"], "id": "middle1.txt"}
+PASSAGE = {
+    "article": "It rained .",
+    "questions": ["What fell ?", "It is _ ."],
+    "options": [["rain", "snow", "ash", "leaves"], ["wet", "dry", "hot"]],
+    "answers": ["A", "C"],
+    "id": "middle1.txt",
+}
 
 
 def write(folder: Path, *contents: Any, name: str = "1.txt") -> Path:
@@ -27,7 +32,10 @@ def write(folder: Path, *contents: Any, name: str = "1.txt") -> Path:
 
 def test_a_passage_becomes_its_questions(tmp_path: Path) -> None:
     first, second = read_race(write(tmp_path, PASSAGE))
-    assert first.answers == ("What fell ? rain", "What fell ? snow", "What fell ? ash", "What fell ? leaves") and first.label == 0
+    assert (
+        first.answers == ("What fell ? rain", "What fell ? snow", "What fell ? ash", "What fell ? leaves")
+        and first.label == 0
+    )
     assert second.answers == ("It is wet .", "It is dry .", "It is hot .") and second.label == 2
     assert first.article == "It rained ." and first.uid == "middle1.txt-1"
 
@@ -37,16 +45,27 @@ def test_a_gap_of_several_strokes_is_one_gap() -> None:
 
 
 def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
-    bad = [{**PASSAGE, "answers": ["A", "D"]}, "no json", {**PASSAGE, "answers": ["A"]}, {"article": "x"}, {**PASSAGE, "article": " "},
-           {**PASSAGE, "options": [["a"], ["b", "c"]], "answers": ["A", "B"]}]
+    bad = [
+        {**PASSAGE, "answers": ["A", "D"]},
+        "no json",
+        {**PASSAGE, "answers": ["A"]},
+        {"article": "x"},
+        {**PASSAGE, "article": " "},
+        {**PASSAGE, "options": [["a"], ["b", "c"]], "answers": ["A", "B"]},
+    ]
     folder = write(tmp_path, PASSAGE, *bad)
     with pytest.raises(DataError) as caught:
         read_race(folder)
     said = str(caught.value)
     path = folder / "1.txt"
-    for line, words in ((2, "question 2: answer 'D', expected one of A, B, C"), (3, "not JSON"), (4, "differ in number: 2, 2, 1"),
-                        (5, "expected an object with a text `article`"), (6, "the article is empty"),
-                        (7, "question 1: expected two to 4 options")):
+    for line, words in (
+        (2, "question 2: answer 'D', expected one of A, B, C"),
+        (3, "not JSON"),
+        (4, "differ in number: 2, 2, 1"),
+        (5, "expected an object with a text `article`"),
+        (6, "the article is empty"),
+        (7, "question 1: expected two to 4 options"),
+    ):
         assert any(f"{path}:{line}" in row and words in row for row in said.splitlines()), (line, words, said)
     assert f"{path}:1" not in said
 
@@ -63,5 +82,7 @@ def test_the_overall_share_weighs_questions_not_folders() -> None:
 @pytest.mark.skipif(not REAL.exists(), reason="the real rows are not beside this checkout")
 def test_the_real_rows_are_read() -> None:
     questions = read_race(REAL)
-    assert len(questions) == sum(len(json.loads(path.read_text(encoding="utf-8"))["questions"]) for path in REAL.glob("*.txt"))
+    assert len(questions) == sum(
+        len(json.loads(path.read_text(encoding="utf-8"))["questions"]) for path in REAL.glob("*.txt")
+    )
     assert not any("_" in answer for question in questions for answer in question.answers)

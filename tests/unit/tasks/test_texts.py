@@ -19,7 +19,10 @@ from tests.helpers.architecture import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 VOCABULARY = ROOT / "examples/data/demo-bert-vocab.txt"
-PAIRS = [("The state of the union", "is strong ."), ("It rains", "It is wet outside , and cold , and the wind blows hard .")]
+PAIRS = [
+    ("The state of the union", "is strong ."),
+    ("It rains", "It is wet outside , and cold , and the wind blows hard ."),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 def texts() -> list[Text]:
     """The pairs as samples of two classes."""
-    return [Text(str(number), first, second, number, f"dev.tsv:{number + 2}") for number, (first, second) in enumerate(PAIRS)]
+    return [
+        Text(str(number), first, second, number, f"dev.tsv:{number + 2}")
+        for number, (first, second) in enumerate(PAIRS)
+    ]
 
 
 @pytest.mark.parametrize("second", [True, False])
@@ -51,17 +57,26 @@ def test_rows_are_those_of_transformers(tokenizer: Tokenizer, theirs: object, se
         assert np.array_equal(sample["tokens"], expected["input_ids"][0])
         assert np.array_equal(sample["types"], expected["token_type_ids"][0])
         assert np.array_equal(sample["padding_mask"], expected["attention_mask"][0])
-        assert sample["labels"].tolist() == [number] and sample["loss_mask"].tolist() == [1.0] and sample["index"].tolist() == [number]
+        assert (
+            sample["labels"].tolist() == [number]
+            and sample["loss_mask"].tolist() == [1.0]
+            and sample["index"].tolist() == [number]
+        )
 
 
-def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(tokenizer: Tokenizer, theirs: object, tmp_path: Path) -> None:
+def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(
+    tokenizer: Tokenizer, theirs: object, tmp_path: Path
+) -> None:
     theirs.save_pretrained(tmp_path)
     framing = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
     assert framing.tokenize("rain")[0] == tokenizer.cls and framing.tokenize("rain")[-1] == tokenizer.sep
     pairs, question = texts(), Question("q", "It rained .", ("What fell ? rain", "What fell ? snow"), 0, "1.txt:1")
     for given in (PairSamples(pairs, Encoder(framing, 24)), ChoiceSamples([question], Encoder(framing, 24))):
-        expected = PairSamples(pairs, Encoder(tokenizer, 24)) if isinstance(given, PairSamples) else ChoiceSamples(
-            [question], Encoder(tokenizer, 24))
+        expected = (
+            PairSamples(pairs, Encoder(tokenizer, 24))
+            if isinstance(given, PairSamples)
+            else ChoiceSamples([question], Encoder(tokenizer, 24))
+        )
         for number in range(len(given)):
             found, wanted = given[number], expected[number]
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -79,20 +94,30 @@ def test_what_is_too_long_loses_its_end_and_is_named(tokenizer: Tokenizer) -> No
     sample = samples[1]
     assert sample["tokens"].tolist() == [*whole["tokens"][:11], tokenizer.sep] and sample["padding_mask"].all()
     assert samples.cut == [f"dev.tsv:3 ({int(whole['padding_mask'].sum())} tokens)"]
-    assert "1 of 2 samples are longer than --seq-length 12: dev.tsv:3" in about_long_texts(samples, "dev", 12, refuse=False)
+    assert "1 of 2 samples are longer than --seq-length 12: dev.tsv:3" in about_long_texts(
+        samples, "dev", 12, refuse=False
+    )
     with pytest.raises(DataError, match="dev.tsv:3"):
         about_long_texts(samples, "dev", 12, refuse=True)
     assert about_long_texts(PairSamples(texts(), Encoder(tokenizer, 40)), "dev", 40, refuse=True) == ""
 
 
 def test_answers_share_their_article_and_missing_ones_have_no_chance(tokenizer: Tokenizer) -> None:
-    question = Question("q", "It rained all day .", ("What fell ? rain", "What fell ? snow", "What fell ? ash"), 2, "1.txt:1")
+    question = Question(
+        "q", "It rained all day .", ("What fell ? rain", "What fell ? snow", "What fell ? ash"), 2, "1.txt:1"
+    )
     sample = ChoiceSamples([question], Encoder(tokenizer, 32))[0]
     assert sample["tokens"].shape == sample["types"].shape == sample["padding_mask"].shape == (4, 32)
     assert sample["choices"].tolist() == [0.0, 0.0, 0.0, -np.inf] and sample["labels"].tolist() == [2]
     for row, answer in enumerate(question.answers):
         kept = sample["tokens"][row][sample["padding_mask"][row] == 1].tolist()
-        expected = [tokenizer.cls, *tokenizer.tokenize(answer), tokenizer.sep, *tokenizer.tokenize(question.article), tokenizer.sep]
+        expected = [
+            tokenizer.cls,
+            *tokenizer.tokenize(answer),
+            tokenizer.sep,
+            *tokenizer.tokenize(question.article),
+            tokenizer.sep,
+        ]
         assert kept == expected
 
 

@@ -33,7 +33,7 @@ from tests.helpers.world import Worlds
 from tests.parity.test_published import ours_and_theirs
 
 IDS = np.random.default_rng(4).integers(0, tiny.VOCABULARY, 61).tolist()
-PASSAGES = [Request(tuple(IDS[i:i + 5 + i % 7]), tuple(IDS[i + 20:i + 21 + i % 3])) for i in range(13)]
+PASSAGES = [Request(tuple(IDS[i : i + 5 + i % 7]), tuple(IDS[i + 20 : i + 21 + i % 3])) for i in range(13)]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -48,7 +48,7 @@ def test_every_label_is_scored_once_with_as_much_context_as_there_is(count: int,
         for place in np.flatnonzero(sample["loss_mask"]):
             label = int(sample["labels"][place])
             seen.append(label)
-            context = sample["tokens"][:place + 1]
+            context = sample["tokens"][: place + 1]
             assert context.tolist() == list(range(label - len(context), label))
             assert len(context) >= min(label, length - stride + 1)
     assert seen == list(range(1, count))
@@ -70,8 +70,14 @@ def scored(changes: dict[str, Any], task: str) -> list[float]:
 def scores_of(trainer: Trainer, task: str) -> list[float]:
     """The scores of the task's small data: a mean loss; or of every last word whether it is right, and its log-likelihood."""
     if task == "perplexity":
-        return [zeroshot.mean_score(trainer, TokenWindows(IDS, length=trainer.run.config.train.seq_length, stride=5, fill=0))]
-    return [number for answer in zeroshot.last_words(trainer, PASSAGES) for number in (answer.greedy, answer.loglikelihood)]
+        return [
+            zeroshot.mean_score(
+                trainer, TokenWindows(IDS, length=trainer.run.config.train.seq_length, stride=5, fill=0)
+            )
+        ]
+    return [
+        number for answer in zeroshot.last_words(trainer, PASSAGES) for number in (answer.greedy, answer.loglikelihood)
+    ]
 
 
 def theirs(published: Any, task: str, length: int) -> list[float]:
@@ -80,18 +86,23 @@ def theirs(published: Any, task: str, length: int) -> list[float]:
         if task == "perplexity":
             losses, start = [], 0
             while not losses or start + length - 5 < len(IDS) - 1:
-                logits = published(torch.tensor([IDS[start:start + length]])).logits[0]
-                labels = torch.tensor(IDS[start + 1:start + length + 1])
-                new = F.cross_entropy(logits[:len(labels)], labels, reduction="none")
-                losses += (new if start == 0 else new[length - 5:]).tolist()
+                logits = published(torch.tensor([IDS[start : start + length]])).logits[0]
+                labels = torch.tensor(IDS[start + 1 : start + length + 1])
+                new = F.cross_entropy(logits[: len(labels)], labels, reduction="none")
+                losses += (new if start == 0 else new[length - 5 :]).tolist()
                 start += 5
             assert len(losses) == len(IDS) - 1
             return [sum(losses) / len(losses)]
         found: list[float] = []
         for passage in PASSAGES:
             word = torch.tensor(passage.continuation)
-            logits = published(torch.tensor([passage.context + passage.continuation])).logits[0, len(passage.context) - 1:-1]
-            found += [bool((logits.argmax(dim=-1) == word).all()), -F.cross_entropy(logits, word, reduction="sum").item()]
+            logits = published(torch.tensor([passage.context + passage.continuation])).logits[
+                0, len(passage.context) - 1 : -1
+            ]
+            found += [
+                bool((logits.argmax(dim=-1) == word).all()),
+                -F.cross_entropy(logits, word, reduction="sum").item(),
+            ]
         return found
 
 
@@ -107,7 +118,7 @@ def test_a_right_word_counts() -> None:
     trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
     passages = []
     for number in range(9):  # every third word is what the model says next; of the others the second token is wrong
-        beginning = IDS[number:number + 6]
+        beginning = IDS[number : number + 6]
         word: list[int] = []
         for _ in range(2):
             with torch.no_grad():
@@ -118,8 +129,12 @@ def test_a_right_word_counts() -> None:
     answers = zeroshot.last_words(trainer, passages)
     assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
     found = zeroshot.accuracy(answers)
-    assert found == {"number correct": 3, "total examples": 9, "avg accuracy": 3 / 9,
-                     "ppl": pytest.approx(math.exp(-sum(answer.loglikelihood for answer in answers) / 9))}
+    assert found == {
+        "number correct": 3,
+        "total examples": 9,
+        "avg accuracy": 3 / 9,
+        "ppl": pytest.approx(math.exp(-sum(answer.loglikelihood for answer in answers) / 9)),
+    }
 
 
 # Ranks that share experts: here by gathering tokens, which all must have alike.
@@ -128,8 +143,16 @@ LAYOUT = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 
 @pytest.mark.parametrize("task", ["perplexity", "last words"])
-@pytest.mark.parametrize(("ranks", "changes"), [(2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}), (2, EXPERTS),
-                                                (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (2, EXPERTS),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
 def test_layouts_give_the_serial_score(world: Worlds, ranks: int, changes: dict[str, Any], task: str) -> None:
     alone = scored({**changes, **dict.fromkeys(LAYOUT & changes.keys(), 1), "sequence_parallel": False}, task)
     for found in world(ranks).run(scored, changes, task):
@@ -140,10 +163,14 @@ def test_passages_are_asked_in_batches_of_about_their_lengths(monkeypatch: pytes
     run = tiny.run_of(tiny.config(1, micro_batch_size=4, seq_length=64, max_position_embeddings=64))
     trainer, asked = build_trainer(run, tiny.gpt, zeroshot.perplexity_step), []
     plain = trainer.stages[0].forward
-    monkeypatch.setattr(trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1])
+    monkeypatch.setattr(
+        trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1]
+    )
     zeroshot.last_words(trainer, PASSAGES)
     lengths = sorted((len(passage.context) + len(passage.continuation) - 1 for passage in PASSAGES), reverse=True)
-    assert sorted(asked, reverse=True) == sorted(((4, lengths[0]), (4, lengths[4]), (4, lengths[8]), (1, lengths[12])), reverse=True)
+    assert sorted(asked, reverse=True) == sorted(
+        ((4, lengths[0]), (4, lengths[4]), (4, lengths[8]), (1, lengths[12])), reverse=True
+    )
 
 
 def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
@@ -155,26 +182,67 @@ def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
 
 
 def test_published_text_is_written_as_people_write_it() -> None:
-    text = " = Robert = \n He had a guest @-@ starring role , in the 1 @,@ 000 m ( 3 @.@ 5 ft ) race ; \" so \" he 's told . \n"
-    expected = " = Robert =\nHe had a guest-starring role, in the 1,000 m (3.5 ft) race; \"so\" he's told.\n"
+    text = ' = Robert = \n He had a guest @-@ starring role , in the 1 @,@ 000 m ( 3 @.@ 5 ft ) race ; " so " he \'s told . \n'
+    expected = ' = Robert =\nHe had a guest-starring role, in the 1,000 m (3.5 ft) race; "so" he\'s told.\n'
     assert detokenized(text, "data/wiki.test.tokens") == expected
     assert detokenized(text, "data/other.txt") == text
 
 
 def test_wikitext_is_rewritten_one_step_after_the_other_as_megatron_does() -> None:
-    random, pieces = np.random.RandomState(0), (
-        *" '\n\u00b0()[]{}\":;.!?,sNab7", "@-@", "@,@", "@.@", " = ", " N ", " 's", "s '", " @-@ ", " , ", " . ", "\t", "  ")
+    random, pieces = (
+        np.random.RandomState(0),
+        (
+            *" '\n\u00b0()[]{}\":;.!?,sNab7",
+            "@-@",
+            "@,@",
+            "@.@",
+            " = ",
+            " N ",
+            " 's",
+            "s '",
+            " @-@ ",
+            " , ",
+            " . ",
+            "\t",
+            "  ",
+        ),
+    )
     for _ in range(3000):
         text = "".join(random.choice(pieces, random.randint(1, 25)))
         assert detokenized(text, "wiki") == one_by_one(text), repr(text)
-    assert detokenized("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", "a space that one step took is not there for the next"
+    assert detokenized("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", (
+        "a space that one step took is not there for the next"
+    )
     assert detokenized("it 's $ N of N points \n they do n't", "ptb") == "it's $1 of1 points\nthey don't"
 
 
 def one_by_one(text: str) -> str:
     """WikiText's steps in Megatron's order, without patterns: pieces of text, and what stands between two brackets."""
-    steps = ["s '|s'", " @-@ |-", " @,@ |,", " @.@ |.", " : |: ", " ; |; ", " . |. ", " ! |! ", " ? |? ", " , |, ", "()", "[]", "{}", '""',
-             "''", "= = = =|====", "= = =|===", "= =|==", " \u00b0 |\u00b0", " \n|\n", "\n |\n", " N | 1 ", " 's|'s"]
+    steps = [
+        "s '|s'",
+        " @-@ |-",
+        " @,@ |,",
+        " @.@ |.",
+        " : |: ",
+        " ; |; ",
+        " . |. ",
+        " ! |! ",
+        " ? |? ",
+        " , |, ",
+        "()",
+        "[]",
+        "{}",
+        '""',
+        "''",
+        "= = = =|====",
+        "= = =|===",
+        "= =|==",
+        " \u00b0 |\u00b0",
+        " \n|\n",
+        "\n |\n",
+        " N | 1 ",
+        " 's|'s",
+    ]
     for step in steps:
         if len(step) > 2:
             old, new = step.split("|")
@@ -182,8 +250,8 @@ def one_by_one(text: str) -> str:
             continue
         parts, rest = [], text
         while (begin := rest.find(step[0])) >= 0 and (end := rest.find(step[1], begin + 1)) >= 0:
-            parts += [rest[:begin], step[0], rest[begin + 1:end].strip(), step[1]]
-            rest = rest[end + 1:]
+            parts += [rest[:begin], step[0], rest[begin + 1 : end].strip(), step[1]]
+            rest = rest[end + 1 :]
         text = "".join(parts) + rest
     return text
 
@@ -198,7 +266,12 @@ def test_words_of_the_published_file_are_counted_before_it_is_rewritten(tmp_path
 def test_perplexities_are_those_of_the_definition() -> None:
     text = Text(TokenWindows(list(range(11)), length=8, stride=8, fill=0), original_words=6)
     found = zeroshot.perplexities(2.0, text)
-    assert found == {"avg loss": 2.0, "ppl": pytest.approx(math.e ** 2), "adjusted ppl": pytest.approx(math.e ** 4), "token ratio": 2.0}
+    assert found == {
+        "avg loss": 2.0,
+        "ppl": pytest.approx(math.e**2),
+        "adjusted ppl": pytest.approx(math.e**4),
+        "token ratio": 2.0,
+    }
 
 
 def test_strict_passages_end_with_the_whole_last_word(tmp_path: Path) -> None:
@@ -217,7 +290,10 @@ def test_what_a_tokenizer_puts_around_texts_is_never_the_word_to_predict(tmp_pat
     if kind == "HuggingFaceTokenizer":
         toy = package_tokenizer()
         toy.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", pair="<s> $A $B", special_tokens=[(name, toy.token_to_id(name)) for name in ("<s>", "</s>")])
+            single="<s> $A </s>",
+            pair="<s> $A $B",
+            special_tokens=[(name, toy.token_to_id(name)) for name in ("<s>", "</s>")],
+        )
         toy.save(str(tmp_path / "tokenizer.json"))
     model = tmp_path / "tokenizer.json" if kind == "HuggingFaceTokenizer" else ROOT / "examples/data/demo-llama.model"
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
@@ -238,11 +314,12 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
     assert all(f"{path}:{number}: " in str(caught.value) for number in (2, 3, 4))
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8"), (b"x", "fewer than two tokens")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8"), (b"x", "fewer than two tokens")]
+)
 def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=said):
         read_text(str(path), ByteTokenizer(), length=8, stride=4)
-

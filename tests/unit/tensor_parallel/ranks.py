@@ -65,7 +65,9 @@ class Embeddings(nn.Module):
     def __init__(self, mesh: Mesh, region: Region, *, normalization: str, one_plus: bool) -> None:
         super().__init__()
         padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
-        self.words = VocabEmbedding(vocabulary_spec(V, padded, H, normal(1.0)), region=region, mesh=mesh, dtype=torch.float64)
+        self.words = VocabEmbedding(
+            vocabulary_spec(V, padded, H, normal(1.0)), region=region, mesh=mesh, dtype=torch.float64
+        )
         self.places = PositionEmbedding(S + 2, H, init=normal(1.0), region=region, mesh=mesh, dtype=torch.float64)
         model = ModelConfig(normalization=normalization, apply_layernorm_1p=one_plus)
         self.norm = Norm(H, model, sum_over=region.outside_sums, kernels=Kernels(), mesh=mesh, dtype=torch.float64)
@@ -78,13 +80,16 @@ class Embeddings(nn.Module):
 
 
 MODULES = {
-    "mlp": functools.partial(TwoMatrices, gated=False, bias=True), "gated": functools.partial(TwoMatrices, gated=True, bias=False),
+    "mlp": functools.partial(TwoMatrices, gated=False, bias=True),
+    "gated": functools.partial(TwoMatrices, gated=True, bias=False),
     "layernorm": functools.partial(Embeddings, normalization="LayerNorm", one_plus=False),
     "rmsnorm": functools.partial(Embeddings, normalization="RMSNorm", one_plus=True),
 }
 
 
-def run_module(name: str, tp: int, sequence_parallel: bool, overlapped: OverlappedMatmuls = OverlappedMatmuls()) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+def run_module(
+    name: str, tp: int, sequence_parallel: bool, overlapped: OverlappedMatmuls = OverlappedMatmuls()
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Forward and backward of a module cut over tp ranks: whole output, whole input gradient, parameter gradients.
 
     A gradient has its whole shape, with nan where this rank holds nothing.
@@ -127,20 +132,26 @@ def run_loss(tp: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return losses.detach(), logits.grad
 
 
-def run_linear_loss(tp: int, padded: int, sequence_parallel: bool, ignored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_linear_loss(
+    tp: int, padded: int, sequence_parallel: bool, ignored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses [S, B] of fixed states, and the gradients: of all states, whole; of this rank's words and biases. Tokens weigh alike
     first, and each its own the second time; the gradients are the sum of both.
     """
     mesh = here(tp)
     region = Region(mesh.tp, sequence_parallel)
     states = region.scatter_to_sequence(data("states", S, B, H)).clone().requires_grad_()
-    weight, bias = (data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
-                    for name, shape in (("words", (H,)), ("biases", ())))
+    weight, bias = (
+        data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
+        for name, shape in (("words", (H,)), ("biases", ()))
+    )
     targets = (data("targets", S, B) * 10).long().remainder(V)
     if ignored:
         targets[::2] = -1
     for weights in (1.5, data("weights", S, B)):
-        losses = linear_cross_entropy(linear_loss.linear_cross_entropy, states, weight, bias, targets, region=region, true_vocab_size=V)
+        losses = linear_cross_entropy(
+            linear_loss.linear_cross_entropy, states, weight, bias, targets, region=region, true_vocab_size=V
+        )
         (losses * weights).sum().backward()
     whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
     return losses.detach(), whole, weight.grad, bias.grad

@@ -28,10 +28,20 @@ def test_a_cut_module_equals_the_module_on_one_rank(world: Worlds, name: str, tp
     compare_with_one_rank(world, name, tp, sequence_parallel)
 
 
-@pytest.mark.parametrize("tp, overlapped", [(2, OverlappedMatmuls(gathers=True)), (2, OverlappedMatmuls(sums=True)), (4, OverlappedMatmuls(gathers=True, sums=True)),
-                                       (4, OverlappedMatmuls(gathers=True, sums=True, gradients=True))], ids=str)
+@pytest.mark.parametrize(
+    "tp, overlapped",
+    [
+        (2, OverlappedMatmuls(gathers=True)),
+        (2, OverlappedMatmuls(sums=True)),
+        (4, OverlappedMatmuls(gathers=True, sums=True)),
+        (4, OverlappedMatmuls(gathers=True, sums=True, gradients=True)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["mlp", "gated"])
-def test_pieces_that_travel_while_others_are_multiplied_give_the_same(world: Worlds, name: str, tp: int, overlapped: OverlappedMatmuls) -> None:
+def test_pieces_that_travel_while_others_are_multiplied_give_the_same(
+    world: Worlds, name: str, tp: int, overlapped: OverlappedMatmuls
+) -> None:
     compare_with_one_rank(world, name, tp, True, overlapped)
 
 
@@ -59,7 +69,9 @@ def test_on_one_rank_the_layers_are_torchs_linear() -> None:
     for path, param in module.named_parameters():
         weights[path] = (data(path, *param.shape) if "bias" in path else param.detach()).clone().requires_grad_()
     x = data("x", S, ranks.B, H).requires_grad_()
-    y = F.linear(torch.tanh(F.linear(x, weights["up.weight"], weights["up.bias"])), weights["down.weight"], weights["down.bias"])
+    y = F.linear(
+        torch.tanh(F.linear(x, weights["up.weight"], weights["up.bias"])), weights["down.weight"], weights["down.bias"]
+    )
     (y * data("weight of the loss", S, ranks.B, H)).sum().backward()
     close(output, y.detach())
     close(input_gradient, x.grad)
@@ -80,8 +92,14 @@ def test_a_norm_of_one_plus_starts_as_the_norm_itself() -> None:
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> None:
-    norm = Norm(H, ModelConfig(normalization=normalization, apply_layernorm_1p=True), sum_over=(), kernels=Kernels(), mesh=ranks.here(1),
-                dtype=torch.bfloat16)
+    norm = Norm(
+        H,
+        ModelConfig(normalization=normalization, apply_layernorm_1p=True),
+        sum_over=(),
+        kernels=Kernels(),
+        mesh=ranks.here(1),
+        dtype=torch.bfloat16,
+    )
     ranks.name_all(norm)
     ranks.materialize(norm, ranks.here(1), seed=1)
     with torch.no_grad():

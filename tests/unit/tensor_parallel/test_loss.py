@@ -21,10 +21,13 @@ def expected(padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return losses.detach(), logits.grad
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
 @pytest.mark.parametrize("tp, padded", [(1, V), (1, 24), (2, 24), (4, 24), (4, 64)])
-def test_loss_and_gradient_are_torchs_over_the_true_vocabulary(world: Worlds, tp: int, padded: int, dtype: torch.dtype,
-                                                               tolerance: float) -> None:
+def test_loss_and_gradient_are_torchs_over_the_true_vocabulary(
+    world: Worlds, tp: int, padded: int, dtype: torch.dtype, tolerance: float
+) -> None:
     results = [ranks.run_loss(1, padded, dtype)] if tp == 1 else world(tp).run(ranks.run_loss, tp, padded, dtype)
     losses, gradient = expected(padded, dtype)
     for found, _ in results:
@@ -48,4 +51,6 @@ def test_more_rows_than_one_block_make_no_difference() -> None:
     logits = torch.randn(50, 3, 7, dtype=torch.float64)
     targets = torch.randint(0, 7, (50, 3))
     found = cross_entropy(logits.clone(), targets, Axis("tp"), 7)
-    torch.testing.assert_close(found, F.cross_entropy(logits.view(-1, 7), targets.view(-1), reduction="none").view(50, 3))
+    torch.testing.assert_close(
+        found, F.cross_entropy(logits.view(-1, 7), targets.view(-1), reduction="none").view(50, 3)
+    )

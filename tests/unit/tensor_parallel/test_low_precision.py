@@ -17,14 +17,23 @@ from megatron.core.kernels.recipes import Recipe, recipe_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, histories_of, low_grouped_linear, low_linear
+from megatron.core.tensor_parallel.low_precision import (
+    LowPrecision,
+    Scaling,
+    Way,
+    histories_of,
+    low_grouped_linear,
+    low_linear,
+)
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
 Rounds = Callable[[str, Tensor], Tensor]
 RECIPES: dict[str, dict[str, Any]] = {
-    "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
-    "blockwise": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, "nvfp4": {"fp4_format": "e2m1"},
+    "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "blockwise": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
+    "nvfp4": {"fp4_format": "e2m1"},
 }
 
 
@@ -40,6 +49,7 @@ def made(**settings: Any) -> tuple[Recipe, Scaling]:
 
 def rounding(name: str) -> Rounds:
     """What a recipe makes of a matrix [m, k] for a sum over k, of kernels that have tests of their own."""
+
     def by_tensor(operand: str, x: Tensor) -> Tensor:
         number = fp8.E5M2 if operand == "gradient" else fp8.E4M3
         return fp8.by_tensor(x, number, fp8.tensor_scale(x.abs().max(), number)).whole(x.dtype)
@@ -70,7 +80,9 @@ def nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wgrad", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(name: str, wgrad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(
+    name: str, wgrad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name], fp8_wgrad=wgrad)
     x, weight, bias, gradient = operands()
@@ -80,7 +92,9 @@ def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(name:
     turned = fp4.rotated if name == "nvfp4" else lambda matrix: matrix
     expected = rounds("input", tokens) @ rounds("weight", weight.detach()).t()
     assert torch.allclose(output, expected.view(6, 3, 48) + bias, rtol=1e-12)
-    assert torch.allclose(x.grad.flatten(0, 1), rounds("gradient", g) @ rounds("weight", weight.detach().t()).t(), rtol=1e-11, atol=1e-11)
+    assert torch.allclose(
+        x.grad.flatten(0, 1), rounds("gradient", g) @ rounds("weight", weight.detach().t()).t(), rtol=1e-11, atol=1e-11
+    )
     left, right = rounds("gradient", turned(g.t())), rounds("input", turned(tokens.t()))
     assert torch.allclose(weight.grad, left @ right.t() if wgrad else g.t() @ tokens, rtol=1e-11, atol=1e-11)
     assert torch.allclose(bias.grad, g.sum(0))
@@ -92,8 +106,13 @@ def test_gradients_of_one_scale_are_autograds_through_the_rounded_operands() -> 
     x, weight, bias, gradient = operands()
     low_linear(x, weight, bias, Way(scaling)).backward(gradient)
     rounds = rounding("tensorwise")
-    near = [rounds("input", x.detach().flatten(0, 1)).view(x.shape).requires_grad_(), rounds("weight", weight.detach()).requires_grad_()]
-    expected = torch.autograd.grad(F.linear(*near), near, rounds("gradient", gradient.flatten(0, 1)).view(gradient.shape))
+    near = [
+        rounds("input", x.detach().flatten(0, 1)).view(x.shape).requires_grad_(),
+        rounds("weight", weight.detach()).requires_grad_(),
+    ]
+    expected = torch.autograd.grad(
+        F.linear(*near), near, rounds("gradient", gradient.flatten(0, 1)).view(gradient.shape)
+    )
     for found, wanted in zip((x.grad, weight.grad), expected, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-11)
 
@@ -118,7 +137,9 @@ def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_experts_are_multiplied_each_by_itself_and_some_have_no_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_multiplied_each_by_itself_and_some_have_no_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name])
     generator = torch.Generator().manual_seed(6)
@@ -140,7 +161,9 @@ def test_gradients_of_four_bits_are_rounded_by_chance_and_right_on_average() -> 
         x.grad = None
         low_linear(x, weight, bias, Way(scaling)).backward(gradient)
         draws.append(x.grad.flatten())
-    assert torch.equal(torch.get_rng_state(), state), "chance has a random stream that tensor ranks need not have in common"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "chance has a random stream that tensor ranks need not have in common"
+    )
     found = torch.stack(draws)
     expected = (gradient.flatten(0, 1) @ rounding("nvfp4")("weight", weight.detach())).flatten()
     error = found.std(0) / len(draws) ** 0.5
@@ -171,7 +194,9 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
     Scaling.after_step([scaling], stepped=False)
     assert torch.equal(scaling.history, before) and not scaling.seen.any(), "a step that is not used leaves no trace"
     too_large = recipe.quantise("input", torch.full((1, 16), 100.0), torch.tensor(5.0))
-    assert too_large.whole(torch.float32).unique().tolist() == pytest.approx([5.0]), "what outgrows a delayed scale saturates"
+    assert too_large.whole(torch.float32).unique().tolist() == pytest.approx([5.0]), (
+        "what outgrows a delayed scale saturates"
+    )
 
 
 def test_evaluation_leaves_no_trace_in_delayed_scales() -> None:
@@ -186,8 +211,16 @@ def trainer_of(**changes: Any) -> Any:
 
 
 def test_the_first_and_last_layers_can_stay_wide_and_what_is_no_layer_does() -> None:
-    trainer = trainer_of(fp8_format="hybrid", fp8_recipe="delayed", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2,
-                         num_experts=2, moe_layer_freq="2", moe_ffn_hidden_size=16, mtp_num_layers=1)
+    trainer = trainer_of(
+        fp8_format="hybrid",
+        fp8_recipe="delayed",
+        first_last_layers_bf16=True,
+        num_layers_at_end_in_bf16=2,
+        num_experts=2,
+        moe_layer_freq="2",
+        moe_ffn_hidden_size=16,
+        mtp_num_layers=1,
+    )
     names = {name for stage in trainer.stages for name, module in stage.named_modules() if isinstance(module, Scaling)}
     layer = "decoder.layers.1"
     ahead = "mtp.layers.0.mtp_model_layer"

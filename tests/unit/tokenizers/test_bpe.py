@@ -144,6 +144,7 @@ def change(name, tmp_path, edit):
 
 def edited_vocab(edit):
     """An edit of the parsed vocabulary, as an edit of its bytes."""
+
     def apply(content: bytes) -> bytes:
         vocab = json.loads(content)
         edit(vocab)
@@ -152,20 +153,26 @@ def edited_vocab(edit):
     return apply
 
 
-@pytest.mark.parametrize("name, edit, message", [
-    ("vocab", lambda content: content.split(b",")[0], r"--vocab-file .*vocab\.json is not JSON"),
-    ("vocab", lambda content: b"\xff\xfe", r"--vocab-file .* is not UTF-8"),
-    ("vocab", lambda content: b"[1, 2]", "not a JSON object of tokens"),
-    ("vocab", lambda content: b'{"a": "b"}', "not a JSON object of tokens"),
-    ("vocab", edited_vocab(lambda vocab: vocab.pop("<|endoftext|>")), r"no token <\|endoftext\|>"),
-    ("vocab", edited_vocab(lambda vocab: vocab.update({"!": 5})), "one number to several tokens"),
-    ("vocab", edited_vocab(lambda vocab: vocab.pop("!")), "1 of the 256 bytes have no token, among them '!'"),
-    ("vocab", edited_vocab(lambda vocab: vocab.pop("\u0120the")),
-     r"merges\.txt, line \d+: '\u0120t he' .* do not belong together"),
-    ("merges", lambda content: content + b"x y z\n", r"line 7745: 'x y z'"),
-    ("merges", lambda content: content[:-3], r"line 7744"),
-    ("merges", lambda content: b"\xff", r"--merge-file .* is not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "name, edit, message",
+    [
+        ("vocab", lambda content: content.split(b",")[0], r"--vocab-file .*vocab\.json is not JSON"),
+        ("vocab", lambda content: b"\xff\xfe", r"--vocab-file .* is not UTF-8"),
+        ("vocab", lambda content: b"[1, 2]", "not a JSON object of tokens"),
+        ("vocab", lambda content: b'{"a": "b"}', "not a JSON object of tokens"),
+        ("vocab", edited_vocab(lambda vocab: vocab.pop("<|endoftext|>")), r"no token <\|endoftext\|>"),
+        ("vocab", edited_vocab(lambda vocab: vocab.update({"!": 5})), "one number to several tokens"),
+        ("vocab", edited_vocab(lambda vocab: vocab.pop("!")), "1 of the 256 bytes have no token, among them '!'"),
+        (
+            "vocab",
+            edited_vocab(lambda vocab: vocab.pop("\u0120the")),
+            r"merges\.txt, line \d+: '\u0120t he' .* do not belong together",
+        ),
+        ("merges", lambda content: content + b"x y z\n", r"line 7745: 'x y z'"),
+        ("merges", lambda content: content[:-3], r"line 7744"),
+        ("merges", lambda content: b"\xff", r"--merge-file .* is not UTF-8"),
+    ],
+)
 def test_damaged_files_are_named(tmp_path, name, edit, message):
     with pytest.raises(ConfigError, match=message):
         GPT2BPETokenizer(*change(name, tmp_path, edit))

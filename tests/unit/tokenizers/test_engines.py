@@ -24,8 +24,12 @@ DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
 GPT2 = (DATA / "gpt2" / "vocab.json", DATA / "gpt2" / "merges.txt")
 DEMO = (DATA / "demo-vocab.json", DATA / "demo-merges.txt")
 # Letters of many scripts, marks, spaces and contractions close together, beside any character at all.
-TRICKY = st.text(st.sampled_from("aAzsStTlLrRvVeEdD01239 '\"\n\r\t\u00a0\u3000\u0130\u0301\u0915\u094d\u0e01\u6771\uac00\u05e9\u0627"
-                                 "\u0661\u2167\u00bd\u200d\ufe0f\U0001f469\U0001f1e9<|>_endoftext.,!?-/\x00\x85\u2028"))
+TRICKY = st.text(
+    st.sampled_from(
+        "aAzsStTlLrRvVeEdD01239 '\"\n\r\t\u00a0\u3000\u0130\u0301\u0915\u094d\u0e01\u6771\uac00\u05e9\u0627"
+        "\u0661\u2167\u00bd\u200d\ufe0f\U0001f469\U0001f1e9<|>_endoftext.,!?-/\x00\x85\u2028"
+    )
+)
 TEXTS = st.lists(st.one_of(TRICKY, st.text(), st.text(alphabet=" \n\tab'st1")), max_size=8)
 
 
@@ -70,7 +74,9 @@ def test_all_engines_give_the_published_ids_of_gpt2_for_any_text(texts):
 @pytest.mark.parametrize("files", [GPT2, DEMO], ids=["gpt2", "demo"])
 def test_all_engines_agree_on_documents_and_difficult_text(files):
     with open(DATA / "demo_valid.jsonl", encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in lines] + list(DIFFICULT.values()) + ["x" * 50_000, "\u6771" * 50_000]
+        texts = (
+            [json.loads(line)["text"] for line in lines] + list(DIFFICULT.values()) + ["x" * 50_000, "\u6771" * 50_000]
+        )
     expected = lists(built(files)["tokenizers"], texts)
     assert [load(files).tokenize(text) for text in texts] == expected
     for name, engine in built(files).items():
@@ -98,7 +104,9 @@ def test_without_gigatoken_tiktoken_is_chosen_and_says_so(monkeypatch):
     tokenizer = GPT2BPETokenizer(*DEMO)
     assert tokenizer.engine.startswith("text is encoded by tiktoken ")
     assert tokenizer.engine.endswith("gigatoken is not installed")
-    assert lists(tokenizer.encode_flat, list(DIFFICULT.values())) == [tokenizer.tokenize(text) for text in DIFFICULT.values()]
+    assert lists(tokenizer.encode_flat, list(DIFFICULT.values())) == [
+        tokenizer.tokenize(text) for text in DIFFICULT.values()
+    ]
 
 
 def test_gigatoken_without_the_package_that_it_needs_says_which(monkeypatch):
@@ -152,7 +160,9 @@ def merges_of_few_letters(draw):
 @given(merges_of_few_letters(), st.lists(st.text("abc", max_size=20), min_size=1, max_size=8))
 def test_ranks_stand_for_merges_only_when_they_give_the_same_ids(merges, texts):
     merges = list(dict.fromkeys(merges))
-    vocab = {token: number for number, token in enumerate([*byte_of_letter(), *dict.fromkeys(a + b for a, b in merges)])}
+    vocab = {
+        token: number for number, token in enumerate([*byte_of_letter(), *dict.fromkeys(a + b for a, b in merges)])
+    }
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     source = MergesSource(made, vocab, merges, pattern="gpt2")
@@ -185,12 +195,15 @@ def _written(vocab, merges):
         return GPT2BPETokenizer(*files)
 
 
-@pytest.mark.parametrize("merges, text, expected", [
-    # abc is made late, as a bc; had it the rank of its first line, it would come before bcd.
-    (["b c", "a b", "ab c", "bc d", "a bc"], "abcd", ["a", "bcd"]),
-    # abc stands before the ab that it is made of; the proof that ranks give the same ids does not hold then.
-    (["ab c", "a b"], "abc", ["abc"]),
-])
+@pytest.mark.parametrize(
+    "merges, text, expected",
+    [
+        # abc is made late, as a bc; had it the rank of its first line, it would come before bcd.
+        (["b c", "a b", "ab c", "bc d", "a bc"], "abcd", ["a", "bcd"]),
+        # abc stands before the ab that it is made of; the proof that ranks give the same ids does not hold then.
+        (["ab c", "a b"], "abc", ["abc"]),
+    ],
+)
 def test_merges_that_the_proof_leaves_out_keep_ranks_out(merges, text, expected):
     made = [merge.replace(" ", "") for merge in merges]
     vocab = {token: number for number, token in enumerate(dict.fromkeys([*byte_of_letter(), *made, "<|endoftext|>"]))}
@@ -209,8 +222,12 @@ def test_the_sample_is_the_same_text_after_its_ids():
 
 
 def test_importing_the_room_loads_no_library_of_tokens():
-    code = ("import sys; import megatron.core.tokenizers.build, megatron.core.tokenizers.check, megatron.core.tokenizers.train; "
-            "print([name for name in ('torch', 'transformers', 'tokenizers', 'tiktoken', 'sentencepiece', 'gigatoken', 'awkward') "
-            "if name in sys.modules])")
-    formatted = subprocess.run([sys.executable, "-c", code], cwd=DATA.parents[1], capture_output=True, text=True, check=True)
+    code = (
+        "import sys; import megatron.core.tokenizers.build, megatron.core.tokenizers.check, megatron.core.tokenizers.train; "
+        "print([name for name in ('torch', 'transformers', 'tokenizers', 'tiktoken', 'sentencepiece', 'gigatoken', 'awkward') "
+        "if name in sys.modules])"
+    )
+    formatted = subprocess.run(
+        [sys.executable, "-c", code], cwd=DATA.parents[1], capture_output=True, text=True, check=True
+    )
     assert formatted.stdout == "[]\n"

@@ -15,7 +15,7 @@ from megatron.core.tokenizers.sample import DIFFICULT
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "examples" / "data"
 BERT = ROOT.parent / "shared" / "data" / "tokenizers" / "bert-uncased"
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEXTS = [*DIFFICULT.values(), "Call me Ishmael. Some years ago", "<s> </s> one <|endoftext|> two", "z" * 50_000]
 
 
@@ -25,8 +25,12 @@ def byte_level(*, expression=None, template=False, normalizer=None, added=()):
     made = Tokenizer(models.BPE(vocab=json.loads((DATA / "demo-vocab.json").read_text("utf-8")), merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if expression:
-        made.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(expression), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     made.decoder = decoders.ByteLevel()
     if normalizer:
         made.normalizer = normalizer
@@ -34,7 +38,10 @@ def byte_level(*, expression=None, template=False, normalizer=None, added=()):
     made.add_tokens(list(added))
     if template:
         made.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", pair="<s> $A $B", special_tokens=[(name, made.token_to_id(name)) for name in ("<s>", "</s>")])
+            single="<s> $A </s>",
+            pair="<s> $A $B",
+            special_tokens=[(name, made.token_to_id(name)) for name in ("<s>", "</s>")],
+        )
     return made
 
 
@@ -61,14 +68,17 @@ def compare(tokenizer, path, **settings):
         assert tokenizer.detokenize(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("name, made", [
-    ("plain", byte_level()),
-    ("qwen", byte_level(expression=QWEN)),
-    ("unknown expression", byte_level(expression=r"\s?\w+|\W")),
-    ("template", byte_level(template=True)),
-    ("normalized", byte_level(normalizer=normalizers.NFC())),
-    ("added", byte_level(added=["Ishmael", AddedToken("years", lstrip=True, rstrip=True)])),
-])
+@pytest.mark.parametrize(
+    "name, made",
+    [
+        ("plain", byte_level()),
+        ("qwen", byte_level(expression=QWEN)),
+        ("unknown expression", byte_level(expression=r"\s?\w+|\W")),
+        ("template", byte_level(template=True)),
+        ("normalized", byte_level(normalizer=normalizers.NFC())),
+        ("added", byte_level(added=["Ishmael", AddedToken("years", lstrip=True, rstrip=True)])),
+    ],
+)
 def test_ids_are_those_of_transformers(tmp_path, name, made):
     folder = saved(made, tmp_path / "tokenizer")
     compare(HuggingFaceTokenizer(folder), folder)
@@ -85,9 +95,19 @@ def test_ids_of_the_published_bert_are_those_of_transformers():
 
 def test_plain_byte_level_text_takes_the_fast_engine_and_others_the_packages_own(tmp_path):
     pytest.importorskip("gigatoken")
-    sentences = [HuggingFaceTokenizer(saved(made, tmp_path / str(place))).engine for place, made in enumerate(
-        [byte_level(), byte_level(expression=QWEN), byte_level(template=True), byte_level(expression=r"\s?\w+|\W"),
-         byte_level(normalizer=normalizers.NFC()), byte_level(added=["Ishmael"])])]
+    sentences = [
+        HuggingFaceTokenizer(saved(made, tmp_path / str(place))).engine
+        for place, made in enumerate(
+            [
+                byte_level(),
+                byte_level(expression=QWEN),
+                byte_level(template=True),
+                byte_level(expression=r"\s?\w+|\W"),
+                byte_level(normalizer=normalizers.NFC()),
+                byte_level(added=["Ishmael"]),
+            ]
+        )
+    ]
     chosen = [sentence.removeprefix("text is encoded by ").split(":")[0].split(" ")[0] for sentence in sentences]
     assert chosen == ["gigatoken", "gigatoken", "gigatoken", "tiktoken", "tokenizers", "tokenizers"]
 
@@ -99,16 +119,30 @@ def test_special_tokens_in_text_are_text_unless_a_programme_wrote_it(tmp_path):
     text = "one<|endoftext|></s> two"
     assert tokenizer.tokenize_marked(text) == theirs(text, add_special_tokens=False).input_ids
     assert not {tokenizer.bos, 0} & set(tokenizer.tokenize(text)[1:-1])
-    assert tokenizer.tokenize("")[0] == tokenizer.bos and HuggingFaceTokenizer(folder, include_special=False).tokenize("") == []
+    assert (
+        tokenizer.tokenize("")[0] == tokenizer.bos
+        and HuggingFaceTokenizer(folder, include_special=False).tokenize("") == []
+    )
 
 
 def test_the_settings_beside_it_name_the_special_tokens_and_the_template(tmp_path):
-    folder = saved(byte_level(), tmp_path / "tokenizer", bos_token={"content": "<s>"}, eos_token="<|endoftext|>", pad_token=None,
-                   chat_template="{{ messages }}", additional_special_tokens=["</s>"])
+    folder = saved(
+        byte_level(),
+        tmp_path / "tokenizer",
+        bos_token={"content": "<s>"},
+        eos_token="<|endoftext|>",
+        pad_token=None,
+        chat_template="{{ messages }}",
+        additional_special_tokens=["</s>"],
+    )
     tokenizer = HuggingFaceTokenizer(folder)
     end = tokenizer.tokenize_marked("</s>")
     assert (tokenizer.eod, tokenizer.eos, tokenizer.pad) == (0, 0, None) and tokenizer.chat_template == "{{ messages }}"
-    assert list(tokenizer.additional_special_tokens_ids) == end and set(tokenizer.special_ids) == {0, tokenizer.bos, *end}
+    assert list(tokenizer.additional_special_tokens_ids) == end and set(tokenizer.special_ids) == {
+        0,
+        tokenizer.bos,
+        *end,
+    }
     (folder / "chat_template.jinja").write_text("{% if x %}{% endif %}", encoding="utf-8")
     assert HuggingFaceTokenizer(folder / "tokenizer.json").chat_template == "{% if x %}{% endif %}"
 
@@ -127,11 +161,14 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     assert len(tokenizer.tokenize("a b c d e f g h i j k l")) > 8 and len(tokenizer.tokenize("a")) == 1
 
 
-@pytest.mark.parametrize("config, message", [
-    (dict(eos_token="<end>"), "names '<end>' as eos_token, but tokenizer.json has no such token"),
-    (dict(eos_token=7), "names 7 as eos_token"),
-    (dict(bos_token="<s>"), "no end of document is known"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(eos_token="<end>"), "names '<end>' as eos_token, but tokenizer.json has no such token"),
+        (dict(eos_token=7), "names 7 as eos_token"),
+        (dict(bos_token="<s>"), "no end of document is known"),
+    ],
+)
 def test_names_that_the_vocabulary_lacks_are_named(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message):
         HuggingFaceTokenizer(saved(byte_level(), tmp_path / "tokenizer", **config))
@@ -161,6 +198,11 @@ def test_a_name_of_the_hub_is_a_missing_file(monkeypatch):
 
 def test_half_of_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = HuggingFaceTokenizer(saved(byte_level(), tmp_path / "tokenizer"))
-    for call in (tokenizer.tokenize, tokenizer.tokenize_marked, tokenizer.spans, lambda text: tokenizer.encode_flat(["a", text])):
+    for call in (
+        tokenizer.tokenize,
+        tokenizer.tokenize_marked,
+        tokenizer.spans,
+        lambda text: tokenizer.encode_flat(["a", text]),
+    ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")

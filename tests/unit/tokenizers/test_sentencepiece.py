@@ -25,6 +25,7 @@ def build(kind, path, **settings):
 
 def pieces_of(path):
     """(text, type) of every piece, read from the protocol buffer by hand: field 1 of the model, fields 1 and 3 of a piece."""
+
     def fields(content):
         place = 0
         while place < len(content):
@@ -59,7 +60,13 @@ def test_ids_are_the_librarys_and_llama_begins_every_text(path, kind, prefix):
     ids, lengths = tokenizer.encode_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
     assert [len(tokenizer.spans(text)) for text in TEXTS] == list(map(len, expected))
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (len(theirs), 1, 2, 2, None)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (
+        len(theirs),
+        1,
+        2,
+        2,
+        None,
+    )
     for ids in expected:
         assert tokenizer.detokenize(ids) == theirs.decode(ids)
 
@@ -74,8 +81,14 @@ def test_tokens_and_special_tokens_are_those_of_the_file(path):
 def test_the_named_kind_adds_megatrons_tokens_behind_the_model():
     tokenizer, rows = build("SentencePieceTokenizer", LLAMA, vocab_extra_ids=3), len(pieces_of(LLAMA))
     assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == (rows, rows + 1, rows + 2, rows + 3)
-    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (rows + 4, 1, 2)  # the model has <s> and </s>, and no padding
-    assert tokenizer.additional_special_tokens_ids == (rows + 5, rows + 6, rows + 7) and tokenizer.vocab_size == rows + 8
+    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (
+        rows + 4,
+        1,
+        2,
+    )  # the model has <s> and </s>, and no padding
+    assert (
+        tokenizer.additional_special_tokens_ids == (rows + 5, rows + 6, rows + 7) and tokenizer.vocab_size == rows + 8
+    )
     text = "Call me"
     assert tokenizer.tokenize_marked(f"<CLS>{text}<extra_id_1>") == [rows, *tokenizer.tokenize(text), rows + 6]
     assert max(tokenizer.tokenize("<CLS> <EOD> <extra_id_1> </s>")) < rows
@@ -101,7 +114,12 @@ def test_spans_are_the_bytes_of_the_pieces():
 
 def test_half_of_a_surrogate_pair_is_refused():
     tokenizer = build("Llama2Tokenizer", LLAMA)
-    for call in (tokenizer.tokenize, tokenizer.tokenize_marked, tokenizer.spans, lambda text: tokenizer.encode_flat(["a", text])):
+    for call in (
+        tokenizer.tokenize,
+        tokenizer.tokenize_marked,
+        tokenizer.spans,
+        lambda text: tokenizer.encode_flat(["a", text]),
+    ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")
 

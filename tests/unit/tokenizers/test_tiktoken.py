@@ -43,8 +43,10 @@ def gpt2_tokens(count):
 def json_file(tmp_path_factory):
     """3,000 ranks in Megatron's form."""
     path = tmp_path_factory.mktemp("ranks") / "vocab.json"
-    rows = [{"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
-            for rank, token in enumerate(gpt2_tokens(3000))]
+    rows = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for rank, token in enumerate(gpt2_tokens(3000))
+    ]
     path.write_text(json.dumps(rows), encoding="utf-8")
     return path
 
@@ -52,8 +54,12 @@ def json_file(tmp_path_factory):
 @pytest.mark.parametrize("pattern", ["v1", "v2", "gpt2"])
 def test_ids_of_a_json_file_are_tiktokens_behind_the_special_tokens(json_file, pattern):
     tokenizer = TikTokenizer(json_file, pattern, num_special=20)
-    theirs = tiktoken.Encoding("theirs", pat_str=PATTERNS[pattern], special_tokens={},
-                               mergeable_ranks={token: 20 + rank for rank, token in enumerate(gpt2_tokens(3000))})
+    theirs = tiktoken.Encoding(
+        "theirs",
+        pat_str=PATTERNS[pattern],
+        special_tokens={},
+        mergeable_ranks={token: 20 + rank for rank, token in enumerate(gpt2_tokens(3000))},
+    )
     texts = list(DIFFICULT.values())
     expected = [theirs.encode_ordinary(text) for text in texts]
     assert [tokenizer.tokenize(text) for text in texts] == expected
@@ -107,7 +113,11 @@ def test_a_plain_file_of_unknown_name_must_be_told_its_pattern(tmp_path):
 
 @pytest.mark.parametrize("name", ["cl100k", "o200k"])
 def test_published_patterns_have_tiktokens_ids_and_their_name_says_which(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {token: rank for rank, token in enumerate(gpt2_tokens(3000))})
+    monkeypatch.setattr(
+        openai_public,
+        "load_tiktoken_bpe",
+        lambda *_, **__: {token: rank for rank, token in enumerate(gpt2_tokens(3000))},
+    )
     theirs = tiktoken.Encoding(**getattr(openai_public, f"{name}_base")())
     path = tmp_path / f"{name}_base.tiktoken"
     path.write_text("\n".join(plain_lines(3000)))
@@ -133,21 +143,28 @@ def test_llama_3_has_its_pattern_and_special_tokens(tmp_path):
     assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (3000, 3001, 3002)
     assert tokenizer.special == {"<|begin_of_text|>": 3000, "<|end_of_text|>": 3001}
     published = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
-    theirs = tiktoken.Encoding("llama3", pat_str=published, special_tokens={},
-                               mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens(3000))})
+    theirs = tiktoken.Encoding(
+        "llama3",
+        pat_str=published,
+        special_tokens={},
+        mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens(3000))},
+    )
     texts = [*DIFFICULT.values(), "We'LL see 12345 it's\n\n  \nHTTPServer's"]
     assert [tokenizer.tokenize(text) for text in texts] == [theirs.encode_ordinary(text) for text in texts]
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda lines: lines[:200], "cut short: 56 of the 256 bytes have no rank"),
-    (lambda lines: [*lines, "YQ== x"], "line 401, is not base64 and a rank"),
-    (lambda lines: [*lines, "YQ=="], "line 401, is not base64 and a rank"),
-    (lambda lines: [*lines, "Y 400"], "token 400 is not base64"),
-    (lambda lines: [*lines, "YQ== 400"], "one token at several ranks"),
-    (lambda lines: [*lines, "enp6eno= 7"], "one rank to several tokens"),
-    (lambda lines: [*lines, f"enp6eno= {2**31}"], "a rank beyond 2"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda lines: lines[:200], "cut short: 56 of the 256 bytes have no rank"),
+        (lambda lines: [*lines, "YQ== x"], "line 401, is not base64 and a rank"),
+        (lambda lines: [*lines, "YQ=="], "line 401, is not base64 and a rank"),
+        (lambda lines: [*lines, "Y 400"], "token 400 is not base64"),
+        (lambda lines: [*lines, "YQ== 400"], "one token at several ranks"),
+        (lambda lines: [*lines, "enp6eno= 7"], "one rank to several tokens"),
+        (lambda lines: [*lines, f"enp6eno= {2**31}"], "a rank beyond 2"),
+    ],
+)
 def test_damaged_plain_files_are_named(tmp_path, damage, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_text("\n".join(damage(plain_lines())))
@@ -155,16 +172,19 @@ def test_damaged_plain_files_are_named(tmp_path, damage, message):
         TikTokenizer(path, None)
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda rows: rows[:100], "--vocab-size .* is 0 special|the 256 bytes"),
-    (lambda rows: {"a": 1}, "is not a list of objects"),
-    (lambda rows: [*rows[:300], {"rank": 300}], "is not a list of objects"),
-    (lambda rows: rows[:10] + rows[11:], "token 10 has rank 11"),
-    (lambda rows: [{**rows[0], "token_bytes": "*"}, *rows[1:]], "token 0 is not base64"),
-    (lambda rows: [{**rows[0], "token_bytes": 5}, *rows[1:]], "token 0 is not base64"),
-    (lambda rows: [{**rows[0], "token_bytes": ""}, *rows[1:]], "no token is empty"),
-    (lambda rows: [rows[1] | {"rank": 0}, *rows[1:]], "one token at several ranks"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda rows: rows[:100], "--vocab-size .* is 0 special|the 256 bytes"),
+        (lambda rows: {"a": 1}, "is not a list of objects"),
+        (lambda rows: [*rows[:300], {"rank": 300}], "is not a list of objects"),
+        (lambda rows: rows[:10] + rows[11:], "token 10 has rank 11"),
+        (lambda rows: [{**rows[0], "token_bytes": "*"}, *rows[1:]], "token 0 is not base64"),
+        (lambda rows: [{**rows[0], "token_bytes": 5}, *rows[1:]], "token 0 is not base64"),
+        (lambda rows: [{**rows[0], "token_bytes": ""}, *rows[1:]], "no token is empty"),
+        (lambda rows: [rows[1] | {"rank": 0}, *rows[1:]], "one token at several ranks"),
+    ],
+)
 def test_damaged_json_files_are_named(json_file, tmp_path, damage, message):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps(damage(json.loads(json_file.read_text()))))
@@ -180,14 +200,17 @@ def test_a_file_cut_anywhere_is_refused_or_read_as_far_as_it_is_whole(json_file,
             TikTokenizer(path, "v2", num_special=7)
 
 
-@pytest.mark.parametrize("settings, message", [
-    (dict(num_special=2), "contain <unk>, <s>, </s>"),
-    (dict(names=["<s>", "</s>"]), "contain <unk>, <s>, </s>"),
-    (dict(num_special=9, names=["<unk>", "<s>", "</s>", "<s>"]), "differ from each other"),
-    (dict(num_special=9, names=["<unk>", "<s>", "</s>", "<SPECIAL_8>"]), "names a filler"),
-    (dict(num_special=9, vocab_size=200), "give 265 to 3009"),
-    (dict(num_special=9, vocab_size=3010), "give 265 to 3009"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(num_special=2), "contain <unk>, <s>, </s>"),
+        (dict(names=["<s>", "</s>"]), "contain <unk>, <s>, </s>"),
+        (dict(num_special=9, names=["<unk>", "<s>", "</s>", "<s>"]), "differ from each other"),
+        (dict(num_special=9, names=["<unk>", "<s>", "</s>", "<SPECIAL_8>"]), "names a filler"),
+        (dict(num_special=9, vocab_size=200), "give 265 to 3009"),
+        (dict(num_special=9, vocab_size=3010), "give 265 to 3009"),
+    ],
+)
 def test_settings_that_do_not_fit_the_file_are_named(json_file, settings, message):
     with pytest.raises(ConfigError, match=message):
         TikTokenizer(json_file, "v2", **settings)

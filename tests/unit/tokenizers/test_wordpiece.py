@@ -16,7 +16,13 @@ from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "data" / "demo-bert-vocab.txt"
 REAL = ROOT.parent / "shared" / "data" / "tokenizers" / "bert-uncased" / "vocab.txt"
-TEXTS = [*DIFFICULT.values(), "The Whale's UNAFFABLE caf\u00e9, re-embarked; [SEP] [MASK]", "x" * 50_000, "x" * 100 + " " + "x" * 101, "a\u0000b \ufffd"]
+TEXTS = [
+    *DIFFICULT.values(),
+    "The Whale's UNAFFABLE caf\u00e9, re-embarked; [SEP] [MASK]",
+    "x" * 50_000,
+    "x" * 100 + " " + "x" * 101,
+    "a\u0000b \ufffd",
+]
 
 
 @pytest.mark.parametrize("lower", [True, False])
@@ -51,7 +57,9 @@ def test_a_word_is_taken_apart_into_the_longest_pieces(word):
 
 def test_begin_end_and_sentinels_follow_the_vocabulary():
     size = len(DEMO.read_text(encoding="utf-8").splitlines())
-    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(DEMO), vocab_extra_ids=100))
+    tokenizer = build_tokenizer(
+        TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(DEMO), vocab_extra_ids=100)
+    )
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (size, size + 1, size + 1)
     assert tokenizer.additional_special_tokens_ids == tuple(range(size + 2, size + 102))
@@ -73,12 +81,15 @@ def test_spans_are_the_bytes_of_the_pieces():
     assert result[-2:] == ["the", "WHALE"] and result[0].startswith("\u00e9")
 
 
-@pytest.mark.parametrize("edit, message", [
-    (lambda text: text.replace("[MASK]\n", "").replace("[CLS]\n", ""), r"it has no \[CLS\], \[MASK\]"),
-    (lambda text: text + "[PAD]\n", r"the token '\[PAD\]' on several lines"),
-    (lambda text: "", "is not a vocabulary of BERT"),
-    (lambda text: '{"a": 1}', "is not a vocabulary of BERT"),
-])
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda text: text.replace("[MASK]\n", "").replace("[CLS]\n", ""), r"it has no \[CLS\], \[MASK\]"),
+        (lambda text: text + "[PAD]\n", r"the token '\[PAD\]' on several lines"),
+        (lambda text: "", "is not a vocabulary of BERT"),
+        (lambda text: '{"a": 1}', "is not a vocabulary of BERT"),
+    ],
+)
 def test_damaged_vocabularies_are_named(tmp_path, edit, message):
     path = tmp_path / "vocab.txt"
     path.write_text(edit(DEMO.read_text(encoding="utf-8")), encoding="utf-8")
@@ -95,6 +106,11 @@ def test_a_vocabulary_that_is_not_text_is_named(tmp_path):
 
 def test_half_of_a_surrogate_pair_is_refused():
     tokenizer = BertWordPieceTokenizer(DEMO, lower_case=True)
-    for call in (tokenizer.tokenize, tokenizer.tokenize_marked, tokenizer.spans, lambda text: tokenizer.encode_flat(["a", text])):
+    for call in (
+        tokenizer.tokenize,
+        tokenizer.tokenize_marked,
+        tokenizer.spans,
+        lambda text: tokenizer.encode_flat(["a", text]),
+    ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")

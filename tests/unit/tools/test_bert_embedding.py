@@ -47,15 +47,24 @@ def vocabulary(folder: Path) -> str:
 def saved(folder: str, vocab: str, changes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Save a tiny BERT on all ranks. Returns this rank's weights."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config = tiny.config(size, architecture="bert", num_layers=LAYERS, save=folder, tokenizer_type="BertWordPieceLowerCase",
-                         vocab_file=vocab, **{**PUBLISHED, **changes})
+    config = tiny.config(
+        size,
+        architecture="bert",
+        num_layers=LAYERS,
+        save=folder,
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=vocab,
+        **{**PUBLISHED, **changes},
+    )
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocab))
     trainer = tiny.trainer_of(replace(tiny.run_of(config), tokenizer=tokenizer))
     weights = {}
     with torch.no_grad():
         for stage in trainer.stages:
             for param in stage.parameters():
-                weights[spec_of(param).name] = param.add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(3)))
+                weights[spec_of(param).name] = param.add_(
+                    0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
+                )
     Checkpoint(trainer).save()
     return {name: value.detach() for name, value in weights.items()}
 
@@ -65,10 +74,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Our checkpoint in `run`, and transformers' model with its weights."""
     folder = tmp_path_factory.mktemp("bert")
     weights = as_published(saved(str(folder / "run"), vocabulary(folder), {}))
-    config = transformers.BertConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=8,
-                                     intermediate_size=128, max_position_embeddings=16)
+    config = transformers.BertConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        intermediate_size=128,
+        max_position_embeddings=16,
+    )
     model = transformers.BertModel(config).eval()
-    model.load_state_dict({name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}, strict=False)
+    model.load_state_dict(
+        {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}, strict=False
+    )
     return folder, model
 
 
@@ -89,12 +106,25 @@ def lines(path: Path, texts: list[str], key: str = "text") -> str:
 
 @pytest.mark.parametrize("pooling", bert_embedding.POOLINGS)
 @pytest.mark.parametrize("batch_tokens", ["1", "40", "8192"])
-def test_embeddings_are_those_of_transformers_in_any_batch(made: tuple[Path, Any], tmp_path: Path, pooling: str, batch_tokens: str,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_embeddings_are_those_of_transformers_in_any_batch(
+    made: tuple[Path, Any], tmp_path: Path, pooling: str, batch_tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, model = made
     output = tmp_path / "out" / "vectors.npy"
-    bert_embedding.main(["--load", str(folder / "run"), "--input", lines(tmp_path / "a.jsonl", TEXTS), "--output", str(output),
-                         "--pooling", pooling, "--batch-tokens", batch_tokens])
+    bert_embedding.main(
+        [
+            "--load",
+            str(folder / "run"),
+            "--input",
+            lines(tmp_path / "a.jsonl", TEXTS),
+            "--output",
+            str(output),
+            "--pooling",
+            pooling,
+            "--batch-tokens",
+            batch_tokens,
+        ]
+    )
     found = np.load(output)
     assert found.dtype == np.float32 and found.shape == (len(TEXTS), 32)
     expected = np.stack([theirs(model, str(folder / "vocab.txt"), text, pooling) for text in TEXTS])
@@ -106,8 +136,9 @@ def test_embeddings_are_those_of_transformers_in_any_batch(made: tuple[Path, Any
 
 @pytest.mark.parametrize("own_tokenizer", [True, False])
 @pytest.mark.parametrize("pooling", bert_embedding.POOLINGS)
-def test_a_published_folder_has_the_embeddings_of_transformers(made: tuple[Path, Any], tmp_path: Path, pooling: str,
-                                                               own_tokenizer: bool) -> None:
+def test_a_published_folder_has_the_embeddings_of_transformers(
+    made: tuple[Path, Any], tmp_path: Path, pooling: str, own_tokenizer: bool
+) -> None:
     folder, model = made
     model.save_pretrained(tmp_path / "published")
     vocab, output = str(folder / "vocab.txt"), tmp_path / "vectors.npy"
@@ -116,8 +147,19 @@ def test_a_published_folder_has_the_embeddings_of_transformers(made: tuple[Path,
         flags = []
         words = {word: number for number, word in enumerate(Path(vocab).read_text().split())}
         transformers.BertTokenizerFast(vocab=words).save_pretrained(tmp_path / "published")
-    bert_embedding.main(["--load", str(tmp_path / "published"), "--input", lines(tmp_path / "a.jsonl", TEXTS), "--output", str(output),
-                         "--pooling", pooling, *flags])
+    bert_embedding.main(
+        [
+            "--load",
+            str(tmp_path / "published"),
+            "--input",
+            lines(tmp_path / "a.jsonl", TEXTS),
+            "--output",
+            str(output),
+            "--pooling",
+            pooling,
+            *flags,
+        ]
+    )
     expected = np.stack([theirs(model, vocab, text, pooling) for text in TEXTS])
     assert np.abs(np.load(output) - expected).max() < 2e-5
 
@@ -132,7 +174,9 @@ def test_the_layout_that_wrote_the_checkpoint_does_not_matter(world: Worlds, tmp
         else:
             world(ranks).run(unchanged, str(tmp_path / name), vocab, plain)
         output = tmp_path / f"{name}.npy"
-        bert_embedding.main(["--load", str(tmp_path / name), "--input", lines(tmp_path / "a.jsonl", TEXTS), "--output", str(output)])
+        bert_embedding.main(
+            ["--load", str(tmp_path / name), "--input", lines(tmp_path / "a.jsonl", TEXTS), "--output", str(output)]
+        )
         found.append(np.load(output))
     assert np.abs(found[0] - found[1]).max() < 1e-6 < np.abs(found[0]).max()
 
@@ -140,7 +184,9 @@ def test_the_layout_that_wrote_the_checkpoint_does_not_matter(world: Worlds, tmp
 def unchanged(folder: str, vocab: str, changes: Mapping[str, Any]) -> None:
     """On every rank: save a tiny BERT as it is drawn."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config = tiny.config(size, architecture="bert", save=folder, tokenizer_type="BertWordPieceLowerCase", vocab_file=vocab, **changes)
+    config = tiny.config(
+        size, architecture="bert", save=folder, tokenizer_type="BertWordPieceLowerCase", vocab_file=vocab, **changes
+    )
     Checkpoint(tiny.trainer_of(replace(tiny.run_of(config), tokenizer=build_tokenizer(config.tokenizer)))).save()
 
 
@@ -156,7 +202,9 @@ def test_rows_stand_for_lines_over_many_pieces_and_files(made: tuple[Path, Any],
     assert np.allclose(whole[:3], three, atol=1e-5) and not np.allclose(whole[0], whole[1], atol=1e-2)
 
 
-def test_memory_does_not_grow_with_the_input(made: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_input(
+    made: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron.core.datasets.ingest.lines.CHUNK_BYTES", 2000)
     given = bert_embedding.options(["--load", str(made[0] / "run"), "--input", "-", "--output", "-"])
     embedder = bert_embedding.embedder_of(given)
@@ -171,28 +219,55 @@ def test_memory_does_not_grow_with_the_input(made: tuple[Path, Any], tmp_path: P
     assert np.load(tmp_path / "out.npy").shape == (3200, 32)
 
 
-@pytest.mark.parametrize(("content", "changes", "said"), [
-    ('{"text": "a"}\nnot json\n{"other": 1}\n', [], "a.jsonl:2: not JSON"),
-    ('{"text": "a"}\n{"other": 1}\n', [], "a.jsonl:2: no key 'text'"),
-    ("\n\n", [], "there is no text"), ('{"text": "' + "a " * 40 + '"}', ["--long-texts", "refuse"], "text 1 is longer than 16 tokens"),
-    ('{"text": "a"}', ["--seq-length", "17"], "--seq-length 17 is not between 3 and the network's 16 positions"),
-    ('{"text": "a"}', ["--tokenizer-type", "ByteTokenizer"], "was trained with another tokenizer"),
-    ('{"text": "a"}', ["--load", "nowhere"], "nowhere holds no checkpoint")], ids=str)
-def test_what_cannot_be_embedded_is_named_and_leaves_no_file(made: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                             content: str, changes: list[str], said: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "changes", "said"),
+    [
+        ('{"text": "a"}\nnot json\n{"other": 1}\n', [], "a.jsonl:2: not JSON"),
+        ('{"text": "a"}\n{"other": 1}\n', [], "a.jsonl:2: no key 'text'"),
+        ("\n\n", [], "there is no text"),
+        ('{"text": "' + "a " * 40 + '"}', ["--long-texts", "refuse"], "text 1 is longer than 16 tokens"),
+        ('{"text": "a"}', ["--seq-length", "17"], "--seq-length 17 is not between 3 and the network's 16 positions"),
+        ('{"text": "a"}', ["--tokenizer-type", "ByteTokenizer"], "was trained with another tokenizer"),
+        ('{"text": "a"}', ["--load", "nowhere"], "nowhere holds no checkpoint"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_embedded_is_named_and_leaves_no_file(
+    made: tuple[Path, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    changes: list[str],
+    said: str,
+) -> None:
     (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit) as caught:
-        bert_embedding.main(["--load", str(made[0] / "run"), "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "x.npy"),
-                             *changes])
+        bert_embedding.main(
+            [
+                "--load",
+                str(made[0] / "run"),
+                "--input",
+                str(tmp_path / "a.jsonl"),
+                "--output",
+                str(tmp_path / "x.npy"),
+                *changes,
+            ]
+        )
     assert caught.value.code == 1 and said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_a_network_without_pooler_or_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_network_without_pooler_or_of_another_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     unchanged(str(tmp_path / "bare"), vocabulary(tmp_path), {"bert_binary_head": False})
     Checkpoint(tiny.trainer_of(tiny.run_of(tiny.config(save=str(tmp_path / "gpt"))))).save()
-    for name, said in (("bare", "has no pooler; choose --pooling mean or first"),
-                       ("gpt", "holds a GPT-like model; what is asked for is a BERT")):
+    for name, said in (
+        ("bare", "has no pooler; choose --pooling mean or first"),
+        ("gpt", "holds a GPT-like model; what is asked for is a BERT"),
+    ):
         with pytest.raises(SystemExit):
-            bert_embedding.main(["--load", str(tmp_path / name), "--input", "x", "--output", "y", "--pooling", "pooled"])
+            bert_embedding.main(
+                ["--load", str(tmp_path / name), "--input", "x", "--output", "y", "--pooling", "pooled"]
+            )
         assert said in capsys.readouterr().err

@@ -18,8 +18,10 @@ from megatron.trust.ranks import RankFailed
 from tests.parity.defects import planted
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = ("--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 32 "
-         "--train-iters 10 --lr 1e-3 --mock-data --bf16 --recompute-granularity full --recompute-method uniform")
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 32 "
+    "--train-iters 10 --lr 1e-3 --mock-data --bf16 --recompute-granularity full --recompute-method uniform"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, cod
     return tuple(capsys.readouterr())
 
 
-def test_a_config_that_computes_the_same_is_said_to_and_what_was_shrunk(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_computes_the_same_is_said_to_and_what_was_shrunk(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     said, _ = report(tool, capsys, FLAGS, 0)
     assert said.startswith("every layout computes the same step: yes\n")
     assert "one rank against no axis = 1 rank; 2 layers of width 32" in said and "2 gradient norms" in said
@@ -52,16 +56,22 @@ def test_a_config_that_computes_the_same_is_said_to_and_what_was_shrunk(tool: Mo
     assert {"flag": "num_layers", "before": 8, "after": 2, "why": "", "lost": False} in found["changes"]
 
 
-def test_a_layout_that_computes_something_else_says_where_it_begins(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_computes_something_else_says_where_it_begins(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with planted("recomputation draws other dropout"):
         said, _ = report(tool, capsys, f"{FLAGS} --hidden-dropout 0.1", 1)
     assert said.startswith("every layout computes the same step: no\n")
     assert "it begins in the forward pass, at embedding.dropout:\n" in said, "the second microbatch draws other numbers"
-    assert "the input of embedding.dropout, just before it, agrees" in said and "differ by more than 1e-10, the first of them:" in said
+    assert (
+        "the input of embedding.dropout, just before it, agrees" in said
+        and "differ by more than 1e-10, the first of them:" in said
+    )
 
 
-def test_a_layout_that_does_not_run_is_said_with_the_rank(tool: ModuleType, capsys: pytest.CaptureFixture[str],
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_does_not_run_is_said_with_the_rank(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RankFailed("rank 1 of 2: ValueError: of its own")
 
@@ -72,7 +82,9 @@ def test_a_layout_that_does_not_run_is_said_with_the_rank(tool: ModuleType, caps
 
 
 def test_a_question_that_cannot_be_read_ends_with_two(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    said, beside = report(tool, capsys, f"-- torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --tensor-model-parallel-size 3", 2)
+    said, beside = report(
+        tool, capsys, f"-- torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --tensor-model-parallel-size 3", 2
+    )
     assert said == "" and "tools/check_config.py says what to change" in beside
     assert "2 ranks are not a multiple of --tensor-model-parallel-size 3" in beside
     assert "--no-such-flag is not a flag" in report(tool, capsys, f"{FLAGS} --no-such-flag", 2)[1]
@@ -80,9 +92,17 @@ def test_a_question_that_cannot_be_read_ends_with_two(tool: ModuleType, capsys: 
 
 
 def test_a_refusal_does_not_wait_for_torch() -> None:
-    code = ("import sys; sys.argv = ['check_parity.py', '--num-layers', '0']; import runpy\n"
-            "try:\n    runpy.run_path('tools/check_parity.py', run_name='__main__')\n"
-            "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-                          timeout=120)
+    code = (
+        "import sys; sys.argv = ['check_parity.py', '--num-layers', '0']; import runpy\n"
+        "try:\n    runpy.run_path('tools/check_parity.py', run_name='__main__')\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.split() == ["2", "False"], done.stdout + done.stderr

@@ -19,8 +19,13 @@ from tests.helpers.programme import TINY, trained
 from tools.checkpoint import resume_check
 
 STEPS = 3
-FLAGS = [*TINY, *("--mock-data --train-iters 9 --hidden-dropout 0.2 --fp16 --initial-loss-scale 131072 --loss-scale-window 5 --hysteresis 1 "
-                  "--lr-decay-style cosine --lr-warmup-iters 2").split()]
+FLAGS = [
+    *TINY,
+    *(
+        "--mock-data --train-iters 9 --hidden-dropout 0.2 --fp16 --initial-loss-scale 131072 --loss-scale-window 5 --hysteresis 1 "
+        "--lr-decay-style cosine --lr-warmup-iters 2"
+    ).split(),
+]
 
 
 class RanksHere:
@@ -30,7 +35,7 @@ class RanksHere:
         self.failure = ""
         assert count == 1
         try:
-            trained(command[2 + len(TINY):])
+            trained(command[2 + len(TINY) :])
         except Exception as error:  # noqa: BLE001 - what a process would have died of
             self.failure = str(error)
 
@@ -69,7 +74,12 @@ def checked(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[bool, dict[
         code = leaving.code
     out = capsys.readouterr().out
     assert code in (0, 1), out
-    rows = {item.what: line.removeprefix(item.what) for item in INVENTORY for line in out.splitlines() if line.startswith(item.what)}
+    rows = {
+        item.what: line.removeprefix(item.what)
+        for item in INVENTORY
+        for line in out.splitlines()
+        if line.startswith(item.what)
+    }
     assert rows.keys() == {item.what for item in INVENTORY}, out
     return code == 0, rows, out
 
@@ -94,7 +104,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed_here(here: pytest.MonkeyPatch, runs: Path) -> pytest.MonkeyPatch:
     """Only the resumed run takes place."""
     for function, name in (("run_straight", "straight"), ("run_and_kill", "killed")):
-        here.setattr(resume_check, function, lambda plan, name=name: Path(shutil.copytree(runs / name, plan.work / name)))
+        here.setattr(
+            resume_check, function, lambda plan, name=name: Path(shutil.copytree(runs / name, plan.work / name))
+        )
     return here
 
 
@@ -103,40 +115,66 @@ def names(rows: dict[str, str], word: str) -> set[str]:
     return {what for what, row in rows.items() if word in row}
 
 
-def test_a_run_that_is_really_killed_resumes_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_really_killed_resumes_to_the_last_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     equal, rows, out = checked(capsys, "--workdir", str(tmp_path / "work"))
     assert equal and "bit for bit" in out, out
-    assert all(row.split()[-2:] == ["equal", "equal"] for what, row in rows.items() if what in {item.what for item in SAVED}), out
+    assert all(
+        row.split()[-2:] == ["equal", "equal"] for what, row in rows.items() if what in {item.what for item in SAVED}
+    ), out
     assert all("this run has none" in rows[item.what] for item in INVENTORY if item not in SAVED)
     assert "loaded checkpoint" in (tmp_path / "work" / "resumed.log").read_text()
 
 
 @pytest.mark.parametrize("item", SAVED, ids=lambda item: item.what)
-def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(resumed_here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(
+    resumed_here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]
+) -> None:
     equal, rows, out = checked(capsys, "--without", *item.names)
     assert not equal and names(rows, "MISSING") == {item.what}, out
 
 
 @pytest.mark.parametrize("item", SAVED[2::3], ids=lambda item: item.what)
-def test_an_item_that_is_never_saved_is_named(here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_item_that_is_never_saved_is_named(
+    here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = Checkpoint.state
-    here.setattr(Checkpoint, "state", lambda self: {name: value for name, value in real(self).items() if not fits(name, item.names)})
+    here.setattr(
+        Checkpoint,
+        "state",
+        lambda self: {name: value for name, value in real(self).items() if not fits(name, item.names)},
+    )
     equal, rows, out = checked(capsys)
     assert not equal and names(rows, "MISSING") == {item.what}, out
 
 
-@pytest.mark.parametrize("owner, method, item", [
-    (LossScaler, "load", "loss scale"), (RandomStreams, "load", "random streams"), (Optimizer, "load_num_steps", "updates done")])
+@pytest.mark.parametrize(
+    "owner, method, item",
+    [
+        (LossScaler, "load", "loss scale"),
+        (RandomStreams, "load", "random streams"),
+        (Optimizer, "load_num_steps", "updates done"),
+    ],
+)
 def test_an_item_that_is_saved_and_not_restored_is_named(
-        resumed_here: pytest.MonkeyPatch, owner: type, method: str, item: str, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed_here: pytest.MonkeyPatch, owner: type, method: str, item: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     resumed_here.setattr(owner, method, lambda self, state: None)
     equal, rows, out = checked(capsys)
     assert not equal and item in names(rows, "DIFFER") and not names(rows, "MISSING"), out
     assert rows[item].split()[1] == "equal"  # at the moment of the kill
 
 
-def test_flags_that_the_tool_sets_and_runs_that_are_too_short_are_refused(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in ((["--save", "x"], 2), (["--steps", "0"], 2), (["--entry", "nothing.py"], 2), (["--steps", "8", *FLAGS], 2)):
+def test_flags_that_the_tool_sets_and_runs_that_are_too_short_are_refused(
+    here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, code in (
+        (["--save", "x"], 2),
+        (["--steps", "0"], 2),
+        (["--entry", "nothing.py"], 2),
+        (["--steps", "8", *FLAGS], 2),
+    ):
         with pytest.raises(SystemExit) as left:
             resume_check.main(arguments)
         assert left.value.code == code

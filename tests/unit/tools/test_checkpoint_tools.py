@@ -94,7 +94,9 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def test_inspect_says_what_a_reader_of_safetensors_finds_in_the_files(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_a_reader_of_safetensors_finds_in_the_files(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json.loads(printed(capsys, inspect, made, "--json"))
     assert (found["iteration"], found["world_size"], found["dialect"]) == (2, 2, "this project")
     total, boxes = 0, set()
@@ -105,23 +107,36 @@ def test_inspect_says_what_a_reader_of_safetensors_finds_in_the_files(made: Path
                 tensor, name = file.get_tensor(key), key.split("[")[0]
                 total += tensor.nbytes
                 boxes.add((path.name, name, tuple(tensor.shape)))
-                assert found["tensors"][name]["dtype"] == {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
-    assert boxes == {(box["file"], name, tuple(box["shape"])) for name, one in found["tensors"].items() for box in one["boxes"]}
+                assert (
+                    found["tensors"][name]["dtype"]
+                    == {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
+                )
+    assert boxes == {
+        (box["file"], name, tuple(box["shape"])) for name, one in found["tensors"].items() for box in one["boxes"]
+    }
     assert found["bytes"] == total == sum(one["bytes"] for one in found["groups"].values())
     assert found["tensors"][TENSOR]["shape"] == [128, 32] and len(found["tensors"][TENSOR]["boxes"]) == 2
     assert found["settings"]["tensor_model_parallel_size"] == 2 and found["values"]["run.progress"]["iteration"] == 2
 
 
-def test_inspect_filters_lists_iterations_and_shows_boxes_and_settings(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_filters_lists_iterations_and_shows_boxes_and_settings(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, inspect, made, "--match", TENSOR, "--boxes", "--config")
     assert f"iterations in {made}: 1, 2" in text and "written by 2 ranks" in text
     assert "[0:64, 0:32]" in text and "[64:128, 0:32]" in text and "rank_00001.safetensors" in text
-    assert "optimizer.exp_avg.decoder.layers.1" not in text and "hidden_size = 32" in text and "optimizer.exp_avg_sq" in text
+    assert (
+        "optimizer.exp_avg.decoder.layers.1" not in text
+        and "hidden_size = 32" in text
+        and "optimizer.exp_avg_sq" in text
+    )
     assert "iteration 1," in printed(capsys, inspect, made, "--ckpt-step", 1, "--summary")
 
 
 @pytest.mark.parametrize("dialect", ["ours", "published", "megatron"])
-def test_inspect_and_verify_take_every_dialect(dialect: str, dialects: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_take_every_dialect(
+    dialect: str, dialects: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json.loads(printed(capsys, inspect, dialects[dialect], "--json", "--match", "model.*"))
     own = open_saved(dialects["ours"] / "iter_0000002").formats
     names = [name for name in own if name.startswith("model.")]
@@ -130,25 +145,35 @@ def test_inspect_and_verify_take_every_dialect(dialect: str, dialects: dict[str,
         if "embedding" not in name:  # which is padded in Megatron's files
             assert tuple(found["tensors"][name]["shape"]) == own[name].shape, name
     assert "sound" in printed(capsys, verify, dialects[dialect])
-    assert "damaged" not in printed(capsys, inspect, dialects[dialect], "--summary"), "another project's folder lacks only our files"
+    assert "damaged" not in printed(capsys, inspect, dialects[dialect], "--summary"), (
+        "another project's folder lacks only our files"
+    )
 
 
 def test_inspect_of_our_own_format_needs_no_torch_and_the_folder_hides_no_standard_module(made: Path) -> None:
     command = [sys.executable, "-X", "importtime", "tools/checkpoint/inspect.py", str(made), "--summary"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0 and "optimizer.master" in done.stdout, done.stderr
-    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.split("|")[-1].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "megatron" in imported and not imported & {"torch", "numpy"}
 
 
 def test_every_tool_runs_as_a_script_beside_inspect() -> None:
     scripts = sorted((ROOT / "tools" / "checkpoint").glob("*.py"))
-    guard = "".join((ROOT / "tools" / "checkpoint" / "verify.py").read_text().partition("if __name__")[1:]).split("\n\n")[0]
+    guard = "".join((ROOT / "tools" / "checkpoint" / "verify.py").read_text().partition("if __name__")[1:]).split(
+        "\n\n"
+    )[0]
     assert "sys.path[:]" in guard and len(scripts) >= 7
     for script in scripts:  # before anything of the standard library that imports `inspect`
         before, found, _ = script.read_text().partition(guard)
         assert found and before.endswith("import os\nimport sys\n\n"), script
-    done = subprocess.run([sys.executable, "tools/checkpoint/verify.py", "--help"], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "tools/checkpoint/verify.py", "--help"], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 0 and "tools/checkpoint/verify.py" in done.stdout, done.stderr
 
 
@@ -161,15 +186,22 @@ def test_verify_lists_every_problem_of_every_checkpoint(folder: Path, capsys: py
     (first / "rank_00001.safetensors").unlink()
     (folder / "iter_0000007").mkdir()
     text = printed(capsys, verify, folder, folder.parent / "nowhere", "--all", expected=1)
-    assert text.count("have not the hash that they were saved with") == 2 and f"({second / 'notes.txt'} is none of its files)" in text
+    assert (
+        text.count("have not the hash that they were saved with") == 2
+        and f"({second / 'notes.txt'} is none of its files)" in text
+    )
     assert f"{first / 'rank_00001.safetensors'} is missing" in text
     assert "iter_0000007 is no complete checkpoint" in text and "nowhere holds no checkpoint" in text
     assert "is missing" not in printed(capsys, verify, folder, "--ckpt-step", 2, expected=1)
-    report = [json.loads(line) for line in printed(capsys, verify, second, "--json", "--threads", 1, expected=1).splitlines()]
+    report = [
+        json.loads(line) for line in printed(capsys, verify, second, "--json", "--threads", 1, expected=1).splitlines()
+    ]
     assert [len(one["problems"]) for one in report] == [2] and report[0]["remarks"]
 
 
-def test_verify_reads_all_parts_of_a_large_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reads_all_parts_of_a_large_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "PART", 40_000)
     assert "sound" in printed(capsys, verify, folder)
     first, last = (folder / "iter_0000002" / f"rank_0000{rank}.safetensors" for rank in (0, 1))
@@ -179,14 +211,17 @@ def test_verify_reads_all_parts_of_a_large_checkpoint(folder: Path, capsys: pyte
         flip(file, place)
 
 
-def test_verify_names_a_damaged_folder_of_another_dialect(dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_a_damaged_folder_of_another_dialect(
+    dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = Path(shutil.copytree(dialects["published"], tmp_path / "published"))
     (there / "model.safetensors").write_bytes((there / "model.safetensors").read_bytes()[:-10])
     assert "model.safetensors" in printed(capsys, verify, there, expected=1)
 
 
 def test_diff_finds_no_difference_between_a_checkpoint_and_itself_in_any_layout_or_dialect(
-        world: Worlds, made: Path, dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world: Worlds, made: Path, dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no differences" in printed(capsys, diff, made, made)
     for name in ("published", "megatron"):
         for pair in ((made, dialects[name]), (dialects[name], made)):
@@ -195,14 +230,22 @@ def test_diff_finds_no_difference_between_a_checkpoint_and_itself_in_any_layout_
     assert "settings that differ" not in printed(capsys, diff, made, made, "--ckpt-step", 1, 1)
 
 
-def test_diff_names_what_differs_and_the_first_and_the_largest_place(folder: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = next(path for path in (folder / "iter_0000002").glob("*.safetensors") if "final_layernorm.weight" in path.read_bytes().decode("latin1"))
+def test_diff_names_what_differs_and_the_first_and_the_largest_place(
+    folder: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = next(
+        path
+        for path in (folder / "iter_0000002").glob("*.safetensors")
+        if "final_layernorm.weight" in path.read_bytes().decode("latin1")
+    )
     saved = open_saved(folder / "iter_0000002")
     piece = saved.manifest.tensors["model.decoder.final_layernorm.weight"].pieces[0]
     path = folder / "iter_0000002" / piece.file
     content = bytearray(path.read_bytes())
     for place, value in ((3, 1.25), (9, -2.0)):
-        content[piece.start + 2 * place:piece.start + 2 * place + 2] = torch.tensor([value], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        content[piece.start + 2 * place : piece.start + 2 * place + 2] = (
+            torch.tensor([value], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        )
     path.write_bytes(content)
     text = printed(capsys, diff, folder, made, expected=1)
     before = open_saved(made / "iter_0000002").read("model.decoder.final_layernorm.weight", piece.box)
@@ -214,56 +257,77 @@ def test_diff_names_what_differs_and_the_first_and_the_largest_place(folder: Pat
     assert report["differences"][0]["gap"]["largest"]["index"] == [9]
 
 
-def test_diff_that_would_compare_nothing_or_cannot_read_is_an_error(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_that_would_compare_nothing_or_cannot_read_is_an_error(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "nothing would be compared" in printed(capsys, diff, made, made, "--match", "modle.*", expected=2)
     assert "holds no checkpoint" in printed(capsys, diff, made, tmp_path, expected=2)
 
 
 def test_a_checkpoint_in_other_files_loads_as_before_dropout_streams_and_all(
-        world: Worlds, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world: Worlds, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, reshard, "--load", made, "--save", tmp_path / "five", "--num-files", 5)
     assert "5 files, verified" in text and "no layout was chosen" in text
     sizes = [path.stat().st_size for path in (tmp_path / "five" / "iter_0000002").glob("*.safetensors")]
     assert len(sizes) == 5 and max(sizes) < 1.3 * min(sizes)
     assert "no differences" in printed(capsys, diff, made, tmp_path / "five")
-    for before, after in zip(world(2).run(resumed_streams, made), world(2).run(resumed_streams, tmp_path / "five"), strict=True):
+    for before, after in zip(
+        world(2).run(resumed_streams, made), world(2).run(resumed_streams, tmp_path / "five"), strict=True
+    ):
         assert len(before) > 50 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_weights_alone_and_in_another_dtype_are_a_checkpoint_that_can_be_tuned(
-        made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed(capsys, reshard, "--load", made, "--save", tmp_path / "weights", "--weights-only", "--dtype", "float32")
     saved: Saved = open_saved(tmp_path / "weights" / "iter_0000002")
     assert all(name.startswith("model.") and one.dtype == torch.float32 for name, one in saved.formats.items())
     assert set(saved.values) == {"run.config", "run.progress", "run.tokenizer"}
-    tuned = train_alone({**LAYOUT, "tensor_model_parallel_size": 1, "bf16": False, "load": str(tmp_path / "weights"), "finetune": True}, 0)
+    tuned = train_alone(
+        {**LAYOUT, "tensor_model_parallel_size": 1, "bf16": False, "load": str(tmp_path / "weights"), "finetune": True},
+        0,
+    )
     assert tuned.weights
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, openai_gelu=True, load=str(tmp_path / "weights"), finetune=True)))
+    trainer = tiny.trainer_of(
+        tiny.run_of(tiny.config(1, openai_gelu=True, load=str(tmp_path / "weights"), finetune=True))
+    )
     assert Checkpoint(trainer).resume() and trainer.progress.iteration == 0
     text = printed(capsys, diff, made, tmp_path / "weights", "--match", "model.*", expected=1)
     assert "dtype bfloat16 and float32" in text and "elements differ" not in text
 
 
-def test_reshard_refuses_damage_and_never_overwrites(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshard_refuses_damage_and_never_overwrites(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "is there already" in printed(capsys, reshard, "--load", folder, "--save", folder, expected=1)
     flip(folder / "iter_0000002" / "rank_00000.safetensors", 5000)
-    assert "is damaged, and is not rewritten" in printed(capsys, reshard, "--load", folder, "--save", tmp_path / "new", expected=1)
+    assert "is damaged, and is not rewritten" in printed(
+        capsys, reshard, "--load", folder, "--save", tmp_path / "new", expected=1
+    )
     assert not (tmp_path / "new").exists()
     printed(capsys, reshard, "--load", folder, "--ckpt-step", 1, "--save", tmp_path / "new", "--iteration", 9)
     assert (tmp_path / "new" / "iter_0000009").is_dir()
 
 
-def test_an_export_holds_the_weights_and_the_tokenizers_files(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_holds_the_weights_and_the_tokenizers_files(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, export, "--load", made, "--save", tmp_path / "out", "--dtype", "float32")
     assert "no tokenizer files" in text and "gpt2" in text
     theirs = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     ours = open_saved(made / "iter_0000002")
     box = next(iter(ours.manifest.tensors["model.embedding.position_embeddings.weight"].pieces)).box
-    assert torch.equal(theirs["transformer.wpe.weight"], ours.read("model.embedding.position_embeddings.weight", box).float())
+    assert torch.equal(
+        theirs["transformer.wpe.weight"], ours.read("model.embedding.position_embeddings.weight", box).float()
+    )
     words = tmp_path / "words"
     words.mkdir()
     (words / "tokenizer.json").write_text("{}")
-    assert f"tokenizer files of {words}" in printed(capsys, export, "--load", made, "--save", tmp_path / "with", "--tokenizer", words)
+    assert f"tokenizer files of {words}" in printed(
+        capsys, export, "--load", made, "--save", tmp_path / "with", "--tokenizer", words
+    )
     assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
     assert "is there already" in printed(capsys, export, "--load", made, "--save", tmp_path / "with", expected=1)
 
@@ -271,8 +335,12 @@ def test_an_export_holds_the_weights_and_the_tokenizers_files(made: Path, tmp_pa
 def test_an_export_carries_the_single_files_that_the_settings_name(tmp_path: Path) -> None:
     (tmp_path / "v.json").write_text("v")
     (tmp_path / "m.txt").write_text("m")
-    settings = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(tmp_path / "v.json"), "merge_file": str(tmp_path / "m.txt"),
-                "tokenizer_model": str(tmp_path / "m.txt")}
+    settings = {
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": str(tmp_path / "v.json"),
+        "merge_file": str(tmp_path / "m.txt"),
+        "tokenizer_model": str(tmp_path / "m.txt"),
+    }
     (tmp_path / "out").mkdir()
     assert export.copied_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
     assert (tmp_path / "out" / "merges.txt").read_text() == "m"

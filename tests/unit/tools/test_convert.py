@@ -47,23 +47,63 @@ def weights(path: Path) -> bytes:
     return (path / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("middle, flags", [
-    ("own", []), ("own", ["--max-shard-size", "2KB"]), ("megatron", []), ("hf", ["--max-shard-size", "2KB"]),
-    ("megatron", ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]),
-    ("megatron", ["--saver-transformer-impl", "local"])])
-def test_there_and_back_through_any_dialect_gives_the_same_file(tool: ModuleType, folder: Path, tmp_path: Path, middle: str,
-                                                                flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "middle, flags",
+    [
+        ("own", []),
+        ("own", ["--max-shard-size", "2KB"]),
+        ("megatron", []),
+        ("hf", ["--max-shard-size", "2KB"]),
+        ("megatron", ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]),
+        ("megatron", ["--saver-transformer-impl", "local"]),
+    ],
+)
+def test_there_and_back_through_any_dialect_gives_the_same_file(
+    tool: ModuleType, folder: Path, tmp_path: Path, middle: str, flags: list[str]
+) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "middle"), "--saver", middle, "--verify", *flags])
-    tool.main(["--load-dir", str(tmp_path / "middle"), "--save-dir", str(tmp_path / "back"), "--saver", "hf", "--like", str(folder),
-               "--verify", "--true-vocab-size", str(LLAMA["true_vocab_size"])])
+    tool.main(
+        [
+            "--load-dir",
+            str(tmp_path / "middle"),
+            "--save-dir",
+            str(tmp_path / "back"),
+            "--saver",
+            "hf",
+            "--like",
+            str(folder),
+            "--verify",
+            "--true-vocab-size",
+            str(LLAMA["true_vocab_size"]),
+        ]
+    )
     assert weights(tmp_path / "back") == weights(folder)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
     assert (tmp_path / "back" / "tokenizer.json").exists()
 
 
 def test_the_command_says_what_it_did(folder: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(TOOL), "--load", str(folder), "--save", "own", "--verify", "--max-queue-size", "50",
-                           "--target-tensor-parallel-size", "8"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(TOOL),
+            "--load",
+            str(folder),
+            "--save",
+            "own",
+            "--verify",
+            "--max-queue-size",
+            "50",
+            "--target-tensor-parallel-size",
+            "8",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     needless, cut, summary = done.stdout.splitlines()
     assert needless == "--max-queue-size has nothing to set: reader and writer are one process"
@@ -71,14 +111,23 @@ def test_the_command_says_what_it_did(folder: Path, tmp_path: Path) -> None:
     assert "(Hugging Face): " in summary and summary.endswith("-> own/iter_0000000 (this project), verified")
 
 
-def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
+    tool: ModuleType, folder: Path, tmp_path: Path
+) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--iteration", "12"])
     saved = open_saved(tmp_path / "own" / "iter_0000012")
     assert verify(saved) == []
     same_tensors(saved, hf.open_folder(folder))
     found = checkpoint_values(tmp_path / "own")
-    assert {name: found[name] for name in ("num_layers", "hidden_size", "swiglu", "tokenizer_type", "tokenizer_model")} == {
-        "num_layers": 2, "hidden_size": 16, "swiglu": True, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    assert {
+        name: found[name] for name in ("num_layers", "hidden_size", "swiglu", "tokenizer_type", "tokenizer_model")
+    } == {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "swiglu": True,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(folder),
+    }
 
 
 def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
@@ -88,8 +137,11 @@ def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path,
 
 def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
     source = Made(GPT2)
-    source.formats |= {"optimizer.exp_avg.x": Format((3, 2), torch.float32), "optimizer.steps": Format((1,), torch.int64),
-                       "optimizer.none": Format((0, 4), torch.float32)}
+    source.formats |= {
+        "optimizer.exp_avg.x": Format((3, 2), torch.float32),
+        "optimizer.steps": Format((1,), torch.int64),
+        "optimizer.none": Format((0, 4), torch.float32),
+    }
     source.values = {"run.progress": {"iteration": 7}}
     rewrite(Cast(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
     saved = open_saved(tmp_path / "iter_0000007")
@@ -127,13 +179,18 @@ def test_verification_finds_what_differs(tool: ModuleType) -> None:
     assert len(list(tool.differences(source, other))) == 2
     del other.formats["model.output_layer.weight"]
     other.formats["model.extra"] = Format((1,), torch.float32)
-    assert [line.split(" ")[0] for line in tool.differences(source, other)][1:] == ["model.output_layer.weight", "model.extra"]
+    assert [line.split(" ")[0] for line in tool.differences(source, other)][1:] == [
+        "model.output_layer.weight",
+        "model.extra",
+    ]
     changed = Made(LLAMA)
     changed.read = lambda name, box: source.read(name, box) + (name == "model.decoder.final_layernorm.weight")
     assert list(tool.differences(source, changed)) == ["model.decoder.final_layernorm.weight has other values"]
 
 
-def test_a_bad_copy_is_found_by_verify(tool: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_copy_is_found_by_verify(
+    tool: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def careless(source: Any, target: Path, **others: Any) -> None:
         real(source, target, **others)
         content = bytearray(weights(target))
@@ -146,17 +203,28 @@ def test_a_bad_copy_is_found_by_verify(tool: ModuleType, folder: Path, tmp_path:
         tool.main(["--load", str(folder), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--load", "none", "--save", "x"], "none holds no checkpoint"),
-    (["--load", "llama", "--save", "x", "--loader", "megatron"], "holds no checkpoint of the dialect megatron"),
-    (["--load", "llama", "--save", "x", "--model-type", "BERT"], "--model-type BERT: llama holds a GPT"),
-    (["--load", "llama", "--save", "llama", "--saver", "hf"], "llama is there already"),
-    (["--load", "llama", "--save", "x", "--saver", "hf", "--family", "gpt2"], "gpt2 does not compute what this network does"),
-    (["--load", "llama", "--save", "x", "--like", "llama"], "--family and --like are for --saver hf"),
-    (["--load", "llama", "--save", "x", "--true-vocab-size", "99"], "the tokenizer has 99 ids"),
-    (["--load", "llama", "--save", "x", "--saver", "megatron", "--target-tensor-parallel-size", "3"], "cannot be divided over 3 tensor")])
-def test_what_cannot_be_converted_is_refused_with_the_reason(tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             flags: list[str], complaint: str) -> None:
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--load", "none", "--save", "x"], "none holds no checkpoint"),
+        (["--load", "llama", "--save", "x", "--loader", "megatron"], "holds no checkpoint of the dialect megatron"),
+        (["--load", "llama", "--save", "x", "--model-type", "BERT"], "--model-type BERT: llama holds a GPT"),
+        (["--load", "llama", "--save", "llama", "--saver", "hf"], "llama is there already"),
+        (
+            ["--load", "llama", "--save", "x", "--saver", "hf", "--family", "gpt2"],
+            "gpt2 does not compute what this network does",
+        ),
+        (["--load", "llama", "--save", "x", "--like", "llama"], "--family and --like are for --saver hf"),
+        (["--load", "llama", "--save", "x", "--true-vocab-size", "99"], "the tokenizer has 99 ids"),
+        (
+            ["--load", "llama", "--save", "x", "--saver", "megatron", "--target-tensor-parallel-size", "3"],
+            "cannot be divided over 3 tensor",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_the_reason(
+    tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], complaint: str
+) -> None:
     monkeypatch.chdir(folder.parent)
     with pytest.raises(SystemExit, match=complaint):
         tool.main(flags)

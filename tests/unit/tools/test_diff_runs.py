@@ -50,16 +50,29 @@ def write(path: Path, losses: dict[int, float], *, loaded: int | None = None, **
 
 
 LOSSES = {1: 3.0, 2: 2.5, 3: 2.25, 4: 2.125}
-EVERYTHING = {"settings": {"lr": 1e-3, "seed": 1, "bf16": True, "save": "a", "num_layers": 2}, "origins": {"lr": "command line"},
-              "data": {"x": {"checksums": {"bin": "1"}}}, "tokenizer": {"hash": "1"}, "code": {"sources": "1", "commit": "1"},
-              "layout": {"ranks": 1}, "environment": {"torch": "2", "hosts": {"a": 1}, "variables": {"NCCL_ALGO": "Ring"}}}
-OTHERWISE = {"settings": {"lr": 2e-3, "seed": 2, "bf16": False, "save": "b", "num_layers": 3}, "origins": {"lr": "file"},
-             "data": {"x": {"checksums": {"bin": "2"}}}, "tokenizer": {"hash": "2"}, "code": {"sources": "2", "commit": "2"},
-             "layout": {"ranks": 2}, "environment": {"torch": "3", "hosts": {"b": 1}, "variables": {"NCCL_ALGO": "Tree"}}}
+EVERYTHING = {
+    "settings": {"lr": 1e-3, "seed": 1, "bf16": True, "save": "a", "num_layers": 2},
+    "origins": {"lr": "command line"},
+    "data": {"x": {"checksums": {"bin": "1"}}},
+    "tokenizer": {"hash": "1"},
+    "code": {"sources": "1", "commit": "1"},
+    "layout": {"ranks": 1},
+    "environment": {"torch": "2", "hosts": {"a": 1}, "variables": {"NCCL_ALGO": "Ring"}},
+}
+OTHERWISE = {
+    "settings": {"lr": 2e-3, "seed": 2, "bf16": False, "save": "b", "num_layers": 3},
+    "origins": {"lr": "file"},
+    "data": {"x": {"checksums": {"bin": "2"}}},
+    "tokenizer": {"hash": "2"},
+    "code": {"sources": "2", "commit": "2"},
+    "layout": {"ranks": 2},
+    "environment": {"torch": "3", "hosts": {"b": 1}, "variables": {"NCCL_ALGO": "Tree"}},
+}
 
 
 def test_two_runs_of_one_command_are_equal_and_another_rate_is_the_first_suspect(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     for name, rate in (("a", "1e-2"), ("b", "1e-2"), ("c", "2e-2")):
         trained(["--mock-data", "--train-iters", "3", "--lr", rate, "--ledger", str(tmp_path / name)])
@@ -75,7 +88,9 @@ def test_two_runs_of_one_command_are_equal_and_another_rate_is_the_first_suspect
     assert "They part in step 2" in text and "A 0.01 (command line)" in text and "--ledger" in text.splitlines()[-1]
 
 
-def test_what_differs_is_ranked_by_how_far_the_runs_part(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_differs_is_ranked_by_how_far_the_runs_part(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     a = write(tmp_path / "a", LOSSES, **EVERYTHING)
     for name, factor, order in (("far", 1.01, BEYOND), ("near", 1 + 1e-7, LAST_BITS)):
         b = write(tmp_path / name, LOSSES | {3: 2.25 * factor}, **OTHERWISE)
@@ -87,7 +102,9 @@ def test_what_differs_is_ranked_by_how_far_the_runs_part(tool: ModuleType, capsy
         assert {one["name"] for one in found["idle"]} == {"--save", "code: commit", "environment: hosts"}
 
 
-def test_a_step_that_was_run_twice_counts_as_it_was_run_last(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_step_that_was_run_twice_counts_as_it_was_run_last(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     a = write(tmp_path / "a", LOSSES, settings={"lr": 1.0})
     write(tmp_path / "b", LOSSES | {4: 9.0}, settings={"lr": 1.0})
     b = write(tmp_path / "b", {3: 2.25}, loaded=2, settings={"lr": 2.0})
@@ -96,15 +113,23 @@ def test_a_step_that_was_run_twice_counts_as_it_was_run_last(tool: ModuleType, c
     assert [one["name"] for one in found["inputs"]] == ["--lr"], "the settings of the last start were in force there"
 
 
-def test_a_folder_to_go_on_from_counts_only_where_something_was_loaded(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_to_go_on_from_counts_only_where_something_was_loaded(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     a = write(tmp_path / "a", LOSSES, settings={"lr": 1.0, "load": "a"})
     _, found = asked(tool, capsys, a, write(tmp_path / "b", LOSSES | {2: 9.0}, settings={"lr": 2.0, "load": "b"}))
-    assert [one["name"] for one in found["inputs"]] == ["--lr"] and [one["name"] for one in found["idle"]] == ["--load"], found
-    _, found = asked(tool, capsys, a, write(tmp_path / "c", LOSSES | {2: 9.0}, loaded=0, settings={"lr": 2.0, "load": "c"}))
+    assert [one["name"] for one in found["inputs"]] == ["--lr"] and [one["name"] for one in found["idle"]] == [
+        "--load"
+    ], found
+    _, found = asked(
+        tool, capsys, a, write(tmp_path / "c", LOSSES | {2: 9.0}, loaded=0, settings={"lr": 2.0, "load": "c"})
+    )
     assert [one["name"] for one in found["inputs"]] == ["--load", "--lr"], found
 
 
-def test_a_loss_that_is_no_number_parts_them(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_parts_them(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     a = write(tmp_path / "a", {1: 3.0, 2: float("nan")})
     assert asked(tool, capsys, a, write(tmp_path / "b", {1: 3.0, 2: float("nan")}))[0] == 0
     assert asked(tool, capsys, a, write(tmp_path / "c", {1: 3.0, 2: 2.5}))[1]["beyond"]["iteration"] == 2

@@ -29,8 +29,15 @@ from tests.helpers.world import Worlds
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-EVERYTHING: dict[str, Any] = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "num_experts": 4,
-                              "group_query_attention": True, "num_query_groups": 2, "reset_attention_mask": True}
+EVERYTHING: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_experts": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "reset_attention_mask": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +55,15 @@ def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> Subject:
     """A tiny run on this mesh, with other kernels in some places."""
     config = tiny.config(mesh.world.size, **changes)
     need = kernel_need(config, CPU)
-    return Subject(config, mesh, replace(select(need, config.model.kernel_wishes), **kernels), need,
-                   tuple(f"machine{rank}" for rank in range(mesh.world.size)), True, 1)
+    return Subject(
+        config,
+        mesh,
+        replace(select(need, config.model.kernel_wishes), **kernels),
+        need,
+        tuple(f"machine{rank}" for rank in range(mesh.world.size)),
+        True,
+        1,
+    )
 
 
 def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
@@ -59,23 +73,65 @@ def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], *words: str) ->
     return leaving.value.code, json.loads(capsys.readouterr().out)
 
 
-def test_a_healthy_machine_passes_with_a_run_and_without(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_machine_passes_with_a_run_and_without(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     code, rows = report(tool, capsys)
-    assert code == 0 and {row["check"] for row in rows} >= {"versions", "devices", "kernels", "numbers", "clocks", "limits"}, rows
-    code, rows = report(tool, capsys, *tool.STAND_IN, "--tokenizer-type", "NullTokenizer", "--vocab-size", "30", "--save", str(tmp_path / "s"),
-                        "--window-size", "4,0", "--attention-backend", "flash")
-    assert code == 1 and any("windows are kept by a mask tensor" in row["found"] for row in rows), "a kernel that cannot serve is refused"
-    code, rows = report(tool, capsys, *tool.STAND_IN, "--tokenizer-type", "NullTokenizer", "--vocab-size", "30", "--save", str(tmp_path / "s"))
-    assert code == 0 and [row["status"] for row in rows if row["check"] in ("tokenizer", "checkpoints", "disk")] == ["OK"] * 3, rows
+    assert code == 0 and {row["check"] for row in rows} >= {
+        "versions",
+        "devices",
+        "kernels",
+        "numbers",
+        "clocks",
+        "limits",
+    }, rows
+    code, rows = report(
+        tool,
+        capsys,
+        *tool.STAND_IN,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "30",
+        "--save",
+        str(tmp_path / "s"),
+        "--window-size",
+        "4,0",
+        "--attention-backend",
+        "flash",
+    )
+    assert code == 1 and any("windows are kept by a mask tensor" in row["found"] for row in rows), (
+        "a kernel that cannot serve is refused"
+    )
+    code, rows = report(
+        tool,
+        capsys,
+        *tool.STAND_IN,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "30",
+        "--save",
+        str(tmp_path / "s"),
+    )
+    assert (
+        code == 0
+        and [row["status"] for row in rows if row["check"] in ("tokenizer", "checkpoints", "disk")] == ["OK"] * 3
+    ), rows
     assert list((tmp_path / "s").iterdir()) == [], "something stays behind"
 
 
-def test_broken_rules_are_told_and_the_machines_examined_all_the_same(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_rules_are_told_and_the_machines_examined_all_the_same(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, rows = report(tool, capsys, *tool.STAND_IN, "--tensor-model-parallel-size", "3", "--no-such-flag")
     failed = [row["found"] for row in rows if row["status"] == "FAIL"]
-    assert code == 1 and any(found.startswith("world-size: ") for found in failed) and any("--no-such-flag" in found for found in failed)
+    assert (
+        code == 1
+        and any(found.startswith("world-size: ") for found in failed)
+        and any("--no-such-flag" in found for found in failed)
+    )
     assert any(row["check"] == "numbers" for row in rows)
 
 
@@ -96,7 +152,11 @@ def _raises(*_: Any) -> Tensor:
 
 
 PLANTED: dict[str, dict[str, Any]] = {
-    "forward": {"attention": lambda q, k, v, mask, dropout, scores: fused.attention(q, k, v, replace(mask, documents=None), dropout, scores)},
+    "forward": {
+        "attention": lambda q, k, v, mask, dropout, scores: fused.attention(
+            q, k, v, replace(mask, documents=None), dropout, scores
+        )
+    },
     "backward": {"rms_norm": lambda x, weight, epsilon: _WrongBackward.apply(fused.rms_norm(x, weight, epsilon))},
     "gradient of one input": {"rotary": lambda x, *rest: reference.rotary(x, *rest).detach() + 0 * x},
     "not a number": {"gated_activation": lambda x, *rest: reference.gated_activation(x, *rest) / 0},
@@ -108,15 +168,27 @@ PLANTED: dict[str, dict[str, Any]] = {
 def test_a_broken_kernel_fails(planted: str) -> None:
     rows = doctor.numbers(subject(EVERYTHING, Mesh.single(), **PLANTED[planted]))
     failed = [row for row in rows if row.status == "FAIL"]
-    op, = PLANTED[planted]
+    (op,) = PLANTED[planted]
     assert len(failed) == 1 and failed[0].found.startswith(op) and "rank 0 (machine0)" in failed[0].found, rows
-    assert {row.found.split()[0] for row in rows} == {"attention", "rms_norm", "gated_activation", "rotary", "cross_entropy",
-                                                 "grouped_linear", "permute"}
+    assert {row.found.split()[0] for row in rows} == {
+        "attention",
+        "rms_norm",
+        "gated_activation",
+        "rotary",
+        "cross_entropy",
+        "grouped_linear",
+        "permute",
+    }
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
-    for changes in ({}, EVERYTHING, {"architecture": "bert"}, {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1}):
+    for changes in (
+        {},
+        EVERYTHING,
+        {"architecture": "bert"},
+        {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1},
+    ):
         one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single())
         found = errors(one.kernels, one.config, one.need, CPU)
         assert all(error < TOLERANCE[one.need.dtype] / 4 for error in found.values()), found
@@ -125,13 +197,26 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
 def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = replace(subject(EVERYTHING, Mesh.single()), all_kernels=True)
     tried = {row.found.split(" in ")[0] for row in doctor.numbers(one)}
-    assert tried == {"attention by fused", "attention by unfused", "attention by local", "rms_norm by torch", "rms_norm by reference",
-                     "gated_activation by torch", "rotary by torch", "cross_entropy by linear", "grouped_linear by grouped",
-                     "grouped_linear by loop", "permute by torch"}
+    assert tried == {
+        "attention by fused",
+        "attention by unfused",
+        "attention by local",
+        "rms_norm by torch",
+        "rms_norm by reference",
+        "gated_activation by torch",
+        "rotary by torch",
+        "cross_entropy by linear",
+        "grouped_linear by grouped",
+        "grouped_linear by loop",
+        "permute by torch",
+    }
     broken = tuple(replace(each, call=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES)
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
-    failed, = (row for row in doctor.numbers(one) if row.status == "FAIL")
-    assert failed.found.startswith("attention by unfused") and "choose another than --attention-backend unfused" in failed.mend
+    (failed,) = (row for row in doctor.numbers(one) if row.status == "FAIL")
+    assert (
+        failed.found.startswith("attention by unfused")
+        and "choose another than --attention-backend unfused" in failed.mend
+    )
 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:
@@ -145,10 +230,22 @@ def examine_apart(folder: str, broken: bool) -> list[Row]:
     rank = torch.distributed.get_rank()
     os.chdir(Path(folder) / str(rank if broken else 0))
     try:
-        here = subject({"mock_data": False, "data_path": ("corpus",), "save": "save", "load": "save"}, Mesh.build(tiny.config(2).parallel, CPU))
+        here = subject(
+            {"mock_data": False, "data_path": ("corpus",), "save": "save", "load": "save"},
+            Mesh.build(tiny.config(2).parallel, CPU),
+        )
         if broken and rank == 1:
             here = replace(here, kernels=replace(here.kernels, layer_norm=PLANTED["backward"]["rms_norm"]))
-        checks = (doctor.devices, doctor.numbers, doctor.links, doctor.clocks, doctor.limits, doctor.data, doctor.checkpoints, doctor.disk)
+        checks = (
+            doctor.devices,
+            doctor.numbers,
+            doctor.links,
+            doctor.clocks,
+            doctor.limits,
+            doctor.data,
+            doctor.checkpoints,
+            doctor.disk,
+        )
         return [row for check in checks for row in check(here)]
     finally:
         os.chdir(before)
@@ -161,12 +258,19 @@ def test_what_one_rank_cannot_see_fails_and_names_the_rank(world: Worlds, tmp_pa
         (tmp_path / "0" / f"corpus.{suffix}").write_bytes(b"x" * 10)
     (tmp_path / "1" / "corpus.idx").write_bytes(b"x" * 12)
     first, second = world(2).run(examine_apart, str(tmp_path), True)
-    assert [(row.check, row.status) for row in first] == [(row.check, row.status) for row in second], "ranks tell different things"
+    assert [(row.check, row.status) for row in first] == [(row.check, row.status) for row in second], (
+        "ranks tell different things"
+    )
     failed = {row.check: row.found for row in first if row.status == "FAIL"}
     assert set(failed) == {"data", "checkpoints", "numbers"}, failed
     texts = [row.found for row in first if row.status == "FAIL"]
-    assert any("corpus.bin cannot be opened" in text and "bytes of" not in text and text.endswith("on rank 1 (machine1)") for text in texts), texts
-    assert any("bytes of corpus.idx differ: 10 on rank 0 (machine0); 12 on rank 1 (machine1)" in text for text in texts), texts
+    assert any(
+        "corpus.bin cannot be opened" in text and "bytes of" not in text and text.endswith("on rank 1 (machine1)")
+        for text in texts
+    ), texts
+    assert any(
+        "bytes of corpus.idx differ: 10 on rank 0 (machine0); 12 on rank 1 (machine1)" in text for text in texts
+    ), texts
     assert any("what rank 0 writes is not seen by rank 1 (machine1)" in text for text in texts), texts
     assert "layer_norm" in failed["numbers"] and failed["numbers"].endswith("on rank 1 (machine1)")
 
@@ -177,6 +281,6 @@ def test_two_ranks_that_see_the_same_pass(world: Worlds, tmp_path: Path) -> None
         (tmp_path / "0" / f"corpus.{suffix}").write_bytes(b"x")
     rows = world(2).run(examine_apart, str(tmp_path), False)[0]
     assert all(row.status != "FAIL" for row in rows), rows
-    link, = [row for row in rows if row.check == "links"]
+    (link,) = [row for row in rows if row.check == "links"]
     assert link.found.startswith("dp, 2 ranks: "), "axes of the same ranks are measured once"
     assert not list((tmp_path / "0" / "save").iterdir())

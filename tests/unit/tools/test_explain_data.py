@@ -28,8 +28,13 @@ from tests.helpers.programme import SEQUENCE, TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
 from tools.explain_data import main
 
-FLAGS = [*TINY, *("--global-batch-size 8 --train-iters 9 --eval-iters 1 --eval-interval 4 --rampup-batch-size 4 4 12 "
-                  "--reset-position-ids --reset-attention-mask --eod-mask-loss").split()]
+FLAGS = [
+    *TINY,
+    *(
+        "--global-batch-size 8 --train-iters 9 --eval-iters 1 --eval-interval 4 --rampup-batch-size 4 4 12 "
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss"
+    ).split(),
+]
 Line = dict[str, Any]
 
 
@@ -47,8 +52,13 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(read_args(flags, world_size=ranks), ranks)
     config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
-    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY + 1),
-                  kernels=select(Need(device="cpu", dtype=torch.float32, documents=True), {"attention": config.model.attention_backend}))
+    run = replace(
+        tiny.run_of(config),
+        tokenizer=NullTokenizer(VOCABULARY + 1),
+        kernels=select(
+            Need(device="cpu", dtype=torch.float32, documents=True), {"attention": config.model.attention_backend}
+        ),
+    )
     fed: list[tuple[int, list[list[int]]]] = []
 
     def forward_step(run: Run, batches: Iterator[Batch], stage: Any) -> Any:
@@ -63,8 +73,13 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
 
 def explanation_of(flags: list[str], ranks: int, **options: Any) -> Explanation:
     """What the tool would say about these flags."""
-    return Explanation(config_of(read_args(flags, world_size=ranks), ranks), NullTokenizer(VOCABULARY + 1), world_size=ranks,
-                       entry="gpt", **options)
+    return Explanation(
+        config_of(read_args(flags, world_size=ranks), ranks),
+        NullTokenizer(VOCABULARY + 1),
+        world_size=ranks,
+        entry="gpt",
+        **options,
+    )
 
 
 def logged(folder: Path) -> dict[tuple[str, int, int], list[Line]]:
@@ -85,7 +100,8 @@ def assert_explained(found: dict[tuple[str, int, int], list[Line]], explanation:
     for (split, step, rank), lines in found.items():
         said = list(explanation.step(split, step, [rank]))
         assert [(one.microbatch, [sample.sample for sample in one.samples], one.hash) for one in said] == [
-            (line["microbatch"], line["samples"], line["hash"]) for line in lines], (split, step, rank)
+            (line["microbatch"], line["samples"], line["hash"]) for line in lines
+        ], (split, step, rank)
 
 
 def tokens_of(microbatch: Microbatch) -> list[list[int]]:
@@ -114,8 +130,13 @@ def test_an_explained_step_is_what_the_run_read(world: Worlds, data: list[str], 
     found, explanation = logged(tmp_path), explanation_of(flags, ranks)
     assert_explained(found, explanation)
     data_ranks = explanation.num_ranks
-    assert {key[:2] for key in found} == {*(("train", step) for step in range(1, 10)), ("valid", 4), ("valid", 8), ("valid", 9),
-                                          ("test", 9)}
+    assert {key[:2] for key in found} == {
+        *(("train", step) for step in range(1, 10)),
+        ("valid", 4),
+        ("valid", 8),
+        ("valid", 9),
+        ("test", 9),
+    }
     assert {key[2] for key in found} == set(range(data_ranks))
     # The models' inputs, taken where they are computed with, are the documents that are named.
     said = sorted((one.step, tokens_of(one)) for step in range(1, 10) for one in explanation.step("train", step))
@@ -138,12 +159,15 @@ def test_pieces_are_the_tokens_of_the_files(data: list[str]) -> None:
             ends = [place for place, token in enumerate(ids[:SEQUENCE]) if token == VOCABULARY]
             lossy = {place for first, last in sample.loss for place in range(first, last)}
             assert lossy == set(range(SEQUENCE)) - set(ends)
-            assert sample.position_restarts == sample.attention_restarts == tuple(e + 1 for e in ends if e + 1 < SEQUENCE)
+            assert (
+                sample.position_restarts == sample.attention_restarts == tuple(e + 1 for e in ends if e + 1 < SEQUENCE)
+            )
             assert [piece.start for piece in sample.pieces[1:]] == [e + 1 for e in ends if e < SEQUENCE]
 
 
 def test_a_run_that_resumes_under_another_layout_is_explained_by_its_flags_alone(
-        world: Worlds, data: list[str], tmp_path: Path) -> None:
+    world: Worlds, data: list[str], tmp_path: Path
+) -> None:
     folder = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--save-interval", "100"]
     first = [*FLAGS, *data, *folder, "--exit-interval", "5", "--log-samples", str(tmp_path / "first")]
     second = [*FLAGS, *data, *folder, "--log-samples", str(tmp_path / "second")]
@@ -157,20 +181,39 @@ def test_a_run_that_resumes_under_another_layout_is_explained_by_its_flags_alone
 
 
 def test_a_run_that_resumes_with_another_batch_is_explained_from_its_counters(
-        world: Worlds, data: list[str], tmp_path: Path) -> None:
+    world: Worlds, data: list[str], tmp_path: Path
+) -> None:
     folder = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--save-interval", "100"]
     constant = [*TINY, *data, *folder, *"--train-iters 9 --eval-iters 1 --eval-interval 4".split()]
     first = [*constant, "--exit-interval", "3", "--log-samples", str(tmp_path / "first")]
-    second = [*constant, "--global-batch-size", "8", "--override-opt-param-scheduler", "--log-samples", str(tmp_path / "second")]
+    second = [
+        *constant,
+        "--global-batch-size",
+        "8",
+        "--override-opt-param-scheduler",
+        "--log-samples",
+        str(tmp_path / "second"),
+    ]
     world(1).run(real_run, first)
     world(1).run(real_run, second)
     assert_explained(logged(tmp_path / "first"), explanation_of(first, 1))
     assert_explained(logged(tmp_path / "second"), explanation_of(second, 1, start=Start(3, 12, 0)))
 
 
-def test_a_full_validation_sees_every_sample_once_and_is_explained(world: Worlds, data: list[str], tmp_path: Path) -> None:
+def test_a_full_validation_sees_every_sample_once_and_is_explained(
+    world: Worlds, data: list[str], tmp_path: Path
+) -> None:
     prefixes = data[2:5:2]
-    flags = [*FLAGS, "--train-data-path", prefixes[0], "--valid-data-path", *prefixes, "--full-validation", "--eval-iters", "0"]
+    flags = [
+        *FLAGS,
+        "--train-data-path",
+        prefixes[0],
+        "--valid-data-path",
+        *prefixes,
+        "--full-validation",
+        "--eval-iters",
+        "0",
+    ]
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         world(ranks).run(real_run, [*flags, "--log-samples", str(folder)])
@@ -195,38 +238,46 @@ def test_a_document_is_seen_where_the_log_has_its_samples(data: list[str], chang
             for one in sorted(explanation.step(split, step), key=lambda one: one.data_rank):
                 for sample in one.samples:
                     for document in dict.fromkeys((piece.prefix, piece.document) for piece in sample.pieces):
-                        shown.setdefault((split, *document), []).append((step, one.microbatch, one.data_rank, sample.sample))
+                        shown.setdefault((split, *document), []).append(
+                            (step, one.microbatch, one.data_rank, sample.sample)
+                        )
     for split in ("train", "valid", "test"):
         for prefix in data[2:5:2]:
             for document in range(len(IndexedDataset(prefix))):
                 found = explanation.sightings(split, prefix, document)
                 assert [(one.step, one.microbatch, one.data_rank, one.sample) for one in found] == shown.get(
-                    (split, prefix, document), []), (split, prefix, document)
+                    (split, prefix, document), []
+                ), (split, prefix, document)
     assert max(map(len, shown.values())) > 2, "some document is seen again and again"
 
 
 def test_the_tool_answers_without_torch_as_a_person_or_a_programme_asks(data: list[str], tmp_path: Path) -> None:
     flags = [*FLAGS, *data, "--world-size", "2", "--step", "6"]
-    code = ("import sys, tools.explain_data as tool; tool.main(sys.argv[1:]); assert 'torch' not in sys.modules, 'torch'")
+    code = "import sys, tools.explain_data as tool; tool.main(sys.argv[1:]); assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     said = list(explanation_of([*FLAGS, *data], 2).step("train", 6))
     assert [(line["data_rank"], line["microbatch"], line["hash"]) for line in lines] == [
-        (one.data_rank, one.microbatch, one.hash) for one in said] and len(lines) == 8
+        (one.data_rank, one.microbatch, one.hash) for one in said
+    ] and len(lines) == 8
 
 
 def test_the_tool_prints_documents_loss_and_text(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*FLAGS, *data, "--step", "2", "--full-text"])
     out = capsys.readouterr().out
     [first, *_] = explanation_of([*FLAGS, *data], 1).step("train", 2)
-    assert f"train step 2, microbatch 0, data-parallel rank 0: samples {first.samples[0].sample}, hash {first.hash}" in out
+    assert (
+        f"train step 2, microbatch 0, data-parallel rank 0: samples {first.samples[0].sample}, hash {first.hash}" in out
+    )
     for piece in first.samples[0].pieces:
         assert f"{piece.prefix} document {piece.document}, " in out and json.dumps(piece.text) in out
     main([*FLAGS, *data, "--document", f"{data[2]}:3"])
     out = capsys.readouterr().out.splitlines()
     found = explanation_of([*FLAGS, *data], 1).sightings("train", data[2], 3)
-    assert out[0] == f"{data[2]}:3 is seen {len(found)} times in the train data of this run" and len(out) == len(found) + 1
+    assert (
+        out[0] == f"{data[2]}:3 is seen {len(found)} times in the train data of this run" and len(out) == len(found) + 1
+    )
 
 
 def test_one_rank_sees_what_its_place_reads(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,21 +289,28 @@ def test_one_rank_sees_what_its_place_reads(data: list[str], capsys: pytest.Capt
     assert seen[0] == seen[1] != seen[2] == seen[3]
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--step 0", "the run goes from iteration 1 to 9"),
-    ("--step 10", "the run goes from iteration 1 to 9"),
-    ("--step 5 --set valid", "the run reads no valid data then; it does after iteration 4, 8, 9"),
-    ("--step 5 --rank 1", "the run has ranks 0 to 0"),
-    ("--document nothing", "is not PREFIX:NUMBER"),
-    ("--document elsewhere:3", "elsewhere is not a source of the train data"),
-    ("--step 5 --dataloader-type external", "up to the script's own iterables"),
-    ("--step 5 --no-such-flag", "--no-such-flag is not a flag"),
-    ("--step 5 --resumed-at 1 2 3 4", "--resumed-at takes up to 3 numbers"),
-    ("--step 5 --pipeline-model-parallel-size 3 --num-layers 3 --world-size 3 --rank 1 --no-reset-position-ids "
-     "--no-reset-attention-mask", "is pipeline rank 1 and reads no text"),
-])
-def test_questions_that_make_no_sense_are_answered_so(data: list[str], words: str, message: str,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--step 0", "the run goes from iteration 1 to 9"),
+        ("--step 10", "the run goes from iteration 1 to 9"),
+        ("--step 5 --set valid", "the run reads no valid data then; it does after iteration 4, 8, 9"),
+        ("--step 5 --rank 1", "the run has ranks 0 to 0"),
+        ("--document nothing", "is not PREFIX:NUMBER"),
+        ("--document elsewhere:3", "elsewhere is not a source of the train data"),
+        ("--step 5 --dataloader-type external", "up to the script's own iterables"),
+        ("--step 5 --no-such-flag", "--no-such-flag is not a flag"),
+        ("--step 5 --resumed-at 1 2 3 4", "--resumed-at takes up to 3 numbers"),
+        (
+            "--step 5 --pipeline-model-parallel-size 3 --num-layers 3 --world-size 3 --rank 1 --no-reset-position-ids "
+            "--no-reset-attention-mask",
+            "is pipeline rank 1 and reads no text",
+        ),
+    ],
+)
+def test_questions_that_make_no_sense_are_answered_so(
+    data: list[str], words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*FLAGS, *data, *words.split()])
     assert stop.value.code == 2 and message in capsys.readouterr().err
@@ -263,7 +321,9 @@ def test_a_document_that_is_not_there_is_refused(data: list[str]) -> None:
         explanation_of([*FLAGS, *data], 1).sightings("train", data[2], 99)
 
 
-def test_evaluations_of_a_run_without_training_begin_at_the_beginning(world: Worlds, data: list[str], tmp_path: Path) -> None:
+def test_evaluations_of_a_run_without_training_begin_at_the_beginning(
+    world: Worlds, data: list[str], tmp_path: Path
+) -> None:
     flags = [*FLAGS, *data, "--skip-train", "--log-samples", str(tmp_path)]
     world(1).run(real_run, flags)
     found = logged(tmp_path)
@@ -273,12 +333,29 @@ def test_evaluations_of_a_run_without_training_begin_at_the_beginning(world: Wor
     assert [line["samples"] for line in found["valid", 0, 0]] == [[number] for number in range(8)]
 
 
-def test_masked_samples_show_where_they_came_from_and_what_is_left_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masked_samples_show_where_they_came_from_and_what_is_left_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + place) for place in range(26))]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    flags = [*TINY, "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt"), "--train-iters", "3",
-             "--seq-length", "64", "--mock-data", "--entry", "bert", "--step", "2", "--json"]
-    del flags[flags.index("--vocab-size"):flags.index("--vocab-size") + 2]
+    flags = [
+        *TINY,
+        "--tokenizer-type",
+        "BertWordPieceLowerCase",
+        "--vocab-file",
+        str(tmp_path / "vocab.txt"),
+        "--train-iters",
+        "3",
+        "--seq-length",
+        "64",
+        "--mock-data",
+        "--entry",
+        "bert",
+        "--step",
+        "2",
+        "--json",
+    ]
+    del flags[flags.index("--vocab-size") : flags.index("--vocab-size") + 2]
     main(flags)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     [sample] = lines[0]["samples"]

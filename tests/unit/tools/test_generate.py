@@ -45,14 +45,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 LINES: list[dict[str, Any]] = [
-    {"prompt": "3 1 4", "id": "first"}, {"prompt": "7", "num_tokens": 3}, {"ids": [1, 2], "temperature": 0.9, "seed": 5},
-    {"prompt": "3 1 4", "logprobs": 2}, {"prompt": "3 1 4", "stop": [" 1", " 2", " 3"]}, *({"prompt": str(number)} for number in range(30))]
+    {"prompt": "3 1 4", "id": "first"},
+    {"prompt": "7", "num_tokens": 3},
+    {"ids": [1, 2], "temperature": 0.9, "seed": 5},
+    {"prompt": "3 1 4", "logprobs": 2},
+    {"prompt": "3 1 4", "stop": [" 1", " 2", " 3"]},
+    *({"prompt": str(number)} for number in range(30)),
+]
 
 
 SHORT = ("--num-tokens", "6", "--temperature", "0")
 
 
-def answers(tool: ModuleType, folder: str, text: str, output: Path, *options: str, code: int = 0) -> list[dict[str, Any]]:
+def answers(
+    tool: ModuleType, folder: str, text: str, output: Path, *options: str, code: int = 0
+) -> list[dict[str, Any]]:
     """What the tool writes for an input."""
     source = output.with_suffix(".in")
     source.write_text(text, encoding="utf-8")
@@ -76,11 +83,16 @@ def lines(rows: list[dict[str, Any]] = LINES) -> str:
 def test_every_line_is_answered_in_order_and_as_it_asks(tool: ModuleType, folder: str, tmp_path: Path) -> None:
     found = answers(tool, folder, lines(), tmp_path / "out")
     assert [row.get("prompt") for row in found] == [row.get("prompt") for row in LINES] and found[0]["id"] == "first"
-    assert [len(row["ids"]) for row in found[:4]] == [6, 3, 6, 6] and all(row["reason"] in ("length", "stop") for row in found)
+    assert [len(row["ids"]) for row in found[:4]] == [6, 3, 6, 6] and all(
+        row["reason"] in ("length", "stop") for row in found
+    )
     assert found[0]["ids"] == found[3]["ids"] and found[0]["text"] == " " + " ".join(map(str, found[0]["ids"]))
     assert (found[2]["seed"], found[5]["seed"]) == (5, 1234 + 5)
     assert [len(place["top"]) for place in found[3]["logprobs"]] == [2] * 6
-    assert all(place["top"][0] == [token, place["logprob"]] for place, token in zip(found[3]["logprobs"], found[3]["ids"], strict=True))
+    assert all(
+        place["top"][0] == [token, place["logprob"]]
+        for place, token in zip(found[3]["logprobs"], found[3]["ids"], strict=True)
+    )
     assert not any(word in found[4]["text"] for word in LINES[4]["stop"])
 
 
@@ -88,7 +100,9 @@ def test_every_line_is_answered_in_order_and_as_it_asks(tool: ModuleType, folder
 def test_an_interrupted_run_goes_on_where_it_ended(tool: ModuleType, folder: str, tmp_path: Path, kept: str) -> None:
     whole = answers(tool, folder, lines(), tmp_path / "whole")
     written = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
-    begun = {"": [], "3 lines": written[:3], "3 lines and a half": [*written[:3], written[3][:20]], "all": written}[kept]
+    begun = {"": [], "3 lines": written[:3], "3 lines and a half": [*written[:3], written[3][:20]], "all": written}[
+        kept
+    ]
     (tmp_path / "out").write_bytes(b"".join(begun))
     marked = (tmp_path / "out").read_bytes().replace(b'"reason"', b'"REASON"', 1)
     (tmp_path / "out").write_bytes(marked)  # shows that what was there is not written anew
@@ -97,15 +111,26 @@ def test_an_interrupted_run_goes_on_where_it_ended(tool: ModuleType, folder: str
     assert [row["text"] for row in found] == [row["text"] for row in whole]
 
 
-@pytest.mark.parametrize("bad, words", [
-    ("{", "not JSON"), ("[1]", "a JSON object with a prompt or with ids"), ('{"prompt": 1}', "must be of the type str"), ("{}", "a prompt or with ids"),
-    ('{"prompt": "1", "ids": [1]}', "with a prompt or"), ('{"prompt": "word"}', "cannot be read"), ('{"ids": [99]}', "are no ids"),
-    ('{"ids": [true]}', "whole numbers"), ('{"prompt": "1", "temperature": -1}', "is negative"),
-    ('{"prompt": "1", "num_tokens": true}', "num_tokens is True"),
-    (json.dumps({"ids": [1] * LENGTH, "num_tokens": 2}), "more than the 16 positions"), ('{"prompt": "1", "stop": [1]}', "stop holds texts"),
-])
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ("{", "not JSON"),
+        ("[1]", "a JSON object with a prompt or with ids"),
+        ('{"prompt": 1}', "must be of the type str"),
+        ("{}", "a prompt or with ids"),
+        ('{"prompt": "1", "ids": [1]}', "with a prompt or"),
+        ('{"prompt": "word"}', "cannot be read"),
+        ('{"ids": [99]}', "are no ids"),
+        ('{"ids": [true]}', "whole numbers"),
+        ('{"prompt": "1", "temperature": -1}', "is negative"),
+        ('{"prompt": "1", "num_tokens": true}', "num_tokens is True"),
+        (json.dumps({"ids": [1] * LENGTH, "num_tokens": 2}), "more than the 16 positions"),
+        ('{"prompt": "1", "stop": [1]}', "stop holds texts"),
+    ],
+)
 def test_a_line_that_cannot_be_served_says_why_and_stops_no_other(
-        tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str, words: str) -> None:
+    tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str, words: str
+) -> None:
     for _ in range(2):  # the second run finds all answered
         text, output = lines(LINES[:2]) + bad + "\n\n" + lines(LINES[2:4]), tmp_path / "out"
         found = answers(tool, folder, text, output, code=0 if output.exists() else 1)
@@ -114,7 +139,8 @@ def test_a_line_that_cannot_be_served_says_why_and_stops_no_other(
 
 
 def test_an_output_of_another_input_is_left_alone(
-        tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers(tool, folder, lines(LINES[:3]), tmp_path / "out")
     before = (tmp_path / "out").read_bytes()
     answers(tool, folder, lines(LINES[5:9]), tmp_path / "out", code=1)
@@ -138,6 +164,7 @@ def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
 
 def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
     """The same lines: ids and texts exactly, log-probabilities as exactly as sums in batches of other shapes are."""
+
     def near(one: Any, other: Any) -> bool:
         if isinstance(one, float) and isinstance(other, float):
             return one == pytest.approx(other, rel=1e-4, abs=1e-5)
@@ -158,12 +185,26 @@ def test_a_draft_changes_no_line(tool: ModuleType, folder: str, tmp_path: Path) 
 
 
 FLAGS: dict[str, tuple[str, ...]] = {
-    "a step": ("--ckpt-step", "2"), "as saved": ("--dtype", "auto"), "float32": ("--dtype", "float32"), "few together": ("--inference-max-requests", "3"),
-    "few wait": ("--inference-max-waiting-requests", "2"), "short": ("--inference-max-seq-length", "12"),
-    "small blocks": ("--inference-dynamic-batching-block-size", "2"), "a small cache": ("--inference-dynamic-batching-buffer-size-gb", "0.0001"),
-    "few at once": ("--inference-dynamic-batching-max-tokens", "32"), "nothing shared": ("--no-inference-dynamic-batching-prefix-caching",),
-    "whole prompts": ("--no-enable-chunked-prefill",), "alone": ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
-                                                                "--expert-model-parallel-size", "1")}
+    "a step": ("--ckpt-step", "2"),
+    "as saved": ("--dtype", "auto"),
+    "float32": ("--dtype", "float32"),
+    "few together": ("--inference-max-requests", "3"),
+    "few wait": ("--inference-max-waiting-requests", "2"),
+    "short": ("--inference-max-seq-length", "12"),
+    "small blocks": ("--inference-dynamic-batching-block-size", "2"),
+    "a small cache": ("--inference-dynamic-batching-buffer-size-gb", "0.0001"),
+    "few at once": ("--inference-dynamic-batching-max-tokens", "32"),
+    "nothing shared": ("--no-inference-dynamic-batching-prefix-caching",),
+    "whole prompts": ("--no-enable-chunked-prefill",),
+    "alone": (
+        "--tensor-model-parallel-size",
+        "1",
+        "--pipeline-model-parallel-size",
+        "1",
+        "--expert-model-parallel-size",
+        "1",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -173,29 +214,62 @@ def greedy(tool: ModuleType, folder: str, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_how_texts_are_decoded_changes_none_of_them(tool: ModuleType, folder: str, tmp_path: Path, greedy: list[list[int]], name: str) -> None:
+def test_how_texts_are_decoded_changes_none_of_them(
+    tool: ModuleType, folder: str, tmp_path: Path, greedy: list[list[int]], name: str
+) -> None:
     assert [row["ids"] for row in answers(tool, folder, lines(), tmp_path / "out", *FLAGS[name])] == greedy
 
 
 WAYS: dict[str, tuple[str, ...]] = {
-    "warm": (), "another seed": ("--seed", "7"), "cold": ("--temperature", "0.01"), "few words": ("--top-k", "2"), "most likely": ("--top-p", "0.3"),
-    "nothing rare": ("--min-p", "0.5"), "no repeats": ("--repetition-penalty", "3.0")}
+    "warm": (),
+    "another seed": ("--seed", "7"),
+    "cold": ("--temperature", "0.01"),
+    "few words": ("--top-k", "2"),
+    "most likely": ("--top-p", "0.3"),
+    "nothing rare": ("--min-p", "0.5"),
+    "no repeats": ("--repetition-penalty", "3.0"),
+}
 
 
-def test_every_setting_of_the_draws_is_heeded_and_a_line_may_say_the_same(tool: ModuleType, folder: str, tmp_path: Path) -> None:
+def test_every_setting_of_the_draws_is_heeded_and_a_line_may_say_the_same(
+    tool: ModuleType, folder: str, tmp_path: Path
+) -> None:
     said = {}
     for name, how in WAYS.items():
-        found = answers(tool, folder, lines([{"ids": [number]} for number in range(12)]), tmp_path / name.replace(" ", "_"),
-                        "--temperature", "1.0", "--num-tokens", "9", *how)
+        found = answers(
+            tool,
+            folder,
+            lines([{"ids": [number]} for number in range(12)]),
+            tmp_path / name.replace(" ", "_"),
+            "--temperature",
+            "1.0",
+            "--num-tokens",
+            "9",
+            *how,
+        )
         own = {flag[2:].replace("-", "_"): json.loads(value) for flag, value in zip(how[::2], how[1::2], strict=True)}
-        asked = [{"ids": [number], **own, **({"seed": own["seed"] + number} if "seed" in own else {})} for number in range(12)]
-        again = answers(tool, folder, lines(asked), tmp_path / (name.replace(" ", "_") + "_own"), "--temperature", "1.0", "--num-tokens", "9")
+        asked = [
+            {"ids": [number], **own, **({"seed": own["seed"] + number} if "seed" in own else {})}
+            for number in range(12)
+        ]
+        again = answers(
+            tool,
+            folder,
+            lines(asked),
+            tmp_path / (name.replace(" ", "_") + "_own"),
+            "--temperature",
+            "1.0",
+            "--num-tokens",
+            "9",
+        )
         said[name] = [tuple(row["ids"]) for row in found]
         assert [tuple(row["ids"]) for row in again] == said[name] and max(map(len, said[name])) == 9
     assert len({tuple(texts) for texts in said.values()}) == len(WAYS), "two settings say the same"
 
 
-def test_heads_that_look_ahead_are_drafts_and_change_no_line(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_that_look_ahead_are_drafts_and_change_no_line(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained({"mtp_num_layers": 2}, str(tmp_path / "ahead"))
     ahead, rows = str(tmp_path / "ahead"), lines(LINES[:9])
     plain, guessed = (answers(tool, ahead, rows, tmp_path / name, "--num-speculative-tokens", name) for name in "02")
@@ -205,9 +279,17 @@ def test_heads_that_look_ahead_are_drafts_and_change_no_line(tool: ModuleType, t
     assert "2 layers of multi-token prediction" in capsys.readouterr().err
 
 
-def test_a_t5_answers_what_its_encoder_reads(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_t5_answers_what_its_encoder_reads(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = published(tmp_path / "t5", "later")
-    asked = [{"prompt": "3 1 4"}, {"ids": [3, 1, 4, 49]}, {"ids": [7, 8]}, {"ids": [50]}, {"ids": [9], "temperature": 0.9}]
+    asked = [
+        {"prompt": "3 1 4"},
+        {"ids": [3, 1, 4, 49]},
+        {"ids": [7, 8]},
+        {"ids": [50]},
+        {"ids": [9], "temperature": 0.9},
+    ]
     found = answers(tool, str(tmp_path / "t5"), lines(asked), tmp_path / "out", "--inference-max-requests", "2", code=1)
     expected = model.generate(torch.tensor([[3, 1, 4, 49]]), max_new_tokens=6, do_sample=False)[0, 1:].tolist()
     assert found[0]["ids"] == found[1]["ids"] == [token for token in expected if token != 49]
@@ -218,21 +300,51 @@ def test_a_t5_answers_what_its_encoder_reads(tool: ModuleType, tmp_path: Path, c
     assert "leave out --draft" in capsys.readouterr().err
 
 
-def test_settings_that_do_not_fit_are_told_at_once(tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_do_not_fit_are_told_at_once(
+    tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers_of = lambda *options: answers(tool, folder, lines(), tmp_path / "out", *options, code=1)  # noqa: E731
     with pytest.raises(FileNotFoundError):
         answers_of("--num-speculative-tokens", "2")
     assert "ConfigError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sizes", [
-    pytest.param(["--tensor-model-parallel-size", "2"], id="tp2", marks=pytest.mark.nightly), pytest.param([], id="dp2", marks=pytest.mark.nightly),
-    pytest.param(["--pipeline-model-parallel-size", "2"], id="pp2", marks=pytest.mark.nightly)])
-def test_ranks_of_a_launcher_write_what_one_process_writes(tool: ModuleType, folder: str, tmp_path: Path, sizes: list[str]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(["--tensor-model-parallel-size", "2"], id="tp2", marks=pytest.mark.nightly),
+        pytest.param([], id="dp2", marks=pytest.mark.nightly),
+        pytest.param(["--pipeline-model-parallel-size", "2"], id="pp2", marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_of_a_launcher_write_what_one_process_writes(
+    tool: ModuleType, folder: str, tmp_path: Path, sizes: list[str]
+) -> None:
     expected = answers(tool, folder, lines(), tmp_path / "alone")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "tools/generate.py"),
-               "--load", folder, "--input", str(tmp_path / "alone.in"), "--output", str(tmp_path / "out"), *SHORT, *sizes]
-    done = subprocess.run(command, env={**os.environ, "MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(ROOT / "tools/generate.py"),
+        "--load",
+        folder,
+        "--input",
+        str(tmp_path / "alone.in"),
+        "--output",
+        str(tmp_path / "out"),
+        *SHORT,
+        *sizes,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [(row["text"], row["ids"]) for row in found] == [(row["text"], row["ids"]) for row in expected]

@@ -25,12 +25,23 @@ from tests.helpers.training import train_on
 from tests.helpers.world import Worlds
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL: dict[str, Any] = {"fp64": True, "init_method_std": 0.4, "untie_embeddings_and_output_weights": True,
-                         "tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY, "position_embedding_type": "rope"}
+MODEL: dict[str, Any] = {
+    "fp64": True,
+    "init_method_std": 0.4,
+    "untie_embeddings_and_output_weights": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": tiny.VOCABULARY,
+    "position_embedding_type": "rope",
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
-    "dp2": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
+    "dp2": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 3000,
+    },
 }
 
 
@@ -83,31 +94,48 @@ def generated(tool: ModuleType, capsys: pytest.CaptureFixture[str], folder: str,
 
 @pytest.mark.parametrize("options", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_the_text_is_that_of_the_network_that_was_trained(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]) -> None:
-    trainer = trained({"hidden_dropout": 0.3, "attention_dropout": 0.3}, str(tmp_path))  # dropout that generation must leave off
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
+) -> None:
+    trainer = trained(
+        {"hidden_dropout": 0.3, "attention_dropout": 0.3}, str(tmp_path)
+    )  # dropout that generation must leave off
     sampling = Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
     engine = Engine([trainer.stages[0].eval()], trainer.run.tokenizer)
-    expected = [generate_text(engine, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
-                for prompt in ("3 1 4", "7")]
+    expected = [
+        generate_text(engine, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
+        for prompt in ("3 1 4", "7")
+    ]
     found = generated(tool, capsys, str(tmp_path), options)
-    assert found == expected and all(line.startswith(prompt + " ") for line, prompt in zip(found, ("3 1 4", "7"), strict=True))
+    assert found == expected and all(
+        line.startswith(prompt + " ") for line, prompt in zip(found, ("3 1 4", "7"), strict=True)
+    )
     assert len(set(found[0].split()[3:])) > 2, "a continuation of one token proves little"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_text_does_not_depend_on_the_layout_that_wrote_the_checkpoint(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], world: Worlds, serial: tuple[Trainer, str], tmp_path: Path, name: str) -> None:
+    tool: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    world: Worlds,
+    serial: tuple[Trainer, str],
+    tmp_path: Path,
+    name: str,
+) -> None:
     world(2).run(train_and_save, LAYOUTS[name], str(tmp_path))
     for options in (GREEDY, WARM):
         assert generated(tool, capsys, str(tmp_path), options) == generated(tool, capsys, serial[1], options)
 
 
-@pytest.mark.parametrize("changes, words", [
-    (["--load", "no/such/folder"], "CheckpointError: no/such/folder holds no checkpoint"),
-    (["--ckpt-step", "9"], "it has: 2"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (["--load", "no/such/folder"], "CheckpointError: no/such/folder holds no checkpoint"),
+        (["--ckpt-step", "9"], "it has: 2"),
+    ],
+)
 def test_a_checkpoint_that_is_not_there_is_named_without_a_traceback(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], serial: tuple[Trainer, str], changes: list[str], words: str) -> None:
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], serial: tuple[Trainer, str], changes: list[str], words: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         tool.main(["--load", serial[1], "--prompt", "3", *changes])
     assert caught.value.code == 1 and words in capsys.readouterr().err
@@ -118,28 +146,49 @@ def demo_run(folder: Path) -> tuple[str, dict[str, Path]]:
     files = {"vocab_file": folder / "vocab.json", "merge_file": folder / "merges.txt"}
     for path in files.values():
         shutil.copyfile(ROOT / "examples" / "data" / f"demo-{path.name}", path)
-    changes = {**MODEL, "tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, **{name: str(path) for name, path in files.items()}}
+    changes = {
+        **MODEL,
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_size": None,
+        **{name: str(path) for name, path in files.items()},
+    }
     config = tiny.config(save=str(folder / "run"), **changes)
     tokenizer = build_tokenizer(config.tokenizer)
     config = replace(config, model=replace(config.model, padded_vocab_size=None))
-    trainer = tiny.trainer_of(replace(tiny.run_of(tiny.with_vocabulary(config, tokenizer.vocab_size)), tokenizer=tokenizer))
+    trainer = tiny.trainer_of(
+        replace(tiny.run_of(tiny.with_vocabulary(config, tokenizer.vocab_size)), tokenizer=tokenizer)
+    )
     Checkpoint(trainer).save()
     return str(folder / "run"), files
 
 
 def test_a_tokenizer_file_that_is_gone_is_named_and_can_be_given_anew(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run, files = demo_run(tmp_path)
     moved = {name: path.rename(tmp_path / f"moved-{path.name}") for name, path in files.items()}
     with pytest.raises(SystemExit) as caught:
         tool.main(["--load", run, "--prompt", "a"])
     assert caught.value.code == 1 and "vocab.json" in capsys.readouterr().err
-    tool.main(["--load", run, "--prompt", "", "--num-tokens", "2", "--vocab-file", str(moved["vocab_file"]),
-               "--merge-file", str(moved["merge_file"])])
+    tool.main(
+        [
+            "--load",
+            run,
+            "--prompt",
+            "",
+            "--num-tokens",
+            "2",
+            "--vocab-file",
+            str(moved["vocab_file"]),
+            "--merge-file",
+            str(moved["merge_file"]),
+        ]
+    )
 
 
 def test_another_tokenizer_than_that_of_the_run_is_refused(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run, _ = demo_run(tmp_path)
     with pytest.raises(SystemExit):
         tool.main(["--load", run, "--prompt", "a", "--tokenizer-type", "ByteTokenizer"])
@@ -148,7 +197,8 @@ def test_another_tokenizer_than_that_of_the_run_is_refused(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_published_folder_says_what_its_own_programme_says(
-        tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
     published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
     model = published.write(kind, tmp_path)
     tokenizer = published.transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -41,11 +41,22 @@ def output(capsys: pytest.CaptureFixture, *arguments: str) -> str:
 def test_counts_and_lengths_are_those_of_the_documents(prefix, capsys):
     found = json.loads(output(capsys, prefix, "--json", "--seq-length", "4"))
     lengths = [len(text) for text in TEXTS]
-    assert (found["documents"], found["empty_documents"], found["sequences"], found["tokens"]) == (4, 1, 4, sum(lengths))
+    assert (found["documents"], found["empty_documents"], found["sequences"], found["tokens"]) == (
+        4,
+        1,
+        4,
+        sum(lengths),
+    )
     assert (found["bin_bytes"], found["idx_bytes"], found["dtype"]) == (2 * sum(lengths), 34 + 12 * 4 + 8 * 5, "uint16")
     words = found["tokens_per_document"]
-    assert words == {"min": 0, "median": np.median(lengths), "p95": np.percentile(lengths, 95), "max": max(lengths),
-                     "mean": round(float(np.mean(lengths)), 2), "share_above_seq_length": 0.5}
+    assert words == {
+        "min": 0,
+        "median": np.median(lengths),
+        "p95": np.percentile(lengths, 95),
+        "max": max(lengths),
+        "mean": round(float(np.mean(lengths)), 2),
+        "share_above_seq_length": 0.5,
+    }
     assert found["histogram"] == [[0, 0, 1], [1, 1, 0], [2, 3, 0], [4, 7, 2], [8, 15, 0], [16, 31, 0], [32, 63, 1]]
     assert found["tokenizer"]["kind"] == "ByteTokenizer"
 
@@ -135,9 +146,15 @@ def test_all_problems_are_listed_at_once(prefix, capsys):
     facts = json.loads(Path(f"{prefix}.json").read_text())
     Path(f"{prefix}.json").write_text(json.dumps({**facts, "tokens": 46}))
     problems = verified(prefix, capsys)
-    for words in ("1 sequences do not begin where the lengths before them end, first sequence 1",
-                  "1 documents end before they begin, first document 1", "first 9999 at token 0", "4 more than its index",
-                  "says tokens 46, but the pair has 47", "data.bin has the checksum", "data.idx has the checksum"):
+    for words in (
+        "1 sequences do not begin where the lengths before them end, first sequence 1",
+        "1 documents end before they begin, first document 1",
+        "first 9999 at token 0",
+        "4 more than its index",
+        "says tokens 46, but the pair has 47",
+        "data.bin has the checksum",
+        "data.idx has the checksum",
+    ):
         assert sum(words in problem for problem in problems) == 1, (words, problems)
     assert len(problems) == 7
 
@@ -177,6 +194,8 @@ def test_floats_that_are_no_whole_numbers_are_no_ids(tmp_path, capsys):
 def test_torch_is_not_imported(prefix):
     import subprocess
 
-    code = ("import sys; from tools import inspect_dataset; "
-            f"inspect_dataset.main([{prefix!r}]); assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules")
+    code = (
+        "import sys; from tools import inspect_dataset; "
+        f"inspect_dataset.main([{prefix!r}]); assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True, capture_output=True)

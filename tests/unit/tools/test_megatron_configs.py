@@ -27,7 +27,9 @@ def words(args: Mapping[str, Any]) -> list[str]:
     """The command line of a configuration. Lists may stand as "[a b]", and a value with spaces is one word unless the flag takes several."""
     found: list[str] = []
     for flag, value in args.items():
-        if value is False or value is None or flag == "--use-checkpoint-args":  # which asks for a checkpoint that is not here
+        if (
+            value is False or value is None or flag == "--use-checkpoint-args"
+        ):  # which asks for a checkpoint that is not here
             continue
         text = str(value)
         if isinstance(value, list):

@@ -48,12 +48,19 @@ def parts(tmp_path):
 
 def same_pair(first, second):
     """Whether two pairs have the same bytes."""
-    return all(Path(f"{first}.{ending}").read_bytes() == Path(f"{second}.{ending}").read_bytes() for ending in ("bin", "idx"))
+    return all(
+        Path(f"{first}.{ending}").read_bytes() == Path(f"{second}.{ending}").read_bytes() for ending in ("bin", "idx")
+    )
 
 
 def test_pairs_are_joined_in_the_order_of_their_names(parts, tmp_path):
-    done = subprocess.run([sys.executable, str(TOOL), "--input", "parts", "--output-prefix", "new/whole"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--input", "parts", "--output-prefix", "new/whole"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3 pairs, 6 documents, 7 tokens -> new/whole.bin, new/whole.idx\n"
     write(tmp_path / "expected", [document for name in sorted(PARTS) for document in PARTS[name]])
@@ -82,21 +89,34 @@ def test_pairs_with_modes_keep_them(tool, tmp_path):
         with IndexedDatasetBuilder(tmp_path / name, np.uint16, multimodal=True) as builder:
             builder.add_sequence([5], mode)
             builder.end_document()
-    tool.main(["--prefixes", *(str(tmp_path / name) for name in "ab"), "--output-prefix", str(tmp_path / "whole"), "--multimodal"])
+    tool.main(
+        [
+            "--prefixes",
+            *(str(tmp_path / name) for name in "ab"),
+            "--output-prefix",
+            str(tmp_path / "whole"),
+            "--multimodal",
+        ]
+    )
     assert (tmp_path / "whole.idx").read_bytes()[-2:] == b"\0\1"
 
 
-@pytest.mark.parametrize("break_it, message", [
-    (lambda folder: (folder / "c.bin").unlink(), r"c\.idx has no \.bin beside it"),
-    (lambda folder: (folder / "c.idx").unlink(), r"c\.bin has no \.idx beside it"),
-    (lambda folder: write(folder / "c", [[1]], np.int32), r"holds ids of type uint16, .*c int32"),
-    (lambda folder: (folder / "c.bin").write_bytes(b""), r"c\.bin has 0 bytes"),
-    (lambda folder: [path.unlink() for path in folder.iterdir()], r"holds no \.bin/\.idx pair"),
-    (lambda folder: [write(folder / name, [[1]], tokenizer=mark) for name, mark in (("a", BYTES), ("c", OTHER))],
-     r"a was written with ByteTokenizer .*11aa22bb33cc.*, .*c GPT2BPETokenizer .*55dd66ee77ff"),
-    (lambda folder: write(folder / "c", [[1]], level="sentence"), "document, .*c sentence"),
-    (lambda folder: write(folder / "c", [[1]], shard=(0, 2)), "c is a shard, .*a_text_document is none"),
-])
+@pytest.mark.parametrize(
+    "break_it, message",
+    [
+        (lambda folder: (folder / "c.bin").unlink(), r"c\.idx has no \.bin beside it"),
+        (lambda folder: (folder / "c.idx").unlink(), r"c\.bin has no \.idx beside it"),
+        (lambda folder: write(folder / "c", [[1]], np.int32), r"holds ids of type uint16, .*c int32"),
+        (lambda folder: (folder / "c.bin").write_bytes(b""), r"c\.bin has 0 bytes"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], r"holds no \.bin/\.idx pair"),
+        (
+            lambda folder: [write(folder / name, [[1]], tokenizer=mark) for name, mark in (("a", BYTES), ("c", OTHER))],
+            r"a was written with ByteTokenizer .*11aa22bb33cc.*, .*c GPT2BPETokenizer .*55dd66ee77ff",
+        ),
+        (lambda folder: write(folder / "c", [[1]], level="sentence"), "document, .*c sentence"),
+        (lambda folder: write(folder / "c", [[1]], shard=(0, 2)), "c is a shard, .*a_text_document is none"),
+    ],
+)
 def test_pairs_that_cannot_be_joined_are_named_and_nothing_is_written(tool, parts, tmp_path, break_it, message):
     break_it(parts)
     with pytest.raises(SystemExit, match=message):
@@ -104,12 +124,15 @@ def test_pairs_that_cannot_be_joined_are_named_and_nothing_is_written(tool, part
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
 
-@pytest.mark.parametrize("shards, message", [
-    ([(0, 3), (2, 3)], r"of 3 shards, 1 are missing \(counted from 0\)"),
-    ([(3, 30)], "of 30 shards, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 19 more are missing"),
-    ([(0, 2), (1, 2), (1, 2)], r"p1 and .*p2 are both shard 1"),
-    ([(0, 2), (1, 3)], "shards of 2 and 3"),
-])
+@pytest.mark.parametrize(
+    "shards, message",
+    [
+        ([(0, 3), (2, 3)], r"of 3 shards, 1 are missing \(counted from 0\)"),
+        ([(3, 30)], "of 30 shards, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 19 more are missing"),
+        ([(0, 2), (1, 2), (1, 2)], r"p1 and .*p2 are both shard 1"),
+        ([(0, 2), (1, 3)], "shards of 2 and 3"),
+    ],
+)
 def test_shards_that_are_not_those_of_one_run_are_refused(tool, tmp_path, shards, message):
     for number, shard in enumerate(shards):
         write(tmp_path / f"p{number}", [[number]], shard=shard)

@@ -61,8 +61,12 @@ def test_the_example_learns(serial: list[tuple[float, float]]) -> None:
     assert serial[-1][0] < serial[0][0] - 0.3
 
 
-@pytest.mark.parametrize("constants", [{"TENSOR": 2}, {"PIPELINE": 2, "SHARDED": False}, {}], ids=["tensor", "pipeline", "sharded-data"])
-def test_two_ranks_print_the_losses_of_one(world: Worlds, serial: list[tuple[float, float]], constants: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "constants", [{"TENSOR": 2}, {"PIPELINE": 2, "SHARDED": False}, {}], ids=["tensor", "pipeline", "sharded-data"]
+)
+def test_two_ranks_print_the_losses_of_one(
+    world: Worlds, serial: list[tuple[float, float]], constants: dict[str, object]
+) -> None:
     first, second = world(2).run(printed, constants)
     expect_same(numbers(first), serial)
     assert second == "", "only the first rank prints"
@@ -72,8 +76,24 @@ def test_two_ranks_print_the_losses_of_one(world: Worlds, serial: list[tuple[flo
 def test_torchrun_starts_it_and_it_prints_the_same(serial: list[tuple[float, float]], tmp_path: Path) -> None:
     script = tmp_path / "edited.py"
     script.write_text(DRIVER.format(root=str(ROOT), constants={"TENSOR": 2}))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
-                           "--rdzv_endpoint", "localhost:0", str(script)], cwd=tmp_path, text=True, capture_output=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            str(script),
+        ],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     expect_same(numbers(done.stdout), serial)

@@ -23,12 +23,17 @@ from megatron.trust.trace import DryRun
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
 
-RUN = ("--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
-       "--global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --attention-dropout 0")
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --attention-dropout 0"
+)
 PP2 = "--pipeline-model-parallel-size 2"
 OWN = "--true-vocab-size 1000"
-LAUNCHERS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/*.sh")
-                   if re.match(r"(train|pretrain)_", path.name) and "small" not in path.name)
+LAUNCHERS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "examples").glob("*/*.sh")
+    if re.match(r"(train|pretrain)_", path.name) and "small" not in path.name
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +63,13 @@ def small_machine(folder: Path, memory: float) -> Path:
     return path
 
 
-def test_a_run_that_fits_is_planned_on_one_screen_and_one_page(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_fits_is_planned_on_one_screen_and_one_page(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     page = tmp_path / "deep" / "report.html"
-    out, err = report(tool, capsys, f"{OWN} --gpu a100-40 --html {page} -- torchrun --nproc_per_node 2 pretrain_gpt.py {RUN} {PP2}", 0)
+    out, err = report(
+        tool, capsys, f"{OWN} --gpu a100-40 --html {page} -- torchrun --nproc_per_node 2 pretrain_gpt.py {RUN} {PP2}", 0
+    )
     assert out.startswith("FITS: the fullest rank needs ") and "on a100-40" in out.splitlines()[0]
     assert "2 ranks (pp 2)" in out and "4 microbatches of 1 x 16 tokens" in out and len(out.splitlines()) < 30
     assert re.search(r"peak of rank \d: aten\.\w+ in \w+.*, megatron/core/\S+:\d+", out), out
@@ -69,9 +78,13 @@ def test_a_run_that_fits_is_planned_on_one_screen_and_one_page(tool: ModuleType,
     assert written.count("<svg") >= 2 and out.splitlines()[0].split(":")[0] in written
 
 
-@pytest.mark.parametrize("vocabulary, size, says", [("demo-vocab.json", 8000, ""), ("away.json", 50257, "away.json: not here; so 50,257 ids are taken")])
-def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(tool: ModuleType, capsys: pytest.CaptureFixture[str], vocabulary: str, size: int,
-                                                           says: str) -> None:
+@pytest.mark.parametrize(
+    "vocabulary, size, says",
+    [("demo-vocab.json", 8000, ""), ("away.json", 50257, "away.json: not here; so 50,257 ids are taken")],
+)
+def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], vocabulary: str, size: int, says: str
+) -> None:
     data = ROOT / "examples" / "data"
     flags = f"{RUN} --tokenizer-type GPT2BPETokenizer --vocab-file {data / vocabulary} --merge-file {data / 'demo-merges.txt'}".split()
     options, words = tool.read(["--world-size", "1", "--", *flags])
@@ -80,23 +93,30 @@ def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(tool: ModuleType, ca
     assert says in capsys.readouterr().err
 
 
-def test_ranks_that_would_wait_forever_are_found(tool: ModuleType, capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_wait_forever_are_found(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dry_run = tool.dry_runner()
 
     def without_a_send(config: RunConfig, world_size: int) -> DryRun:
         run = dry_run(config, world_size)
         first = run.traces[0]
         place = next(place for place, event in enumerate(first.events) if event.kind == "send")
-        return replace(run, traces=(replace(first, events=first.events[:place] + first.events[place + 1:]), *run.traces[1:]))
+        return replace(
+            run, traces=(replace(first, events=first.events[:place] + first.events[place + 1 :]), *run.traces[1:])
+        )
 
     monkeypatch.setattr(tool, "dry_runner", lambda: without_a_send)
     out, _ = report(tool, capsys, f"{OWN} --world-size 2 --gpu a100-40 {RUN} {PP2}", 1)
     assert out.startswith("NEVER ENDS (see below), and FITS") and "megatron/core/pipeline_parallel/executor.py:" in out
 
 
-def test_a_run_that_does_not_fit_is_told_what_to_change(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = f"{OWN} --world-size 2 {RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+def test_a_run_that_does_not_fit_is_told_what_to_change(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = (
+        f"{OWN} --world-size 2 {RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
     peak = json.loads(report(tool, capsys, f"{words} --json", 0)[0])["ranks"][0]["peak"]
     machine = small_machine(tmp_path, peak - 1)
     out, _ = report(tool, capsys, f"{words} --hardware {machine}", 1)
@@ -108,8 +128,12 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(tool: ModuleType, capsys
     assert (peak - after) / {"K": 2**10, "M": 2**20}[saving[2]] == pytest.approx(float(saving[1]), abs=0.006)
 
 
-def test_a_search_gives_every_layout_a_place_or_a_reason(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = f"{OWN} --search --world-size 2 {RUN} --tensor-model-parallel-size 3"  # what is given need not keep the rules
+def test_a_search_gives_every_layout_a_place_or_a_reason(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = (
+        f"{OWN} --search --world-size 2 {RUN} --tensor-model-parallel-size 3"  # what is given need not keep the rules
+    )
     found = json.loads(report(tool, capsys, f"{words} --plans 0 --json", 0)[0])
     assert found["complete"] and len(found["fits"]) + len(found["rejected"]) == found["tried"]
     assert all(one["rules"] and one["says"] for one in found["rejected"])
@@ -120,18 +144,28 @@ def test_a_search_gives_every_layout_a_place_or_a_reason(tool: ModuleType, capsy
     assert out.startswith("none of ") and "memory" in out
 
 
-def test_a_layout_that_follows_the_ranks_is_planned_as_it_would_start(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_follows_the_ranks_is_planned_as_it_would_start(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     elastic = "--elastic --save x --load x --save-interval 5 --tensor-model-parallel-size 2"
     out, err = report(tool, capsys, f"{OWN} --world-size 7 --gpu a100-40 {RUN} {elastic}", 0)
     # Three pairs of ranks cannot share a global batch of 4; two can.
     assert "4 of 7 ranks train, the others stand by" in err and "4 ranks (tp 2, dp 2)" in out
 
 
-@pytest.mark.parametrize("words, code, says", [
-    (f"{RUN} --world-size 3 {PP2}", 1, "world-size: 3 ranks are not a multiple"), (f"{RUN} --num-leyers 8", 1, "did you mean --num-layers"),
-    (f"{RUN} --hardware nowhere.json", 2, "--measure FILE"), ("", 2, "give the flags of a run"),
-    (f"{RUN} --search --html x.html", 2, "without --search")])
-def test_what_cannot_be_planned_is_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int, says: str) -> None:
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        (f"{RUN} --world-size 3 {PP2}", 1, "world-size: 3 ranks are not a multiple"),
+        (f"{RUN} --num-leyers 8", 1, "did you mean --num-layers"),
+        (f"{RUN} --hardware nowhere.json", 2, "--measure FILE"),
+        ("", 2, "give the flags of a run"),
+        (f"{RUN} --search --html x.html", 2, "without --search"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int, says: str
+) -> None:
     out, err = report(tool, capsys, words, code)
     assert says in err and not out
 
@@ -165,10 +199,16 @@ def test_all_ranks_learn_the_link_that_was_measured(world) -> None:
     assert found[0] == found[1] and found[0].rate > 0 and found[0].latency > 0
 
 
-@pytest.mark.parametrize("small, large, rate", [(1e-3, 11e-3, 1e-2), (2e-2, 2.1e-2, 2.1e-2), (2e-2, 1e-2, 1e-2), (0.0, 4.0, 4.0)])
-def test_a_link_that_was_measured_in_noise_is_no_faster_than_its_large_sum(small: float, large: float, rate: float) -> None:
+@pytest.mark.parametrize(
+    "small, large, rate", [(1e-3, 11e-3, 1e-2), (2e-2, 2.1e-2, 2.1e-2), (2e-2, 1e-2, 1e-2), (0.0, 4.0, 4.0)]
+)
+def test_a_link_that_was_measured_in_noise_is_no_faster_than_its_large_sum(
+    small: float, large: float, rate: float
+) -> None:
     found = measure.link_of(small, large, 4)
-    assert found.rate == pytest.approx(2 * 3 / 4 * 4 * measure.LARGE / rate) and found.latency == pytest.approx(max(small / 6, 1e-7))
+    assert found.rate == pytest.approx(2 * 3 / 4 * 4 * measure.LARGE / rate) and found.latency == pytest.approx(
+        max(small / 6, 1e-7)
+    )
 
 
 @pytest.mark.nightly
@@ -176,9 +216,22 @@ def test_a_link_that_was_measured_in_noise_is_no_faster_than_its_large_sum(small
 def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) -> None:
     usage = re.search(rf"^# +bash {launcher} (.*) \[more", (ROOT / launcher).read_text(encoding="utf-8"), re.MULTILINE)
     places = usage.group(1).replace("[", "").replace("]", "").lower().split()  # nothing of what they name is opened
-    environment = {**os.environ, "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h200 --json --seconds 1 --",
-                   "GPUS_PER_NODE": "8", "OMP_NUM_THREADS": "1"} | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})
-    done = subprocess.run(["bash", str(ROOT / launcher), *places], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=900)
-    assert done.returncode == 0 and done.stdout.startswith("{"), f"it does not fit, or cannot be planned: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+    environment = {
+        **os.environ,
+        "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h200 --json --seconds 1 --",
+        "GPUS_PER_NODE": "8",
+        "OMP_NUM_THREADS": "1",
+    } | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})
+    done = subprocess.run(
+        ["bash", str(ROOT / launcher), *places],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=900,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("{"), (
+        f"it does not fit, or cannot be planned: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+    )
     found = json.loads(done.stdout)
     assert found["time"]["seconds"] > 0 and 0.02 < found["time"]["mfu"] < 0.9 and found["ranks"][0]["peak"] > 2**20

@@ -22,8 +22,14 @@ from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 DATA = ROOT / "examples" / "data"
-BPE = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(DATA / "demo-vocab.json"),
-       "--merge-file", str(DATA / "demo-merges.txt")]
+BPE = [
+    "--tokenizer-type",
+    "GPT2BPETokenizer",
+    "--vocab-file",
+    str(DATA / "demo-vocab.json"),
+    "--merge-file",
+    str(DATA / "demo-merges.txt"),
+]
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
 
 
@@ -40,8 +46,14 @@ def tool():
 
 def run(*arguments, folder=None):
     """The tool as a process."""
-    return subprocess.run([sys.executable, str(TOOL), *map(str, arguments)], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)
+    return subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=60,
+    )
 
 
 def write_lines(path, documents):
@@ -59,11 +71,14 @@ def expected_pair(documents, letter, code):
     bounds = [0]
     for ids in documents:
         bounds.append(bounds[-1] + bool(ids))
-    return (b"".join(struct.pack(f"<{len(ids)}{letter}", *ids) for ids in full),
-            b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(full), len(bounds))
-            + struct.pack(f"<{len(full)}i", *lengths)
-            + struct.pack(f"<{len(full)}q", *[size * sum(lengths[:i]) for i in range(len(full))])
-            + struct.pack(f"<{len(bounds)}q", *bounds))
+    return (
+        b"".join(struct.pack(f"<{len(ids)}{letter}", *ids) for ids in full),
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(full), len(bounds))
+        + struct.pack(f"<{len(full)}i", *lengths)
+        + struct.pack(f"<{len(full)}q", *[size * sum(lengths[:i]) for i in range(len(full))])
+        + struct.pack(f"<{len(bounds)}q", *bounds),
+    )
 
 
 def pair_at(prefix):
@@ -95,8 +110,19 @@ def test_each_key_has_its_own_pair(tool, tmp_path, capsys):
 
 def test_large_vocabularies_are_written_as_32_bit_ids(tool, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"text": "5 65499"}])
-    tool.main(["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--append-eod",
-               "--tokenizer-type", "NullTokenizer", "--vocab-size", "65500"])
+    tool.main(
+        [
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--append-eod",
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            "65500",
+        ]
+    )
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[5, 65499, 65499]], "i", 4)
 
 
@@ -112,8 +138,19 @@ def test_the_bytes_do_not_depend_on_the_chunks(tool, tmp_path, monkeypatch, chun
 def test_one_and_two_workers_write_the_same_bytes_from_any_folder(tmp_path):
     copies = [DATA / "demo_valid.jsonl"] * 3
     for workers in (1, 2):
-        done = run("--input", *copies, "--output-prefix", f"w{workers}", "--append-eod", "--workers", workers,
-                   "--log-interval", 10, *BPE, folder=tmp_path)
+        done = run(
+            "--input",
+            *copies,
+            "--output-prefix",
+            f"w{workers}",
+            "--append-eod",
+            "--workers",
+            workers,
+            "--log-interval",
+            10,
+            *BPE,
+            folder=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("57 documents, ") and done.stdout.count("\n") == 1
         assert "Processed 57 documents (" in done.stderr and "%" not in done.stderr, "no progress bar in a log file"
@@ -129,8 +166,17 @@ def test_patterns_and_compressed_files_are_read_in_order(tool, tmp_path):
         write_lines(tmp_path / name, [{"text": text}])
     with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
         file.write('{"text": "Z"}\n{"text": "Y"}')
-    tool.main(["--input", str(tmp_path / "z.jsonl.gz"), str(tmp_path / "[ab].jsonl"), str(tmp_path / "c[1].jsonl"),
-               "--output-prefix", str(tmp_path / "out"), *BYTES])
+    tool.main(
+        [
+            "--input",
+            str(tmp_path / "z.jsonl.gz"),
+            str(tmp_path / "[ab].jsonl"),
+            str(tmp_path / "c[1].jsonl"),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            *BYTES,
+        ]
+    )
     assert (tmp_path / "out_text_document.bin").read_bytes() == struct.pack("<5H", *b"ZYABC")
 
 
@@ -176,10 +222,24 @@ def test_text_on_which_the_tokenizers_library_panics_is_a_bad_line(tmp_path, wor
     ranks = tmp_path / "bytes.tiktoken"
     ranks.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
     write_lines(tmp_path / "in.jsonl", [{"text": "a"}, {"text": " " * 1_000_000 + "b"}, {"text": "c"}])
-    flags = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--workers", workers, "--tokenizer-type", "TikTokenizer",
-             "--tokenizer-model", ranks, "--tiktoken-pattern", "v1"]
+    flags = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output-prefix",
+        tmp_path / "o",
+        "--workers",
+        workers,
+        "--tokenizer-type",
+        "TikTokenizer",
+        "--tokenizer-model",
+        ranks,
+        "--tiktoken-pattern",
+        "v1",
+    ]
     done = run(*flags)
-    assert done.returncode == 1 and "in.jsonl:2: text that the tokenizer cannot read; mend the line" in done.stderr, done.stderr
+    assert done.returncode == 1 and "in.jsonl:2: text that the tokenizer cannot read; mend the line" in done.stderr, (
+        done.stderr
+    )
     done = run(*flags, "--on-bad-line", "skip")
     assert "1 text that the tokenizer cannot read" in done.stdout and "in.jsonl:2)" in done.stdout, done.stderr
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[97], [99]], "H", 8)
@@ -196,9 +256,13 @@ def test_a_folder_is_all_its_files_by_name(tool, tmp_path):
     tool.main(["--input", str(folder), "--output-prefix", str(tmp_path / "o"), *BYTES])
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[97], [98], [99]], "H", 8)
     (folder / "d.py").write_text("d")
-    with pytest.raises(SystemExit, match=r"1 of the 4 files of this folder do not say by their ending what they are, first .*d\.py"):
+    with pytest.raises(
+        SystemExit, match=r"1 of the 4 files of this folder do not say by their ending what they are, first .*d\.py"
+    ):
         tool.main(["--input", str(folder), "--output-prefix", str(tmp_path / "o"), *BYTES])
-    tool.main(["--input", str(folder / "d.py"), "--input-format", "txt", "--output-prefix", str(tmp_path / "p"), *BYTES])
+    tool.main(
+        ["--input", str(folder / "d.py"), "--input-format", "txt", "--output-prefix", str(tmp_path / "p"), *BYTES]
+    )
     assert pair_at(tmp_path / "p_text_document") == expected_pair([[100]], "H", 8)
 
 
@@ -218,8 +282,20 @@ def test_a_line_that_is_bad_under_one_key_is_left_out_of_every_pair(tool, tmp_pa
     source = write_lines(tmp_path / "in.jsonl", [{"a": "x", "b": "y"}, {"a": "x", "b": 1}, {"a": "z", "b": ""}])
     with open(source, "a") as file:
         file.write('{"a": "x", "b": "\\ud800"}\n')
-    tool.main(["--input", str(source), "--json-keys", "a", "b", "--output-prefix", str(tmp_path / "o"),
-               "--on-bad-line", "skip", *BYTES])
+    tool.main(
+        [
+            "--input",
+            str(source),
+            "--json-keys",
+            "a",
+            "b",
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--on-bad-line",
+            "skip",
+            *BYTES,
+        ]
+    )
     assert pair_at(tmp_path / "o_a_document") == expected_pair([[120], [122]], "H", 8)
     assert pair_at(tmp_path / "o_b_document") == expected_pair([[121], []], "H", 8)
 
@@ -240,29 +316,57 @@ def test_a_damaged_compressed_file_is_named(tool, tmp_path):
     assert not list(tmp_path.glob("o_*"))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--input", "not/there", *BYTES], "--input not/there: there is no such file"),
-    (["--input", "not/*.jsonl", *BYTES], r"--input not/\*\.jsonl: there is no such file"),
-    (["--input", str(DATA / "demo_valid.jsonl"), "--tokenizer-type", "Unknown"], "choose one of GPT2BPETokenizer"),
-    (["--input", str(DATA / "demo_valid.jsonl")], "no --tokenizer-type is given; choose one of"),
-    (["--input", str(DATA), *BYTES], r"data: \d of the \d+ files of this folder do not say by their ending what they are, first .*LICENSE; "
-                                     r"give --input-format for all, or a pattern, as in '.*data/\*\*/\*.jsonl'"),
-    (["--input", str(ROOT / "README.md"), *BYTES], r"README.md does not begin with a JSON object, .*say --input-format txt"),
-    (["--input", str(TOOL), *BYTES], r"preprocess_data.py does not begin with a JSON object"),
-    (["--input", "-", "-", *BYTES], "names standard input twice"),
-    (["--input", "-", "--input-format", "parquet", *BYTES], "parquet files are read in place"),
-    (["--input", "-", "--shard", "0/2", *BYTES], "standard input cannot be cut"),
-    (["--input", str(DATA / "demo_valid.jsonl"), "--keep-newlines", "--lang", "dutch", *BYTES], r"2 settings(.|\n)*--lang dutch .* --split-sentences"),
-    (["--input", str(DATA / "demo_valid.jsonl"), "--split-sentences", "--lang", "klingon", *BYTES], "no Punkt tables of that language.*NLTK_DATA"),
-    (["--input", str(ROOT / "requirements.txt"), "--json-keys", "a", "b", *BYTES], "requirements.txt is plain text, with one text"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--input", "not/there", *BYTES], "--input not/there: there is no such file"),
+        (["--input", "not/*.jsonl", *BYTES], r"--input not/\*\.jsonl: there is no such file"),
+        (["--input", str(DATA / "demo_valid.jsonl"), "--tokenizer-type", "Unknown"], "choose one of GPT2BPETokenizer"),
+        (["--input", str(DATA / "demo_valid.jsonl")], "no --tokenizer-type is given; choose one of"),
+        (
+            ["--input", str(DATA), *BYTES],
+            r"data: \d of the \d+ files of this folder do not say by their ending what they are, first .*LICENSE; "
+            r"give --input-format for all, or a pattern, as in '.*data/\*\*/\*.jsonl'",
+        ),
+        (
+            ["--input", str(ROOT / "README.md"), *BYTES],
+            r"README.md does not begin with a JSON object, .*say --input-format txt",
+        ),
+        (["--input", str(TOOL), *BYTES], r"preprocess_data.py does not begin with a JSON object"),
+        (["--input", "-", "-", *BYTES], "names standard input twice"),
+        (["--input", "-", "--input-format", "parquet", *BYTES], "parquet files are read in place"),
+        (["--input", "-", "--shard", "0/2", *BYTES], "standard input cannot be cut"),
+        (
+            ["--input", str(DATA / "demo_valid.jsonl"), "--keep-newlines", "--lang", "dutch", *BYTES],
+            r"2 settings(.|\n)*--lang dutch .* --split-sentences",
+        ),
+        (
+            ["--input", str(DATA / "demo_valid.jsonl"), "--split-sentences", "--lang", "klingon", *BYTES],
+            "no Punkt tables of that language.*NLTK_DATA",
+        ),
+        (
+            ["--input", str(ROOT / "requirements.txt"), "--json-keys", "a", "b", *BYTES],
+            "requirements.txt is plain text, with one text",
+        ),
+    ],
+)
 def test_settings_that_cannot_work_are_named(tool, tmp_path, arguments, message):
     with pytest.raises(SystemExit, match=message):
         tool.main([*arguments, "--output-prefix", str(tmp_path / "o")])
 
 
-@pytest.mark.parametrize("extra", [["--workers", "0"], ["--json-keys", "a", "a"], ["--partition", "2"], ["--shard", "2/2"],
-                                   ["--shard", "1"], ["--journal-interval", "-1"], ["--workers-to-check", "1", "0"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--workers", "0"],
+        ["--json-keys", "a", "a"],
+        ["--partition", "2"],
+        ["--shard", "2/2"],
+        ["--shard", "1"],
+        ["--journal-interval", "-1"],
+        ["--workers-to-check", "1", "0"],
+    ],
+)
 def test_arguments_that_cannot_work_are_refused(tool, extra):
     with pytest.raises(SystemExit):
         tool.parse_arguments(["--input", "x", "--output-prefix", "y", *extra])
@@ -270,7 +374,9 @@ def test_arguments_that_cannot_work_are_refused(tool, extra):
 
 def children(pid):
     """The worker processes of a process."""
-    found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
     return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
@@ -285,8 +391,13 @@ def wait_for(condition, what):
 
 def start(*arguments, folder):
     """The tool as a process that goes on, with a pipe for its input."""
-    return subprocess.Popen([sys.executable, str(TOOL), *map(str, arguments)], cwd=folder, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -318,7 +429,10 @@ def test_a_second_run_with_the_same_prefix_is_refused_while_the_first_lives(tmp_
     process.communicate()
     done = run("--input", source, "--output-prefix", "o", *BYTES, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", *(f"o_text_document.{e}" for e in ("bin", "idx", "json"))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl",
+        *(f"o_text_document.{e}" for e in ("bin", "idx", "json")),
+    ]
 
 
 @pytest.mark.parametrize("workers, packed", [(1, False), (2, True)])
@@ -328,8 +442,21 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path,
     if packed:
         (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(source.read_bytes(), 1))
         source = tmp_path / "in.jsonl.gz"
-    command = ["--input", source, "--output-prefix", "o", "--json-keys", "text", "b", "--append-eod", "--workers", workers,
-               "--journal-interval", 0, *BYTES]
+    command = [
+        "--input",
+        source,
+        "--output-prefix",
+        "o",
+        "--json-keys",
+        "text",
+        "b",
+        "--append-eod",
+        "--workers",
+        workers,
+        "--journal-interval",
+        0,
+        *BYTES,
+    ]
     moments, resumed = random.Random(workers), 0
     for _ in range(3):
         process = start(*command, folder=tmp_path)
@@ -355,11 +482,20 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     peaks = []
     for copies in (4, 40):
         source = tmp_path / f"{copies}.jsonl"
-        source.write_bytes(b"".join(json.dumps({"text": f"{number} " * 1000}).encode() + b"\n" for number in range(150)) * copies)
-        code = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
-                "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
-        done = subprocess.run([sys.executable, "-c", code, str(TOOL), "--input", str(source), "--output-prefix", "o", *BYTES],
-                              cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        source.write_bytes(
+            b"".join(json.dumps({"text": f"{number} " * 1000}).encode() + b"\n" for number in range(150)) * copies
+        )
+        code = (
+            "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(TOOL), "--input", str(source), "--output-prefix", "o", *BYTES],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] < peaks[0] + 15, f"{peaks[0]:.0f} MB for 2 MB of text, {peaks[1]:.0f} MB for 20"
 
@@ -367,24 +503,62 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 def test_standard_input_is_read_as_lines_of_json_or_text(tool, tmp_path, monkeypatch):
     for format, content in (("auto", b'{"text": "ab"}\n{"text": "c"}'), ("txt", b"ab\nc\n")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        tool.main(["--input", "-", "--input-format", format, "--text-documents", "line", "--output-prefix",
-                   str(tmp_path / format), *BYTES])
+        tool.main(
+            [
+                "--input",
+                "-",
+                "--input-format",
+                format,
+                "--text-documents",
+                "line",
+                "--output-prefix",
+                str(tmp_path / format),
+                *BYTES,
+            ]
+        )
         assert pair_at(tmp_path / f"{format}_text_document") == expected_pair([[97, 98], [99]], "H", 8)
 
 
 def test_the_best_number_of_workers_is_measured_and_nothing_is_written(tool, tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", [{"text": "a"}] * 50)
-    tool.main(["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--find-optimal-num-workers",
-               "--workers-to-check", "1", "2", "--max-documents", "20", *BYTES])
+    tool.main(
+        [
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--find-optimal-num-workers",
+            "--workers-to-check",
+            "1",
+            "2",
+            "--max-documents",
+            "20",
+            *BYTES,
+        ]
+    )
     told = capsys.readouterr().out
-    assert re.match(r"1 workers: 50 documents in .* docs/s\n2 workers: 50 documents in .* docs/s\n"
-                    r"the best of these: --workers [12]\n$", told), told
+    assert re.match(
+        r"1 workers: 50 documents in .* docs/s\n2 workers: 50 documents in .* docs/s\n"
+        r"the best of these: --workers [12]\n$",
+        told,
+    ), told
     assert list(tmp_path.iterdir()) == [source]
 
 
 def test_flags_of_other_programmes_for_what_is_always_so_are_answered(tool, tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", [{"text": "a"}])
-    tool.main(["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--partitions", "4", "--keep-sequential-samples", *BYTES])
+    tool.main(
+        [
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--partitions",
+            "4",
+            "--keep-sequential-samples",
+            *BYTES,
+        ]
+    )
     assert "--partitions and --keep-sequential-samples: the input is one stream" in capsys.readouterr().err
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[97]], "H", 8)
 
@@ -396,10 +570,16 @@ def test_help_shows_groups():
 
 
 def test_the_tools_start_without_torch():
-    code = ("import runpy, sys; sys.argv = ['tool', '--help']\n"
-            "try: runpy.run_path({!r}, run_name='__main__')\n"
-            "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)")
+    code = (
+        "import runpy, sys; sys.argv = ['tool', '--help']\n"
+        "try: runpy.run_path({!r}, run_name='__main__')\n"
+        "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
     for name in ("preprocess_data", "merge_datasets"):
-        done = subprocess.run([sys.executable, "-c", code.format(str(ROOT / "tools" / f"{name}.py"))],
-                              capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(str(ROOT / "tools" / f"{name}.py"))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.stdout.endswith("False False\n"), done.stdout + done.stderr

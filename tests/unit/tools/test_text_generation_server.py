@@ -49,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def started(command: list[str], log: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server process and its port."""
     with log.open("wb") as file:
-        process = subprocess.Popen([*command, "--port", "0"], stdout=file, stderr=file, env={**ENVIRONMENT, **environment}, cwd=ROOT)
+        process = subprocess.Popen(
+            [*command, "--port", "0"], stdout=file, stderr=file, env={**ENVIRONMENT, **environment}, cwd=ROOT
+        )
     try:
         until(lambda: "serving at" in log.read_text() or process.poll() is not None, 90)
         found = re.search(r"serving at http://127\.0\.0\.1:(\d+)", log.read_text())
@@ -70,7 +72,13 @@ def put(port: int, **body: Any) -> tuple[int, Any]:
 
 def asked(port: int, lines: str, *options: str) -> str:
     """What the client prints."""
-    done = subprocess.run([sys.executable, str(CLI), f"127.0.0.1:{port}", *options], input=lines, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(CLI), f"127.0.0.1:{port}", *options],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stderr == "", done
     return done.stdout
 
@@ -79,12 +87,23 @@ def test_the_example_opens_its_page_serves_the_client_and_drains_at_sigterm(fold
     browser = tmp_path / "browser"
     browser.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/opened\n")
     browser.chmod(0o755)
-    with started(["bash", "examples/serve.sh", folder], tmp_path / "log", BROWSER=f"{browser} %s", PYTHON=sys.executable) as (process, port):
-        until(lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text() == f"http://127.0.0.1:{port}\n")
+    with started(
+        ["bash", "examples/serve.sh", folder], tmp_path / "log", BROWSER=f"{browser} %s", PYTHON=sys.executable
+    ) as (process, port):
+        until(
+            lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text() == f"http://127.0.0.1:{port}\n"
+        )
         said = asked(port, "3 1 4\n4\n3 1 4\nmany\n3 1 4\n9999\n")
-        assert "Megatron Response: \n3 1 4" in said and "'many' is no number of tokens" in said and "Error 400: " in said and "positions" in said
+        assert (
+            "Megatron Response: \n3 1 4" in said
+            and "'many' is no number of tokens" in said
+            and "Error 400: " in said
+            and "positions" in said
+        )
         found: list[tuple[int, Any]] = []
-        thread = threading.Thread(target=lambda: found.append(put(port, prompts=["3 1 4"] * 32, tokens_to_generate=8, top_k=1, stop_token=0)))
+        thread = threading.Thread(
+            target=lambda: found.append(put(port, prompts=["3 1 4"] * 32, tokens_to_generate=8, top_k=1, stop_token=0))
+        )
         thread.start()
         until(lambda: b"requests_total 33" in metrics(port))
         process.send_signal(signal.SIGTERM)
@@ -94,7 +113,12 @@ def test_the_example_opens_its_page_serves_the_client_and_drains_at_sigterm(fold
 
 
 def test_the_example_says_what_is_missing_before_there_is_anything_to_serve(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", str(ROOT / "examples" / "serve.sh"), str(tmp_path / "none")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "serve.sh"), str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1 and "examples/quickstart.sh" in done.stderr and str(tmp_path / "none") in done.stderr
 
 
@@ -106,25 +130,43 @@ def metrics(port: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_them_again(folder: str, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_them_again(
+    folder: str, tmp_path: Path
+) -> None:
     loaded = load_network(folder, GPT)
-    expected = [reply.ids for reply in Engine(loaded.stages, loaded.tokenizer).run(
-        [Request(prompt, 6, Sampling(0.0)) for prompt in ((3, 1, 4), (1,))])]
-    launcher, log = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc_per_node", "2"], tmp_path / "two"
+    expected = [
+        reply.ids
+        for reply in Engine(loaded.stages, loaded.tokenizer).run(
+            [Request(prompt, 6, Sampling(0.0)) for prompt in ((3, 1, 4), (1,))]
+        )
+    ]
+    launcher, log = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc_per_node", "2"],
+        tmp_path / "two",
+    )
 
     def answers(port: int) -> bool:
         status, answer = put(port, prompts=["3 1 4", "1"], tokens_to_generate=6, top_k=1)
-        found = [tuple(map(int, text.removeprefix(prompt).split())) for text, prompt in zip(answer["text"], ("3 1 4", "1"), strict=True)]
+        found = [
+            tuple(map(int, text.removeprefix(prompt).split()))
+            for text, prompt in zip(answer["text"], ("3 1 4", "1"), strict=True)
+        ]
         return status == 200 and found == expected
 
     with started([*launcher, str(TOOL), "--load", folder, "--tensor-model-parallel-size", "2"], log) as (process, port):
         assert answers(port)
-        ranks = [int(rank) for rank in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
+        ranks = [
+            int(rank)
+            for rank in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        ]
         follower = next(rank for rank in ranks if rank_of(rank) == "1")
         os.kill(follower, signal.SIGKILL)
         until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
         said = log.read_text()
-        assert re.search(rf"RankLost: rank 1 of 2 \(process {follower} on .*\) has ended", said) and "Traceback" not in said, said
+        assert (
+            re.search(rf"RankLost: rank 1 of 2 \(process {follower} on .*\) has ended", said)
+            and "Traceback" not in said
+        ), said
         until(lambda: log.read_text().count("serving at") == 2, 60)
         time.sleep(5)  # longer than a rank lives that is told of an old failure
         assert answers(int(re.findall(r"serving at http://127\.0\.0\.1:(\d+)", log.read_text())[1]))
@@ -134,38 +176,70 @@ def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_th
 
 def rank_of(process: int) -> str:
     """The rank that a launcher gave a process."""
-    return dict(line.split("=", 1) for line in Path(f"/proc/{process}/environ").read_text().split("\0") if "=" in line)["RANK"]
+    return dict(line.split("=", 1) for line in Path(f"/proc/{process}/environ").read_text().split("\0") if "=" in line)[
+        "RANK"
+    ]
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_killed_while_all_wait_is_named_though_no_launcher_ends_the_others(folder: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_all_wait_is_named_though_no_launcher_ends_the_others(
+    folder: str, tmp_path: Path
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
-                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    command, logs = [sys.executable, str(TOOL), "--load", folder, "--port", "0", "--tensor-model-parallel-size", "2"], [tmp_path / "0", tmp_path / "1"]
+    environment = {
+        **ENVIRONMENT,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    command, logs = (
+        [sys.executable, str(TOOL), "--load", folder, "--port", "0", "--tensor-model-parallel-size", "2"],
+        [tmp_path / "0", tmp_path / "1"],
+    )
     ranks = []
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as file:
-                ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=file,
+                        stderr=file,
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
+                )
         until(lambda: "serving at" in logs[0].read_text() or ranks[0].poll() is not None, 90)
         ranks[1].kill()
-        assert ranks[0].wait(10) != 0 and f"rank 1 of 2 (process {ranks[1].pid} on " in logs[0].read_text(), logs[0].read_text()
+        assert ranks[0].wait(10) != 0 and f"rank 1 of 2 (process {ranks[1].pid} on " in logs[0].read_text(), logs[
+            0
+        ].read_text()
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait(30)
 
 
-@pytest.mark.parametrize("status, body, said", [
-    (200, b'{"text": ["ab"]}', "Megatron Response: \nab"), (200, b"[]", "does not answer as"), (200, b"no", "does not answer as"),
-    (400, b'{"message": "too long"}', "Error 400: too long"), (400, b'"too long"', "Error 400: too long"), (502, b"<html>", "Error 502: <html>")])
+@pytest.mark.parametrize(
+    "status, body, said",
+    [
+        (200, b'{"text": ["ab"]}', "Megatron Response: \nab"),
+        (200, b"[]", "does not answer as"),
+        (200, b"no", "does not answer as"),
+        (400, b'{"message": "too long"}', "Error 400: too long"),
+        (400, b'"too long"', "Error 400: too long"),
+        (502, b"<html>", "Error 502: <html>"),
+    ],
+)
 def test_the_client_reads_what_any_server_says(status: int, body: bytes, said: str, tmp_path: Path) -> None:
     heard: list[tuple[Any, str]] = []
 
     class Canned(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            heard.append((json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.headers["Authorization"]))
+            heard.append(
+                (json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.headers["Authorization"])
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

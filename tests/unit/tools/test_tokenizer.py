@@ -17,16 +17,37 @@ from tools import tokenizer as tool
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "examples" / "data"
-DEMO = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(DATA / "demo-vocab.json"),
-        "--merge-file", str(DATA / "demo-merges.txt")]
+DEMO = [
+    "--tokenizer-type",
+    "GPT2BPETokenizer",
+    "--vocab-file",
+    str(DATA / "demo-vocab.json"),
+    "--merge-file",
+    str(DATA / "demo-merges.txt"),
+]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A byte-level BPE learnt from the demo's valid split."""
     folder = tmp_path_factory.mktemp("trained")
-    assert tool.main(["train", "--input", str(DATA / "demo_valid.jsonl"), "--vocab-size", "700", "--output-dir", str(folder),
-                      "--special-tokens", "<|endoftext|>", "<pad>"]) == 0
+    assert (
+        tool.main(
+            [
+                "train",
+                "--input",
+                str(DATA / "demo_valid.jsonl"),
+                "--vocab-size",
+                "700",
+                "--output-dir",
+                str(folder),
+                "--special-tokens",
+                "<|endoftext|>",
+                "<pad>",
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -85,8 +106,23 @@ def test_a_trained_vocabulary_is_read_by_other_libraries(trained):
 def test_training_is_repeatable_and_reads_compressed_lines(trained, tmp_path):
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress((DATA / "demo_valid.jsonl").read_bytes()))
-    assert tool.main(["train", "--input", str(packed), "--vocab-size", "700", "--output-dir", str(tmp_path / "again"),
-                      "--special-tokens", "<|endoftext|>", "<pad>"]) == 0
+    assert (
+        tool.main(
+            [
+                "train",
+                "--input",
+                str(packed),
+                "--vocab-size",
+                "700",
+                "--output-dir",
+                str(tmp_path / "again"),
+                "--special-tokens",
+                "<|endoftext|>",
+                "<pad>",
+            ]
+        )
+        == 0
+    )
     for path in trained.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
@@ -95,24 +131,50 @@ def test_training_is_repeatable_and_reads_compressed_lines(trained, tmp_path):
 def test_a_trained_sentencepiece_model_is_read_by_the_library(tmp_path, capsys, kind):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(documents()[0].split("\n")[:400]) + "\n\x00 zero\n", "utf-8")
-    assert tool.main(["train", "--kind", kind, "--keep-whitespace", "--input", str(corpus), "--vocab-size", "600",
-                      "--special-tokens", "<sep>", "--output-dir", str(tmp_path)]) == 0
+    assert (
+        tool.main(
+            [
+                "train",
+                "--kind",
+                kind,
+                "--keep-whitespace",
+                "--input",
+                str(corpus),
+                "--vocab-size",
+                "600",
+                "--special-tokens",
+                "<sep>",
+                "--output-dir",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert len(theirs) == 600 and [theirs.id_to_piece(number) for number in range(5)] == ["<unk>", "<s>", "</s>", "<pad>", "<sep>"]
+    assert len(theirs) == 600 and [theirs.id_to_piece(number) for number in range(5)] == [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<pad>",
+        "<sep>",
+    ]
     assert theirs.decode(theirs.encode("  two  \u6771 spaces\n\n")) == "  two  \u6771 spaces\n\n"
     assert theirs.piece_to_id("<sep>") not in theirs.encode("a<sep>b")
     assert "use it with --tokenizer-type GPTSentencePieceTokenizer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--vocab-size", "200"], "no room for the 256 bytes"),
-    (["--vocab-size", "400", "--special-tokens", "a"], "longer than a letter"),
-    (["--vocab-size", "400", "--special-tokens"], "at least one name"),
-    (["--vocab-size", "400", "--keep-whitespace"], "--keep-whitespace is for SentencePiece"),
-    (["--vocab-size", "400", "--kind", "bpe", "--special-tokens", "<s>"], "none of <unk> <s> </s> <pad>"),
-    (["--vocab-size", "100000000", "--kind", "unigram"], "no model can be learnt"),
-    (["--vocab-size", "400", "--input", "not/there"], "there is no such file"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--vocab-size", "200"], "no room for the 256 bytes"),
+        (["--vocab-size", "400", "--special-tokens", "a"], "longer than a letter"),
+        (["--vocab-size", "400", "--special-tokens"], "at least one name"),
+        (["--vocab-size", "400", "--keep-whitespace"], "--keep-whitespace is for SentencePiece"),
+        (["--vocab-size", "400", "--kind", "bpe", "--special-tokens", "<s>"], "none of <unk> <s> </s> <pad>"),
+        (["--vocab-size", "100000000", "--kind", "unigram"], "no model can be learnt"),
+        (["--vocab-size", "400", "--input", "not/there"], "there is no such file"),
+    ],
+)
 def test_what_cannot_be_trained_is_named_and_leaves_nothing(tmp_path, capsys, words, message):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("some text\n" * 20)
@@ -153,7 +215,9 @@ def test_decode_gives_the_text_of_ids_from_the_command_line_and_standard_input(m
 
 
 def test_help_is_there_without_loading_libraries():
-    code = ("import sys\nfrom tools import tokenizer\ntry:\n    tokenizer.main(['check', '--help'])\nexcept SystemExit:\n    pass\n"
-            "print([name for name in ('torch', 'transformers', 'tokenizers', 'sentencepiece', 'pyarrow') if name in sys.modules])")
+    code = (
+        "import sys\nfrom tools import tokenizer\ntry:\n    tokenizer.main(['check', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'transformers', 'tokenizers', 'sentencepiece', 'pyarrow') if name in sys.modules])"
+    )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.endswith("[]\n") and "--padded-vocab-size" in shown and "Tokenizer:" in shown

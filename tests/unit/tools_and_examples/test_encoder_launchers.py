@@ -12,7 +12,10 @@ from megatron.training.arguments import config_of, read_args
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import Command, bash, launch
 
-LAUNCHERS = {"bert": "examples/bert/pretrain_bert_340m_distributed.sh", "t5": "examples/t5/pretrain_t5_220m_distributed.sh"}
+LAUNCHERS = {
+    "bert": "examples/bert/pretrain_bert_340m_distributed.sh",
+    "t5": "examples/t5/pretrain_t5_220m_distributed.sh",
+}
 SMALL = {"bert": "examples/bert/pretrain_bert_small.sh", "t5": "examples/t5/pretrain_t5_small.sh"}
 PATHS = ("checkpoints", "tensorboard", "vocab.txt", "corpus_text_sentence")
 
@@ -20,17 +23,25 @@ PATHS = ("checkpoints", "tensorboard", "vocab.txt", "corpus_text_sentence")
 def read(command: Command, entry: str) -> RunConfig:
     """The checked config of the run."""
     assert command.entry == f"pretrain_{entry}.py" and (ROOT / command.entry).is_file()
-    return config_of(read_args(command.flags, defaults={"architecture": entry}, world_size=command.ranks), command.ranks)
+    return config_of(
+        read_args(command.flags, defaults={"architecture": entry}, world_size=command.ranks), command.ranks
+    )
 
 
 @pytest.mark.parametrize("machines", [1, 4])
 @pytest.mark.parametrize("entry", LAUNCHERS)
 def test_a_launchers_flags_fit_together_and_its_model_has_its_size(entry: str, machines: int, tmp_path: Path) -> None:
     more = ("--global-batch-size", str(1024 * machines)) if machines > 1 else ()
-    command = launch(LAUNCHERS[entry], *PATHS, *more, "--seed", "7", folder=tmp_path, GPUS_PER_NODE="8", NUM_NODES=str(machines))
+    command = launch(
+        LAUNCHERS[entry], *PATHS, *more, "--seed", "7", folder=tmp_path, GPUS_PER_NODE="8", NUM_NODES=str(machines)
+    )
     config = read(command, entry)
     assert command.ranks == 8 * machines and config.train.seed == 7
-    assert (config.checkpoint.save, config.checkpoint.load, config.log.tensorboard_dir) == (PATHS[0], PATHS[0], PATHS[1])
+    assert (config.checkpoint.save, config.checkpoint.load, config.log.tensorboard_dir) == (
+        PATHS[0],
+        PATHS[0],
+        PATHS[1],
+    )
     assert (config.tokenizer.vocab_file, config.data.data_path) == (PATHS[2], (PATHS[3],))
     count = count_parameters(config.model.with_vocabulary(30522 if entry == "bert" else 28996 + 102, 1)).total
     assert count == pytest.approx({"bert": 340e6, "t5": 220e6}[entry], rel=0.025)
@@ -46,4 +57,6 @@ def test_a_launcher_without_its_arguments_says_what_it_needs(entry: str, tmp_pat
 @pytest.mark.parametrize("entry", SMALL)
 def test_the_small_runs_need_nothing_but_the_repository(entry: str, tmp_path: Path) -> None:
     config = read(launch(SMALL[entry], folder=tmp_path), entry)
-    assert Path(config.tokenizer.vocab_file).is_file() and config.model.num_layers <= 4 and config.model.hidden_size <= 256
+    assert (
+        Path(config.tokenizer.vocab_file).is_file() and config.model.num_layers <= 4 and config.model.hidden_size <= 256
+    )

@@ -14,21 +14,35 @@ from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 
 FOLDERS = ("llama", "mistral", "mixtral", "deepseek", "qwen", "gpt_oss")
-ALL = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / "examples" / folder).glob("*.sh"))
+ALL = sorted(
+    path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / "examples" / folder).glob("*.sh")
+)
 SMALL = [path for path in ALL if "small" in path]
 PATHS = ("checkpoints", "tensorboard", "tokenizer", "corpus_text_document")
 # Machines, rows of the vocabulary, parameters in billions as published, and the family.
 LARGE = {
-    "llama/train_llama3_8b.sh": (1, 128256, 8.03, "llama"), "llama/train_llama3_70b.sh": (8, 128256, 70.6, "llama"),
-    "llama/train_llama3_405b.sh": (64, 128256, 405.9, "llama"), "mixtral/train_mixtral_8x7b.sh": (4, 32000, 46.7, "mixtral"),
-    "mistral/train_mistral_7b.sh": (1, 32000, 7.24, "mistral"), "deepseek/train_deepseek_v2.sh": (32, 102400, 235.7, "deepseek_v2"),
+    "llama/train_llama3_8b.sh": (1, 128256, 8.03, "llama"),
+    "llama/train_llama3_70b.sh": (8, 128256, 70.6, "llama"),
+    "llama/train_llama3_405b.sh": (64, 128256, 405.9, "llama"),
+    "mixtral/train_mixtral_8x7b.sh": (4, 32000, 46.7, "mixtral"),
+    "mistral/train_mistral_7b.sh": (1, 32000, 7.24, "mistral"),
+    "deepseek/train_deepseek_v2.sh": (32, 102400, 235.7, "deepseek_v2"),
     "deepseek/train_deepseek_v2_lite.sh": (1, 102400, 15.7, "deepseek_v2"),
-    "deepseek/train_deepseek_v3.sh": (128, 129280, 671 + 11.5, "deepseek_v3"), "qwen/train_qwen2.5_7b.sh": (1, 152064, 7.62, "qwen2"),
-    "qwen/train_qwen3_8b.sh": (1, 151936, 8.19, "qwen3"), "qwen/train_qwen3_30b_a3b.sh": (4, 151936, 30.5, "qwen3_moe"),
-    "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"), "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss")}
-SAME = {"mistral/train_mistral_7b.sh": "Mistral 7B v0.1", "deepseek/train_deepseek_v2.sh": "DeepSeek V2",
-        "mixtral/train_mixtral_8x7b.sh": "Mixtral 8x7B", "deepseek/train_deepseek_v2_lite.sh": "DeepSeek V2 Lite",
-        "deepseek/train_deepseek_v3.sh": "DeepSeek V3", "gpt_oss/train_gpt_oss_20b.sh": "gpt-oss 20b"}
+    "deepseek/train_deepseek_v3.sh": (128, 129280, 671 + 11.5, "deepseek_v3"),
+    "qwen/train_qwen2.5_7b.sh": (1, 152064, 7.62, "qwen2"),
+    "qwen/train_qwen3_8b.sh": (1, 151936, 8.19, "qwen3"),
+    "qwen/train_qwen3_30b_a3b.sh": (4, 151936, 30.5, "qwen3_moe"),
+    "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"),
+    "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss"),
+}
+SAME = {
+    "mistral/train_mistral_7b.sh": "Mistral 7B v0.1",
+    "deepseek/train_deepseek_v2.sh": "DeepSeek V2",
+    "mixtral/train_mixtral_8x7b.sh": "Mixtral 8x7B",
+    "deepseek/train_deepseek_v2_lite.sh": "DeepSeek V2 Lite",
+    "deepseek/train_deepseek_v3.sh": "DeepSeek V3",
+    "gpt_oss/train_gpt_oss_20b.sh": "gpt-oss 20b",
+}
 
 
 def test_every_launcher_is_known() -> None:
@@ -42,21 +56,30 @@ def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(
     command = launch(f"examples/{name}", *PATHS, folder=tmp_path)
     config = command.config()
     assert command.ranks == 8 * machines
-    assert (config.checkpoint.save, config.checkpoint.load, config.log.tensorboard_dir) == (PATHS[0], PATHS[0], PATHS[1])
+    assert (config.checkpoint.save, config.checkpoint.load, config.log.tensorboard_dir) == (
+        PATHS[0],
+        PATHS[0],
+        PATHS[1],
+    )
     assert (config.tokenizer.tokenizer_model, config.data.data_path) == (PATHS[2], (PATHS[3],))
     model = config.model.with_vocabulary(rows, 1)
-    assert sum(whole(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(billions, rel=0.006)
+    assert sum(whole(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(
+        billions, rel=0.006
+    )
     assert differences(model, FAMILIES[family]) == []
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_config_of_a_large_launcher_is_the_published_one(name: str, tmp_path: Path) -> None:
     published, (_, _, _, family) = PUBLISHED[SAME[name]], LARGE[name]
-    model = launch(f"examples/{name}", *PATHS, folder=tmp_path).config().model.with_vocabulary(published["vocab_size"], 1)
+    model = (
+        launch(f"examples/{name}", *PATHS, folder=tmp_path).config().model.with_vocabulary(published["vocab_size"], 1)
+    )
     found = FAMILIES[family].config_out(model, published)
     trained = ("attention_dropout", "initializer_range")  # how it is trained says nothing of the network
     assert {key: found.get(key) for key in published if key not in trained and published[key] is not False} == {
-        key: value for key, value in published.items() if key not in trained and value is not False}
+        key: value for key, value in published.items() if key not in trained and value is not False
+    }
 
 
 @pytest.mark.parametrize("path", [f"examples/{name}" for name in LARGE])

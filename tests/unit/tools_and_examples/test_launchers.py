@@ -41,22 +41,30 @@ class Command:
         place = next(place for place, word in enumerate(words) if word.endswith(".py"))
         options = dict(zip(words[:place], words[1:place]))
         ranks = int(options["--nproc_per_node"]) * int(options.get("--nnodes", "1"))
-        return cls(ranks, Path(words[place]).name, list(words[place + 1:]))
+        return cls(ranks, Path(words[place]).name, list(words[place + 1 :]))
 
     def config(self) -> RunConfig:
         """The checked config of the run; the batch must be cut evenly over its whole course."""
         assert (ROOT / self.entry).is_file(), f"{self.entry} is no entry script"
         config = config_of(read_args(self.flags, world_size=self.ranks), self.ranks)
-        BatchSchedule.build(config.train, data_parallel_size=config.parallel.data_parallel_size(self.ranks),
-                            seq_length=config.train.seq_length).check()
+        BatchSchedule.build(
+            config.train,
+            data_parallel_size=config.parallel.data_parallel_size(self.ranks),
+            seq_length=config.train.seq_length,
+        ).check()
         return config
 
 
 def bash(command: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script. Its environment names no GPUs or machines but those given."""
-    env = {name: value for name, value in os.environ.items()
-           if name not in ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "PRECISION", "LAUNCH", "PYTHON")}
-    return subprocess.run(["bash", *command], cwd=folder, env=env | environment, text=True, capture_output=True, timeout=60)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "PRECISION", "LAUNCH", "PYTHON")
+    }
+    return subprocess.run(
+        ["bash", *command], cwd=folder, env=env | environment, text=True, capture_output=True, timeout=60
+    )
 
 
 def launch(launcher: str, *arguments: str, folder: Path, **environment: str) -> Command:
@@ -93,12 +101,14 @@ def test_flags_after_a_launchers_arguments_win(launcher: str, tmp_path: Path) ->
 
 
 def test_a_printed_command_can_be_pasted(tmp_path: Path) -> None:
-    odd = ("--wandb-exp-name", "it's $HOME; a \"name\"", "--moe-layer-freq", "([0]*1+[1]*11)", "--log-jsonl", "")
+    odd = ("--wandb-exp-name", 'it\'s $HOME; a "name"', "--moe-layer-freq", "([0]*1+[1]*11)", "--log-jsonl", "")
     done = bash([str(ROOT / LAUNCHERS[0]), "a folder", *PATHS[1:], *odd], tmp_path, LAUNCH="echo", GPUS_PER_NODE="8")
     assert done.stdout.startswith("torchrun --nproc_per_node 8 "), done.stdout
     pasted = bash(["-c", "torchrun() { printf '%s\\0' \"$@\"; }\n" + done.stdout], tmp_path)
     words = pasted.stdout.split("\0")[:-1]
-    assert tuple(words[-len(odd):]) == odd and words[words.index("--save") + 1] == "a folder", pasted.stdout + pasted.stderr
+    assert tuple(words[-len(odd) :]) == odd and words[words.index("--save") + 1] == "a folder", (
+        pasted.stdout + pasted.stderr
+    )
 
 
 def test_the_sizes_of_the_models_are_those_in_their_names(tmp_path: Path) -> None:
@@ -107,9 +117,13 @@ def test_the_sizes_of_the_models_are_those_in_their_names(tmp_path: Path) -> Non
         model = launch(launcher, *PATHS, folder=tmp_path).config().model
         h, f = model.hidden_size, model.ffn_hidden_size
         layer = 4 * h * h + 2 * h * f + 9 * h + f  # attention, MLP, their biases and two norms
-        sizes[Path(launcher).stem] = (model.num_layers * layer + h * (50257 + model.max_position_embeddings) + 2 * h) / 1e6
+        sizes[Path(launcher).stem] = (
+            model.num_layers * layer + h * (50257 + model.max_position_embeddings) + 2 * h
+        ) / 1e6
     assert sizes["train_gpt3_125m"] == pytest.approx(125, rel=0.02)
-    assert sizes["train_gpt3_345m"] == pytest.approx(355, rel=0.02)  # published as 345M, counted without its embedding rows
+    assert sizes["train_gpt3_345m"] == pytest.approx(
+        355, rel=0.02
+    )  # published as 345M, counted without its embedding rows
     assert sizes["train_gpt3_175b_distributed"] == pytest.approx(175e3, rel=0.01)
 
 
@@ -120,7 +134,9 @@ def test_without_data_the_small_model_runs_on_the_text_of_the_repository(tmp_pat
     assert Path(config.tokenizer.vocab_file).is_file() and Path(config.tokenizer.merge_file).is_file()
     documents = len((ROOT / "examples/data/demo_train_small.jsonl").read_text(encoding="utf-8").splitlines())
     shares = [float(share) for share in config.data.split.split(",")]
-    assert all(share == 0 or share / sum(shares) * documents >= 2 for share in shares), "a part of the split would be empty"
+    assert all(share == 0 or share / sum(shares) * documents >= 2 for share in shares), (
+        "a part of the split would be empty"
+    )
 
 
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if "125m" not in name])
@@ -153,26 +169,39 @@ esac
 
 
 @pytest.mark.parametrize("gpus, final, code", [(0, "5.4", 0), (1, "5.0", 0), (4, "5.8", 1)])
-def test_the_quick_start_trains_under_two_layouts_and_checks_the_loss(tmp_path: Path, gpus: int, final: str, code: int) -> None:
+def test_the_quick_start_trains_under_two_layouts_and_checks_the_loss(
+    tmp_path: Path, gpus: int, final: str, code: int
+) -> None:
     for name in ("quickstart.sh", "setup.sh"):
         script(tmp_path / "examples" / name, (ROOT / "examples" / name).read_text(encoding="utf-8"))
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
     script(tmp_path / "python", PRETENDER.replace("REAL", sys.executable))
     script(tmp_path / "bin/nvidia-smi", f"for i in $(seq 1 {gpus}); do echo GPU $i; done; exit {int(gpus == 0)}")
     (tmp_path / "runs/quickstart/stale").mkdir(parents=True)
-    done = bash(["examples/quickstart.sh"], tmp_path, PYTHON=str(tmp_path / "python"), FINAL=final,
-                PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    done = bash(
+        ["examples/quickstart.sh"],
+        tmp_path,
+        PYTHON=str(tmp_path / "python"),
+        FINAL=final,
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    )
     assert done.returncode == code, done.stdout + done.stderr
-    assert "unigram entropy         6.500" in done.stdout and f"final training loss     {float(final):.3f}" in done.stdout
+    assert (
+        "unigram entropy         6.500" in done.stdout and f"final training loss     {float(final):.3f}" in done.stdout
+    )
     assert "perplexity 403.4" in done.stdout
     assert not (tmp_path / "runs/quickstart/stale").exists(), "the folder of an earlier run was not emptied"
-    first, second = (Command.read([*line.split("run --standalone ")[1].split()])
-                     for line in (tmp_path / "commands").read_text().splitlines())
+    first, second = (
+        Command.read([*line.split("run --standalone ")[1].split()])
+        for line in (tmp_path / "commands").read_text().splitlines()
+    )
     layouts = [(one.ranks, one.config().parallel.tp, one.config().parallel.pp) for one in (first, second)]
     assert layouts == ([(1, 1, 1), (1, 1, 1)] if gpus == 1 else [(2, 2, 1), (2, 1, 2)])
     train = first.config().train
     assert train.exit_interval is not None and train.train_iters > train.exit_interval
-    rest = dataclasses.replace(second.config().train, exit_interval=train.exit_interval, micro_batch_size=train.micro_batch_size)
+    rest = dataclasses.replace(
+        second.config().train, exit_interval=train.exit_interval, micro_batch_size=train.micro_batch_size
+    )
     assert rest == train, "both parts belong to one run"
 
 
@@ -181,15 +210,29 @@ def cluster(tmp_path: Path) -> Path:
     """Slurm's commands, made up: the step runs for ever until it is cancelled; what is called is noted in `calls`."""
     script(tmp_path / "bin/scontrol", 'echo "scontrol $*" >>calls; [ "$1" = requeue ] || printf "node7\\nnode8\\n"')
     script(tmp_path / "bin/scancel", 'echo "scancel $*" >>calls; touch cancelled')
-    script(tmp_path / "bin/srun", 'shift; SLURM_NODEID=1 "$@" >printed; until [ -e cancelled ]; do sleep 0.05; done; exit ${CODE:-0}')
+    script(
+        tmp_path / "bin/srun",
+        'shift; SLURM_NODEID=1 "$@" >printed; until [ -e cancelled ]; do sleep 0.05; done; exit ${CODE:-0}',
+    )
     return tmp_path
 
 
 def submit(cluster: Path, **environment: str) -> subprocess.Popen[str]:
     """The batch script of a job of two machines, started."""
-    env = os.environ | {"PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(cluster), "LAUNCH": "echo",
-                        "SLURM_JOB_ID": "20042", "SLURM_JOB_NUM_NODES": "16", "SLURM_JOB_NODELIST": "node[7-8]"}
-    command = ["bash", str(ROOT / "examples/slurm/train.sbatch"), str(ROOT / "examples/gpt3/train_gpt3_175b_distributed.sh"), *PATHS]
+    env = os.environ | {
+        "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(cluster),
+        "LAUNCH": "echo",
+        "SLURM_JOB_ID": "20042",
+        "SLURM_JOB_NUM_NODES": "16",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+    }
+    command = [
+        "bash",
+        str(ROOT / "examples/slurm/train.sbatch"),
+        str(ROOT / "examples/gpt3/train_gpt3_175b_distributed.sh"),
+        *PATHS,
+    ]
     job = subprocess.Popen(command, env=env | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for _ in range(400):
         if (cluster / "printed").exists() and (cluster / "printed").read_text().endswith("\n"):
@@ -222,6 +265,11 @@ def test_a_job_starts_the_launcher_on_every_machine_with_its_place(cluster: Path
     job.communicate(timeout=300)
     words = (cluster / "printed").read_text().split()
     options = dict(zip(words, words[1:]))
-    assert [options[name] for name in ("--nnodes", "--node_rank", "--master_addr", "--nproc_per_node")] == ["16", "1", "node7", "8"]
+    assert [options[name] for name in ("--nnodes", "--node_rank", "--master_addr", "--nproc_per_node")] == [
+        "16",
+        "1",
+        "node7",
+        "8",
+    ]
     assert 1024 < int(options["--master_port"]) < 65536
     assert Command.read(words).config().data.data_path == (PATHS[4],)

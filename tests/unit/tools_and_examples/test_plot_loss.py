@@ -48,8 +48,10 @@ def test_a_log_of_the_training_programme_is_read_as_it_was_written(tmp_path: Pat
 
 
 def test_steps_that_a_resumed_run_took_again_count_as_written_last(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log.jsonl", [start(0), step(1, 5.0), step(2, 4.0), step(3, 99.0), step(4, 98.0),
-                                             start(2), step(3, 3.0)])
+    log = write_log(
+        tmp_path / "log.jsonl",
+        [start(0), step(1, 5.0), step(2, 4.0), step(3, 99.0), step(4, 98.0), start(2), step(3, 3.0)],
+    )
     curves = plot_loss.read_curves(log, "lm loss")
     assert curves.train == [(1, 5.0), (2, 4.0), (3, 3.0)]
     assert curves.resumed == [2]
@@ -81,11 +83,14 @@ def test_the_picture_holds_every_curve_and_line(tmp_path: Path, capsys: pytest.C
     assert str(picture) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text, loss, said", [
-    ('{"kind": "step", "iteration": 1, "losses": {"lm loss": 1}}\n', "mlm loss", "it has lm loss"),
-    ("", "lm loss", "no losses at all"),
-    ('{"kind": "start", "iteration": 0}\n{"kind"\n', "lm loss", "line 2 is not JSON"),
-])
+@pytest.mark.parametrize(
+    "text, loss, said",
+    [
+        ('{"kind": "step", "iteration": 1, "losses": {"lm loss": 1}}\n', "mlm loss", "it has lm loss"),
+        ("", "lm loss", "no losses at all"),
+        ('{"kind": "start", "iteration": 0}\n{"kind"\n', "lm loss", "line 2 is not JSON"),
+    ],
+)
 def test_a_log_that_cannot_be_drawn_is_explained(tmp_path: Path, text: str, loss: str, said: str) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(text, encoding="utf-8")
@@ -102,7 +107,9 @@ def write_tokens(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
     return str(prefix)
 
 
-def test_equally_common_tokens_have_the_entropy_of_a_fair_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equally_common_tokens_have_the_entropy_of_a_fair_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prefix = write_tokens(tmp_path / "even", [[0, 1, 2, 3], [7, 7, 300, 300, 0, 1, 2, 3], []])
     unigram_entropy.main(["--quiet", prefix])
     assert float(capsys.readouterr().out) == pytest.approx(math.log(6), abs=1e-4)

@@ -17,9 +17,15 @@ from tests.helpers.architecture import ROOT, arrows, imported, repository
 
 # What a file needs beyond the declared packages; no other file of the library imports these files.
 SERVER = "megatron/inference/server/"  # nothing else of the library imports it
-OPTIONAL = {"megatron/core/pipeline_parallel/picture.py": {"matplotlib"}, f"{SERVER}app.py": {"fastapi", "starlette"},
-            f"{SERVER}run.py": {"uvicorn"}, f"{SERVER}connections.py": {"uvicorn"}, "megatron/evaluation/harness.py": {"lm_eval"}, "megatron/evaluation/plugin.py": {"lm_eval"},
-            **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")}}
+OPTIONAL = {
+    "megatron/core/pipeline_parallel/picture.py": {"matplotlib"},
+    f"{SERVER}app.py": {"fastapi", "starlette"},
+    f"{SERVER}run.py": {"uvicorn"},
+    f"{SERVER}connections.py": {"uvicorn"},
+    "megatron/evaluation/harness.py": {"lm_eval"},
+    "megatron/evaluation/plugin.py": {"lm_eval"},
+    **{f"megatron/core/kernels/triton_{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")},
+}
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
@@ -37,7 +43,9 @@ def wheel(folder: Path, name: str, version: str) -> None:
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}.py", f"version = '{version}'\n")
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
 
 
@@ -60,7 +68,9 @@ def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_an_interpreter_that_has_everything_is_used_as_it_is(small: Path) -> None:
-    done = run(small, 'set -euo pipefail; source examples/setup.sh; echo "$PYTHON"; command -v python', PYTHON=sys.executable)
+    done = run(
+        small, 'set -euo pipefail; source examples/setup.sh; echo "$PYTHON"; command -v python', PYTHON=sys.executable
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == sys.executable
     assert Path(done.stdout.splitlines()[1]).parent == Path(sys.executable).parent, "the PATH does not begin there"
@@ -114,7 +124,9 @@ def test_a_machine_without_a_new_enough_python_is_told_so(small: Path) -> None:
 def test_a_python_that_cannot_make_environments_is_explained(small: Path) -> None:
     (small / "requirements.txt").write_text("notyours==1.0\n")
     for name in ("python", "python3"):
-        script(small / "bin" / name, f'case "$*" in "-m venv"*|"-m virtualenv"*) exit 1;; esac\nexec {sys.executable} "$@"')
+        script(
+            small / "bin" / name, f'case "$*" in "-m venv"*|"-m virtualenv"*) exit 1;; esac\nexec {sys.executable} "$@"'
+        )
     done = run(small, "bash examples/setup.sh")
     assert done.returncode == 1
     assert "apt install python3-venv" in done.stderr
@@ -125,9 +137,16 @@ def test_a_torch_that_is_too_old_will_not_do(small: Path) -> None:
     site = small / "site"
     for name, version in (("torch", "2.9.1"), ("numpy", "2.4.6")):
         (site / f"{name}-{version}.dist-info").mkdir(parents=True)
-        (site / f"{name}-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    for name in ("python", "python3"):  # an interpreter that sees the packages of `site` only, and makes no environments
-        script(small / "bin" / name, f'case "$*" in "-m "*) exit 1;; esac\nPYTHONPATH={site} exec {sys.executable} -S "$@"')
+        (site / f"{name}-{version}.dist-info/METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    for name in (
+        "python",
+        "python3",
+    ):  # an interpreter that sees the packages of `site` only, and makes no environments
+        script(
+            small / "bin" / name, f'case "$*" in "-m "*) exit 1;; esac\nPYTHONPATH={site} exec {sys.executable} -S "$@"'
+        )
     assert run(small, "bash examples/setup.sh").returncode == 1
     (site / "torch-2.9.1.dist-info").rename(site / "torch-2.11.0.dist-info")
     (site / "torch-2.11.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
@@ -144,9 +163,12 @@ def test_the_suite_takes_arguments_and_gives_its_exit_code_back(small: Path) -> 
     shutil.copy(ROOT / "tests/run.sh", small / "tests/run.sh")
     (small / "requirements-dev.txt").write_text("-r requirements.txt\npytest==9.2.0\n")
     (small / "tests/test_some.py").write_text(
-        "import os\ndef test_good():\n    assert os.environ['OMP_NUM_THREADS'] == '1'\ndef test_bad():\n    assert False\n")
-    codes = [run(small, f"bash tests/run.sh -p no:cacheprovider {arguments}", PYTHON=sys.executable).returncode
-             for arguments in ("-k good", "-k bad")]
+        "import os\ndef test_good():\n    assert os.environ['OMP_NUM_THREADS'] == '1'\ndef test_bad():\n    assert False\n"
+    )
+    codes = [
+        run(small, f"bash tests/run.sh -p no:cacheprovider {arguments}", PYTHON=sys.executable).returncode
+        for arguments in ("-k good", "-k bad")
+    ]
     assert codes == [0, 1]
 
 
@@ -164,13 +186,17 @@ def project() -> dict[str, Any]:
 
 def test_what_is_tested_lies_within_what_is_allowed() -> None:
     allowed = {one.name.lower(): one for one in map(Requirement, project()["dependencies"])}
-    pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    pinned = [
+        Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"
+    ]
     assert allowed.keys() <= {one.name.lower() for one in pinned}
     for one in pinned:
         (pin,) = one.specifier
         assert pin.operator == "==", f"{one} is not pinned"
         if one.name.lower() in allowed:
-            assert allowed[one.name.lower()].specifier.contains(pin.version), f"{one} against {allowed[one.name.lower()]}"
+            assert allowed[one.name.lower()].specifier.contains(pin.version), (
+                f"{one} against {allowed[one.name.lower()]}"
+            )
 
 
 def test_the_library_needs_only_what_it_declares() -> None:
@@ -182,21 +208,42 @@ def test_the_library_needs_only_what_it_declares() -> None:
         roots = {name.split(".")[0] for node in source.syntax.body for name in imported(node)}
         unknown = roots - declared - set(sys.stdlib_module_names) - {"megatron", *entries} - OPTIONAL.get(path, set())
         assert not unknown, f"{path} imports {unknown}, which pyproject.toml does not declare"
-    assert not [f"{source.path}:{line}" for source, line, other in arrows(tree)
-                if other.path in OPTIONAL and not (source.path.startswith(SERVER) and other.path.startswith(SERVER))]
+    assert not [
+        f"{source.path}:{line}"
+        for source, line, other in arrows(tree)
+        if other.path in OPTIONAL and not (source.path.startswith(SERVER) and other.path.startswith(SERVER))
+    ]
 
 
 def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "base"), "--build-lib",
-                    str(tmp_path / "lib")], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build",
+            "--build-base",
+            str(tmp_path / "base"),
+            "--build-lib",
+            str(tmp_path / "lib"),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
     assert built == library | {path.name for path in ROOT.glob("pretrain_*.py")}
-    assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == ["megatron_lm_eval.pth"]  # tests/unit/evaluation/test_plugin.py
+    assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == [
+        "megatron_lm_eval.pth"
+    ]  # tests/unit/evaluation/test_plugin.py
     assert (tmp_path / "lib/megatron/py.typed").exists()
     # Installed into one folder with NVIDIA's package, which has the same import name, it says so instead of failing somewhere.
     (tmp_path / "lib/megatron/core/package_info.py").touch()
-    mixed = subprocess.run([sys.executable, "-c", "import megatron.core.config"], cwd=tmp_path / "lib", capture_output=True, text=True)
+    mixed = subprocess.run(
+        [sys.executable, "-c", "import megatron.core.config"], cwd=tmp_path / "lib", capture_output=True, text=True
+    )
     assert mixed.returncode == 1 and "pip uninstall megatron-core megatron-train" in mixed.stderr
 
 
@@ -206,5 +253,7 @@ def test_the_development_extra_has_what_the_suite_needs() -> None:
     declared = {one.name.lower() for found in (extras["dev"], *(extras[name] for name in own.extras)) for one in found}
     declared |= {one.name.lower() for one in map(Requirement, project()["dependencies"])}
     files = (ROOT / name for name in ("requirements.txt", "requirements-server.txt", "requirements-dev.txt"))
-    pinned = [Requirement(line) for file in files for line in file.read_text().splitlines() if line and line[0] not in "#-"]
+    pinned = [
+        Requirement(line) for file in files for line in file.read_text().splitlines() if line and line[0] not in "#-"
+    ]
     assert {one.name.lower() for one in pinned} - {"starlette"} <= declared, "starlette is fastapi's"

@@ -23,8 +23,10 @@ from tests.unit.tools_and_examples.test_launchers import bash, launch
 
 FOLDER = ROOT / "examples/tasks"
 SAMPLES = FOLDER / "data"
-RECIPES: dict[str, dict[str, Any]] = {"MNLI": {"epochs": 5, "micro": 8, "lr": 5e-5, "warm": 0.065, "valid": 2, "train": 1},
-                                      "RACE": {"epochs": 3, "micro": 4, "lr": 1e-5, "warm": 0.06, "valid": 2, "train": 2}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "MNLI": {"epochs": 5, "micro": 8, "lr": 5e-5, "warm": 0.065, "valid": 2, "train": 1},
+    "RACE": {"epochs": 3, "micro": 4, "lr": 1e-5, "warm": 0.06, "valid": 2, "train": 2},
+}
 PATHS = ("pretrained", "vocab.txt", "data", "checkpoints")
 
 
@@ -41,10 +43,19 @@ def test_the_large_launchers_have_megatrons_recipe(name: str, tmp_path: Path) ->
     recipe = RECIPES[name]
     assert (command.ranks, task.task, task.epochs, config.train.seed) == (8, name, recipe["epochs"], 7)
     assert (len(task.train_data), len(task.valid_data)) == (recipe["train"], recipe["valid"])
-    assert all(path.startswith(f"data/{'MNLI' if name == 'MNLI' else ''}") for path in (*task.train_data, *task.valid_data))
+    assert all(
+        path.startswith(f"data/{'MNLI' if name == 'MNLI' else ''}") for path in (*task.train_data, *task.valid_data)
+    )
     assert (config.train.micro_batch_size, config.schedule.lr, config.schedule.lr_warmup_fraction) == (
-        recipe["micro"], recipe["lr"], recipe["warm"])
-    assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.save, config.tokenizer.vocab_file) == (PATHS[0], PATHS[3], PATHS[1])
+        recipe["micro"],
+        recipe["lr"],
+        recipe["warm"],
+    )
+    assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.save, config.tokenizer.vocab_file) == (
+        PATHS[0],
+        PATHS[3],
+        PATHS[1],
+    )
     assert task.output_file == "checkpoints/predictions.jsonl" and config.precision.fp16
     assert count_parameters(config.model.with_vocabulary(30522, 1)).total == pytest.approx(340e6, rel=0.025)
 
@@ -55,11 +66,18 @@ def test_the_zero_shot_launcher_takes_the_network_of_the_checkpoint(name: str, t
     command = launch("examples/tasks/evaluate_zeroshot_gpt.sh", *words, folder=tmp_path)
     args = read_flags(command.flags, extra=(TaskConfig,), defaults=defaults_of(command.flags))
     assert [problem for problem in args.problems if "holds no" not in problem] == [], "only the checkpoint is missing"
-    assert (args.task, args.valid_data, args.strict_lambada, args.overlapping_eval) == (name, ["text"], name == "LAMBADA", 8)
+    assert (args.task, args.valid_data, args.strict_lambada, args.overlapping_eval) == (
+        name,
+        ["text"],
+        name == "LAMBADA",
+        8,
+    )
     assert (args.load, args.use_checkpoint_args, args.vocab_file, args.merge_file) == ("saved", True, "v.json", "m.txt")
 
 
-@pytest.mark.parametrize("launcher", ["finetune_mnli_distributed.sh", "finetune_race_distributed.sh", "evaluate_zeroshot_gpt.sh"])
+@pytest.mark.parametrize(
+    "launcher", ["finetune_mnli_distributed.sh", "finetune_race_distributed.sh", "evaluate_zeroshot_gpt.sh"]
+)
 def test_a_launcher_without_its_arguments_says_what_it_needs(launcher: str, tmp_path: Path) -> None:
     done = bash([str(FOLDER / launcher)], tmp_path)
     assert done.returncode == 2
@@ -90,8 +108,13 @@ def test_the_samples_are_in_the_published_formats() -> None:
     for folder, count in (("train/middle", 120), ("train/high", 120), ("dev/middle", 40), ("dev/high", 40)):
         questions = read_race(SAMPLES / "RACE" / folder)
         assert len(questions) == count and set(question.label for question in questions) == set(range(4))
-    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(ROOT / "examples/data/demo-vocab.json"),
-                                                merge_file=str(ROOT / "examples/data/demo-merges.txt")))
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(ROOT / "examples/data/demo-vocab.json"),
+            merge_file=str(ROOT / "examples/data/demo-merges.txt"),
+        )
+    )
     assert len(read_passages([str(SAMPLES / "lambada.jsonl")], tokenizer, length=128, strict=True)) == 16
     text = read_text(str(SAMPLES / "wiki.valid.tokens"), tokenizer, length=128, stride=32)
     assert "1,900 whales" in tokenizer.detokenize(text.windows.ids.tolist()) and text.original_words > 400

@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing import store
 from megatron.training.arguments import config_of, make_parser, parse_args, read_args, read_flags
 from tests.helpers.programme import trained, write_tokens
 
-NEEDED = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
-          "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 30").split()
+NEEDED = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 30"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +81,28 @@ def test_every_spelling_of_a_flag_sets_its_field(field: dataclasses.Field, kind:
 
 def test_every_flag_is_shown_in_a_group_of_the_help() -> None:
     text = make_parser().format_help()
-    missing = [field.name for field, kind in FIELDS if spelling(field.name) not in text and "--no-" + spelling(field.name)[2:] not in text
-               and (field.metadata["off"] or "?") not in text]
+    missing = [
+        field.name
+        for field, kind in FIELDS
+        if spelling(field.name) not in text
+        and "--no-" + spelling(field.name)[2:] not in text
+        and (field.metadata["off"] or "?") not in text
+    ]
     assert not missing
     for title in ("Model", "Parallelism", "Training", "Checkpoints", "Reports", "Data", "Tokenizer"):
         assert f"\n{title}:\n" in text
 
 
 def test_a_namespace_becomes_the_config_it_came_from() -> None:
-    args = read("--group-query-attention --num-query-groups 2 --rampup-batch-size 2 2 8 --global-batch-size 4 --iterations-to-skip 3")
+    args = read(
+        "--group-query-attention --num-query-groups 2 --rampup-batch-size 2 2 8 --global-batch-size 4 --iterations-to-skip 3"
+    )
     config = from_namespace(RunConfig, args)
-    assert config.model.num_query_groups == 2 and config.train.rampup_batch_size == (2, 2, 8) and config.train.iterations_to_skip == (3,)
+    assert (
+        config.model.num_query_groups == 2
+        and config.train.rampup_batch_size == (2, 2, 8)
+        and config.train.iterations_to_skip == (3,)
+    )
     again = from_namespace(RunConfig, argparse.Namespace(**to_values(config)))
     assert again == config
 
@@ -110,8 +123,10 @@ def test_a_script_adds_flags_of_its_own() -> None:
 
     args = read("--own-number 5 --own-switch --by-hand 6", extra=(Extra,), provider=provider)
     assert from_namespace(Extra, args) == Extra(5, True) and args.by_hand == 6
-    assert any("--own-numbr is not a flag; did you mean --own-number" in line
-               for line in problems([*NEEDED, "--own-numbr", "5"], extra=(Extra,)))
+    assert any(
+        "--own-numbr is not a flag; did you mean --own-number" in line
+        for line in problems([*NEEDED, "--own-numbr", "5"], extra=(Extra,))
+    )
 
 
 # --- YAML
@@ -119,16 +134,44 @@ def test_a_script_adds_flags_of_its_own() -> None:
 
 def test_a_yaml_file_gives_flags_under_any_headings(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({
-        "model": {"num_layers": 2, "hidden-size": 16, "attention": {"num_attention_heads": 2}},
-        "train": {"seq_length": 16, "micro_batch_size": 2, "train_iters": 4, "iterations_to_skip": [1, 2]},
-        "lr": 0.001, "mock_data": True, "add_bias_linear": False, "tokenizer_type": "NullTokenizer", "vocab_size": 30, "save": None,
-    }))
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"num_layers": 2, "hidden-size": 16, "attention": {"num_attention_heads": 2}},
+                "train": {"seq_length": 16, "micro_batch_size": 2, "train_iters": 4, "iterations_to_skip": [1, 2]},
+                "lr": 0.001,
+                "mock_data": True,
+                "add_bias_linear": False,
+                "tokenizer_type": "NullTokenizer",
+                "vocab_size": 30,
+                "save": None,
+            }
+        )
+    )
     args = read_args(["--yaml-cfg", str(file)])
-    values = {name: getattr(args, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "iterations_to_skip", "lr",
-                                                     "mock_data", "add_bias_linear", "save")}
-    assert values == {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "iterations_to_skip": [1, 2], "lr": 0.001,
-                      "mock_data": True, "add_bias_linear": False, "save": None}
+    values = {
+        name: getattr(args, name)
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "iterations_to_skip",
+            "lr",
+            "mock_data",
+            "add_bias_linear",
+            "save",
+        )
+    }
+    assert values == {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "iterations_to_skip": [1, 2],
+        "lr": 0.001,
+        "mock_data": True,
+        "add_bias_linear": False,
+        "save": None,
+    }
 
 
 @pytest.mark.parametrize("form", ["--yaml-cfg {}", "--yaml-cfg={}"])
@@ -148,12 +191,15 @@ def test_old_and_unknown_flags_in_a_yaml_file_are_treated_alike(tmp_path: Path) 
     assert any("--batch-size 4 is understood as --micro-batch-size 4" in line for line in args.messages)
     assert any("--use-mcore-models is ignored" in line for line in args.messages)
     file.write_text("num_leyers: 4\n")
-    assert problems([*NEEDED, "--yaml-cfg", str(file)])[0].startswith("--num-leyers is not a flag; did you mean --num-layers")
+    assert problems([*NEEDED, "--yaml-cfg", str(file)])[0].startswith(
+        "--num-leyers is not a flag; did you mean --num-layers"
+    )
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "cannot be read"), ("a: [1", "cannot be read"), ("- 1\n- 2\n", "holds a list; it must be a mapping"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "cannot be read"), ("a: [1", "cannot be read"), ("- 1\n- 2\n", "holds a list; it must be a mapping")],
+)
 def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     file = tmp_path / "run.yaml"
     if content is not None:
@@ -167,39 +213,84 @@ def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, content: str |
 
 
 def test_unknown_flags_old_flags_and_broken_rules_come_in_one_message() -> None:
-    found = problems([*NEEDED, "--num-leyers", "4", "--use-mup", "--num-attention-heads", "3", "--bf16", "--fp16",
-                      "--zzzz-qqqq", "--tensor-model-parallel-size", "2", "--save-interval", "5"], world_size=2)
-    for words in ("--num-leyers is not a flag; did you mean --num-layers", "--zzzz-qqqq is not a flag", "--use-mup:",
-                  "--num-attention-heads 3 cannot be divided over --tensor-model-parallel-size 2", "--fp16 and --bf16 contradict",
-                  "--save-interval 5 has no folder"):
+    found = problems(
+        [
+            *NEEDED,
+            "--num-leyers",
+            "4",
+            "--use-mup",
+            "--num-attention-heads",
+            "3",
+            "--bf16",
+            "--fp16",
+            "--zzzz-qqqq",
+            "--tensor-model-parallel-size",
+            "2",
+            "--save-interval",
+            "5",
+        ],
+        world_size=2,
+    )
+    for words in (
+        "--num-leyers is not a flag; did you mean --num-layers",
+        "--zzzz-qqqq is not a flag",
+        "--use-mup:",
+        "--num-attention-heads 3 cannot be divided over --tensor-model-parallel-size 2",
+        "--fp16 and --bf16 contradict",
+        "--save-interval 5 has no folder",
+    ):
         assert sum(words in line for line in found) == 1, (words, found)
     assert "did you mean" not in next(line for line in found if "--zzzz-qqqq" in line)
 
 
 def test_an_empty_command_line_is_told_everything_it_lacks() -> None:
     found = " ".join(problems([]))
-    for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr", "--train-iters",
-                 "--data-path"):
+    for name in (
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+        "--train-iters",
+        "--data-path",
+    ):
         assert name in found, found
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--num-layers two", "--num-layers two: give a whole number"), ("--num-layers", "--num-layers has no value; give one"),
-    ("--optimizer lino", "--optimizer lino: choose adam, sgd, lion, adafactor, muon or dist_muon; did you mean lion?"),
-    ("--bf16=yes", "--bf16 is a switch, and takes no value; write --bf16 or --no-bf16 alone"),
-    ("stray", "'stray' belongs to no flag; leave it out"),
-    ("--step-batch-size-schedule 0:2 1M:4", "put quotes around it: --step-batch-size-schedule '0:2 1M:4'"),
-    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: each must be at least 1"),
-    ("--pipeline-model-parallel-size 0 --micro-batch-size 0", "--pipeline-model-parallel-size 0, --micro-batch-size 0"),
-    ("--train-samples 8", "--train-iters and --train-samples both say"),
-    ("--global-batch-size 3", "--global-batch-size 3 is not a multiple"),
-    ("--lr-warmup-iters 4", "the warm-up of 8 samples does not end before the decay horizon"),
-    ("--global-batch-size 4 --rampup-batch-size 1 1 8", "global batch size 1 is not a multiple of micro batch size"),
-    ("--step-batch-size-schedule 0:2,bad", "entry 'bad' is not TOKENS:SIZE"),
-    ("--recompute-method block", "--recompute-method block is for --recompute-granularity full only"),
-    ("--hidden-dropout 1.5", "--hidden-dropout 1.5: a share from 0"),
-    ("--use-checkpoint-args", "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--num-layers two", "--num-layers two: give a whole number"),
+        ("--num-layers", "--num-layers has no value; give one"),
+        (
+            "--optimizer lino",
+            "--optimizer lino: choose adam, sgd, lion, adafactor, muon or dist_muon; did you mean lion?",
+        ),
+        ("--bf16=yes", "--bf16 is a switch, and takes no value; write --bf16 or --no-bf16 alone"),
+        ("stray", "'stray' belongs to no flag; leave it out"),
+        ("--step-batch-size-schedule 0:2 1M:4", "put quotes around it: --step-batch-size-schedule '0:2 1M:4'"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: each must be at least 1"),
+        (
+            "--pipeline-model-parallel-size 0 --micro-batch-size 0",
+            "--pipeline-model-parallel-size 0, --micro-batch-size 0",
+        ),
+        ("--train-samples 8", "--train-iters and --train-samples both say"),
+        ("--global-batch-size 3", "--global-batch-size 3 is not a multiple"),
+        ("--lr-warmup-iters 4", "the warm-up of 8 samples does not end before the decay horizon"),
+        (
+            "--global-batch-size 4 --rampup-batch-size 1 1 8",
+            "global batch size 1 is not a multiple of micro batch size",
+        ),
+        ("--step-batch-size-schedule 0:2,bad", "entry 'bad' is not TOKENS:SIZE"),
+        ("--recompute-method block", "--recompute-method block is for --recompute-granularity full only"),
+        ("--hidden-dropout 1.5", "--hidden-dropout 1.5: a share from 0"),
+        (
+            "--use-checkpoint-args",
+            "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint",
+        ),
+    ],
+)
 def test_a_mistake_is_named_with_its_value(words: str, message: str) -> None:
     found = problems([*NEEDED, *words.split()])
     assert any(message in line for line in found), found
@@ -210,7 +301,9 @@ def test_parse_args_prints_the_message_and_exits_with_two(capsys: pytest.Capture
         parse_args([*NEEDED, "--num-leyers", "4"])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("ConfigError: 1 setting cannot be used as given\n  --num-leyers is not a flag; did you mean --num-layers")
+    assert shown.startswith(
+        "ConfigError: 1 setting cannot be used as given\n  --num-leyers is not a flag; did you mean --num-layers"
+    )
     assert parse_args([*NEEDED]).num_layers == 2
 
 
@@ -247,9 +340,31 @@ def test_old_spellings_are_translated_and_told() -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint of a network that no default describes."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    trained([*write_tokens(folder / "walks"), "--train-iters", "1", "--save", str(folder / "save"), "--num-layers", "3", "--swiglu",
-             "--ffn-hidden-size", "48", "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "1", "--kv-channels", "6",
-             "--position-embedding-type", "rope", "--hidden-dropout", "0.3"])
+    trained(
+        [
+            *write_tokens(folder / "walks"),
+            "--train-iters",
+            "1",
+            "--save",
+            str(folder / "save"),
+            "--num-layers",
+            "3",
+            "--swiglu",
+            "--ffn-hidden-size",
+            "48",
+            "--normalization",
+            "RMSNorm",
+            "--group-query-attention",
+            "--num-query-groups",
+            "1",
+            "--kv-channels",
+            "6",
+            "--position-embedding-type",
+            "rope",
+            "--hidden-dropout",
+            "0.3",
+        ]
+    )
     return str(folder / "save")
 
 
@@ -258,10 +373,22 @@ SHORT = "--seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-d
 
 def test_use_checkpoint_args_takes_the_shape_and_the_tokenizer(checkpoint: str) -> None:
     args = read_args([*SHORT, "--load", checkpoint, "--num-layers", "7"])
-    taken = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "num_query_groups", "kv_channels",
-             "position_embedding_type", "tokenizer_type", "vocab_size")
+    taken = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "swiglu",
+        "normalization",
+        "num_query_groups",
+        "kv_channels",
+        "position_embedding_type",
+        "tokenizer_type",
+        "vocab_size",
+    )
     assert [getattr(args, name) for name in taken] == [3, 16, 2, True, "RMSNorm", 1, 6, "rope", "NullTokenizer", 31]
-    assert (args.hidden_dropout, args.micro_batch_size, args.lr) == (0.1, 2, 1e-3), "what is free stays the command line's"
+    assert (args.hidden_dropout, args.micro_batch_size, args.lr) == (0.1, 2, 1e-3), (
+        "what is free stays the command line's"
+    )
     saved = json.loads((Path(checkpoint) / "iter_0000001" / "config.json").read_text())["values"]
     config = config_of(args, 1)
     assert config.model.ffn_hidden_size == saved["ffn_hidden_size"] and config.model.kv_channels == saved["kv_channels"]
@@ -278,15 +405,20 @@ def test_the_tokenizer_of_the_command_line_is_kept_on_demand(checkpoint: str) ->
 def before(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The checkpoint as it would have been saved when NullTokenizer had an id more than --vocab-size."""
     describe = store.describe
-    monkeypatch.setattr(store, "describe", lambda folder: dataclasses.replace(
-        describe(folder), values={**describe(folder).values, "vocab_size": 30}))
+    monkeypatch.setattr(
+        store,
+        "describe",
+        lambda folder: dataclasses.replace(describe(folder), values={**describe(folder).values, "vocab_size": 30}),
+    )
     return checkpoint
 
 
 def test_a_null_tokenizer_goes_on_with_the_ids_that_it_had(before: str) -> None:
     assert read_args([*SHORT, "--load", before]).vocab_size == 31
     args = read_args([*NEEDED, "--load", before])
-    assert args.vocab_size == 31 and args.messages[-1].startswith(f"--vocab-size 30 is taken as 31, which NullTokenizer had when {before}")
+    assert args.vocab_size == 31 and args.messages[-1].startswith(
+        f"--vocab-size 30 is taken as 31, which NullTokenizer had when {before}"
+    )
     assert read_args([*NEEDED, "--pretrained-checkpoint", before]).vocab_size == 31
     args = read_args([*NEEDED, "--vocab-size", "31", "--load", before])
     assert args.vocab_size == 31 and not args.messages

@@ -30,12 +30,14 @@ class Talks:
     prefix = "talks"
 
     def __init__(self, talks: list[list[int]]) -> None:
-        self.talks = [np.array([token if place >= len(ids) // 2 else ~token for place, token in enumerate(ids)]) for ids in talks]
+        self.talks = [
+            np.array([token if place >= len(ids) // 2 else ~token for place, token in enumerate(ids)]) for ids in talks
+        ]
         self.sequence_lengths = np.array([len(ids) for ids in talks])
         self.document_indices = np.arange(len(talks) + 1)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        return self.talks[sequence][offset:None if length is None else offset + length]
+        return self.talks[sequence][offset : None if length is None else offset + length]
 
 
 def samples_of(talks: list[list[int]], size: int = 16) -> ChatDataset:
@@ -73,7 +75,7 @@ def test_a_token_of_one_packed_conversation_changes_no_logit_of_another(changes:
             found = logits_of(samples_of(altered)[0])
             moved = (found - base).abs().amax(dim=1) > 1e-12
             # Its own place and what follows in its own conversation, and nothing else: not the padding either.
-            assert moved[span.start + place:span.start + span.length].all()
+            assert moved[span.start + place : span.start + span.length].all()
             assert moved.sum() == span.length - place
 
 
@@ -86,27 +88,55 @@ def test_a_packed_conversation_has_the_logits_that_it_has_alone(changes: dict[st
     together = logits_of(data[0])
     for span in data.sources(0):
         alone = logits_of(samples_of([talks[span.sequence]])[0])
-        torch.testing.assert_close(together[span.start:span.start + span.length], alone[:span.length], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            together[span.start : span.start + span.length], alone[: span.length], rtol=1e-12, atol=1e-12
+        )
 
 
-@pytest.mark.parametrize("changes, told, apart", [
-    ({}, False, False), ({"reset_position_ids": True}, True, False), ({"reset_attention_mask": True}, False, True),
-    ({"dataloader_inter_document_masking": True}, True, True), ({"sft": True}, True, True)])
-def test_layers_are_told_positions_and_documents_when_the_settings_ask(changes: dict[str, Any], told: bool, apart: bool) -> None:
+@pytest.mark.parametrize(
+    "changes, told, apart",
+    [
+        ({}, False, False),
+        ({"reset_position_ids": True}, True, False),
+        ({"reset_attention_mask": True}, False, True),
+        ({"dataloader_inter_document_masking": True}, True, True),
+        ({"sft": True}, True, True),
+    ],
+)
+def test_layers_are_told_positions_and_documents_when_the_settings_ask(
+    changes: dict[str, Any], told: bool, apart: bool
+) -> None:
     run = tiny.run_of(tiny.config(1, **changes))
-    train, _, _ = build_datasets(run.config.data, sequence_length=16, seed=1, train_samples=8, valid_samples=0, test_samples=0,
-                                 tokenizer=run.tokenizer)
+    train, _, _ = build_datasets(
+        run.config.data,
+        sequence_length=16,
+        seed=1,
+        train_samples=8,
+        valid_samples=0,
+        test_samples=0,
+        tokenizer=run.tokenizer,
+    )
     batch = next(microbatches(run, train, consumed_samples=0, reads=True))
     assert (batch.positions is not None, batch.documents is not None) == (told, apart)
     middle = stages_of(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
-    assert needs_text(run.config, [middle]) == (told or apart), "a stage between the ends reads what its layers are told"
+    assert needs_text(run.config, [middle]) == (told or apart), (
+        "a stage between the ends reads what its layers are told"
+    )
 
 
-@pytest.mark.parametrize("changes, reads", [
-    ({"moe_aux_loss_coeff": (0.1,)}, True), ({"moe_z_loss_coeff": 0.1}, True), ({}, False),
-    ({"moe_aux_loss_coeff": (0.1,), "calculate_per_token_loss": False}, False),
-    ({"moe_aux_loss_coeff": (0.1,), "moe_layer_freq": "[1]+[0]*3"}, False)])
-def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_count_by_tokens(changes: dict[str, Any], reads: bool) -> None:
+@pytest.mark.parametrize(
+    "changes, reads",
+    [
+        ({"moe_aux_loss_coeff": (0.1,)}, True),
+        ({"moe_z_loss_coeff": 0.1}, True),
+        ({}, False),
+        ({"moe_aux_loss_coeff": (0.1,), "calculate_per_token_loss": False}, False),
+        ({"moe_aux_loss_coeff": (0.1,), "moe_layer_freq": "[1]+[0]*3"}, False),
+    ],
+)
+def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_count_by_tokens(
+    changes: dict[str, Any], reads: bool
+) -> None:
     settings = tiny.config(4, pipeline_model_parallel_size=4, num_experts=4, **changes)
     assert needs_text(settings, [stages_of(settings)[1]]) == reads
 
@@ -118,15 +148,24 @@ def cu_seqlens(tokens: list[int], eod: int) -> list[int]:
 
 def test_inter_document_masking_is_documents_apart_with_positions_of_their_own() -> None:
     tokenizer = NullTokenizer(49)
-    train, _, _ = build_datasets(DataConfig(mock_data=True, dataloader_inter_document_masking=True), sequence_length=3000, seed=1,
-                                 train_samples=20, valid_samples=0, test_samples=0, tokenizer=tokenizer)
+    train, _, _ = build_datasets(
+        DataConfig(mock_data=True, dataloader_inter_document_masking=True),
+        sequence_length=3000,
+        seed=1,
+        train_samples=20,
+        valid_samples=0,
+        test_samples=0,
+        tokenizer=tokenizer,
+    )
     boundaries = 0
     for index in range(20):
         sample = train[index]
         edges = cu_seqlens(sample["tokens"].tolist(), tokenizer.eod)
         lengths = [last - first for first, last in zip(edges, edges[1:])]
         assert sample["position_ids"].tolist() == [place for length in lengths for place in range(length)]
-        assert sample["document_ids"].tolist() == [number for number, length in enumerate(lengths) for _ in range(length)]
+        assert sample["document_ids"].tolist() == [
+            number for number, length in enumerate(lengths) for _ in range(length)
+        ]
         boundaries += len(lengths) - 1
     assert boundaries > 10
 

@@ -29,7 +29,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_a_rank_ends_when_its_launchers_store_stays_gone(ended: threading.Event, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_ends_when_its_launchers_store_stays_gone(
+    ended: threading.Event, capfd: pytest.CaptureFixture[str]
+) -> None:
     store = master()
     alarm = entry.Alarm(Place(rank=1, local_rank=1, size=2, store=f"127.0.0.1:{store.port}", job=""))
     assert not ended.wait(0.5), "while it answers, nothing happens"
@@ -37,7 +39,11 @@ def test_a_rank_ends_when_its_launchers_store_stays_gone(ended: threading.Event,
     assert ended.wait(60)
     alarm.silence()
     said = capfd.readouterr().err
-    assert "rank 1 on node" in said and "the store of its launcher at 127.0.0.1:" in said and "has not answered for" in said
+    assert (
+        "rank 1 on node" in said
+        and "the store of its launcher at 127.0.0.1:" in said
+        and "has not answered for" in said
+    )
 
 
 def test_a_connection_that_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +65,8 @@ class Broken:
 
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_rank_of_torchrun_ends_with_its_parent_and_another_process_does_not(
-    is_launched: bool, ended: threading.Event, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    is_launched: bool, ended: threading.Event, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     parents = iter([4711])
     monkeypatch.setattr(entry.os, "getppid", lambda: next(parents, 1))
     alarm = entry.Alarm(Place(rank=0, local_rank=0, size=1, store="", job="", is_launched=is_launched))

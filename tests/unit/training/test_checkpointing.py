@@ -35,9 +35,19 @@ from tests.unit.dist_checkpointing.failing_files import FULL, Faulty
 SERIAL: dict[str, Any] = {}
 FOUR: list[dict[str, Any]] = [
     {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
-    {"use_distributed_optimizer": True, "ddp_num_buckets": 3, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    {
+        "use_distributed_optimizer": True,
+        "ddp_num_buckets": 3,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
     {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "use_distributed_optimizer": True},
-    {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 8, "make_vocab_size_divisible_by": 7},
+    {
+        "tensor_model_parallel_size": 4,
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "make_vocab_size_divisible_by": 7,
+    },
     {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 ]
 
@@ -77,7 +87,9 @@ def held_state(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("before", [SERIAL, *FOUR], ids=str)
-def test_a_run_resumes_under_any_layout_as_if_it_had_never_stopped(world: Worlds, tmp_path: Path, before: dict[str, Any]) -> None:
+def test_a_run_resumes_under_any_layout_as_if_it_had_never_stopped(
+    world: Worlds, tmp_path: Path, before: dict[str, Any]
+) -> None:
     expected = train_alone({}, steps=4)
     held = [save_here(tmp_path, before)] if before is SERIAL else world(4).run(save_here, tmp_path, before)
     saved = assemble(held)
@@ -97,7 +109,9 @@ def test_the_same_layout_resumes_to_the_last_bit_with_dropout_and_all_counters(w
 
 def stop_and_go(folder: Path, changes: dict[str, Any]) -> str:
     trainer, losses = train_and_save(folder, **changes)
-    counters = json.dumps([trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.optimizer.num_steps])
+    counters = json.dumps(
+        [trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.optimizer.num_steps]
+    )
     went_on = train_on(trainer, 2)
     again, checkpoint = start(load=str(folder), save=str(folder), **changes)
     checkpoint.resume()
@@ -163,7 +177,7 @@ def test_finetune_takes_the_weights_and_nothing_else(tmp_path: Path, format: dic
             assert torch.equal(value, before[name]), name
         elif name.startswith("master"):
             weight = before[name.replace("master", "weight")].flatten().float()
-            assert torch.equal(value[:weight.numel()], weight), name  # a master has the vocabulary's padding too
+            assert torch.equal(value[: weight.numel()], weight), name  # a master has the vocabulary's padding too
         else:
             assert not value.any(), name
     assert all(torch.equal(state, untouched[name]) for name, state in other.run.streams.state().items())
@@ -173,7 +187,11 @@ def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp
     train_and_save(tmp_path)
     trainer, checkpoint = start(load=str(tmp_path), load_optim=False, lr=3e-3)  # another schedule is no obstacle then
     checkpoint.resume()
-    assert (trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.progress.schedule_samples) == (2, 16, 0)
+    assert (trainer.progress.iteration, trainer.progress.consumed_train_samples, trainer.progress.schedule_samples) == (
+        2,
+        16,
+        0,
+    )
     assert trainer.optimizer.num_steps == 0
     assert not any(tensor.any() for slot, _, tensor in trainer.optimizer.slots())
 
@@ -184,7 +202,10 @@ def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path)
     assert names and all(name.startswith("model.") for name in names)
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path))[1].resume()
-    assert [problem.partition(" (")[0] for problem in caught.value.problems] == ["no optimizer state", "no dropout streams"]
+    assert [problem.partition(" (")[0] for problem in caught.value.problems] == [
+        "no optimizer state",
+        "no dropout streams",
+    ]
     assert start(load=str(tmp_path), load_optim=False, load_rng=False)[1].resume()
     assert start(load=str(tmp_path), finetune=True)[1].resume()
 
@@ -204,9 +225,12 @@ def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(t
     folder = str(tmp_path / "new")
     trainer, checkpoint = start(load=folder, save=folder + "/../new/")
     assert not checkpoint.resume() and trainer.progress == Progress()
-    for changes, said in (({}, "leave --load out"), ({"save": str(tmp_path)}, "leave --load out"),
-                          ({"save": folder, "exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint"),
-                          ({"save": folder, "ckpt_step": 5}, "--ckpt-step 5")):
+    for changes, said in (
+        ({}, "leave --load out"),
+        ({"save": str(tmp_path)}, "leave --load out"),
+        ({"save": folder, "exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint"),
+        ({"save": folder, "ckpt_step": 5}, "--ckpt-step 5"),
+    ):
         with pytest.raises(CheckpointError, match=said):
             start(load=folder, **changes)[1].resume()
     assert not start()[1].resume()
@@ -240,18 +264,29 @@ def test_ckpt_step_goes_back_and_retention_keeps_multiples(tmp_path: Path) -> No
 
 def test_another_network_is_refused_with_every_difference(tmp_path: Path) -> None:
     train_and_save(tmp_path, save_optim=False)
-    other = {"num_layers": 2, "hidden_size": 64, "swiglu": True, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
-             "max_position_embeddings": 32, "untie_embeddings_and_output_weights": True, "add_bias_linear": False}
+    other = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-6,
+        "max_position_embeddings": 32,
+        "untie_embeddings_and_output_weights": True,
+        "add_bias_linear": False,
+    }
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path), **other)[1].resume()
     assert set(caught.value.problems) == {
-        "--num-layers: 4 in the checkpoint, 2 in this run", "--hidden-size: 32 in the checkpoint, 64 in this run",
-        "--kv-channels: 4 in the checkpoint, 8 in this run", "--swiglu: off in the checkpoint, on in this run",
+        "--num-layers: 4 in the checkpoint, 2 in this run",
+        "--hidden-size: 32 in the checkpoint, 64 in this run",
+        "--kv-channels: 4 in the checkpoint, 8 in this run",
+        "--swiglu: off in the checkpoint, on in this run",
         "--normalization: LayerNorm in the checkpoint, RMSNorm in this run",
         "--norm-epsilon: 1e-05 in the checkpoint, 1e-06 in this run",
         "--max-position-embeddings: 16 in the checkpoint, 32 in this run",
         "--untie-embeddings-and-output-weights: off in the checkpoint, on in this run",
-        "--add-bias-linear: on in the checkpoint, off in this run"}
+        "--add-bias-linear: on in the checkpoint, off in this run",
+    }
     with pytest.raises(CheckpointError, match="--optimizer adam, this run has sgd; --no-load-optim"):
         start(load=str(tmp_path), optimizer="sgd")[1].resume()
 
@@ -340,8 +375,15 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_and_saved_again(tmp_path: Pa
     path = spoil(tmp_path, 2)
     trainer, checkpoint = start(load=str(tmp_path), save=str(tmp_path))
     assert checkpoint.resume() and trainer.progress.iteration == checkpoint.last_saved == 1
-    (warning,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING and "GOING BACK" in record.message]
-    assert warning.startswith("GOING BACK TO THE CHECKPOINT OF ITERATION 1, SINCE LATER ONES ARE DAMAGED") and f"{path} is damaged" in warning
+    (warning,) = [
+        record.message
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "GOING BACK" in record.message
+    ]
+    assert (
+        warning.startswith("GOING BACK TO THE CHECKPOINT OF ITERATION 1, SINCE LATER ONES ARE DAMAGED")
+        and f"{path} is damaged" in warning
+    )
     train_on(trainer, 1)
     checkpoint.save()
     again, checkpoint = start(load=str(tmp_path))
@@ -355,7 +397,9 @@ def test_going_back_can_be_forbidden(tmp_path: Path) -> None:
     for asked in ({"require_iteration": 2}, {"ckpt_step": 2}):
         with pytest.raises(CheckpointError, match=f"is damaged, and no other is to be loaded\n.*\n.*{path} is damaged"):
             start(load=str(tmp_path), **asked)[1].resume()
-    with pytest.raises(CheckpointError, match="--require-iteration 1: the newest complete checkpoint .* is not of that iteration"):
+    with pytest.raises(
+        CheckpointError, match="--require-iteration 1: the newest complete checkpoint .* is not of that iteration"
+    ):
         start(load=str(tmp_path), require_iteration=1)[1].resume()
     (tmp_path / "iter_0000002" / "commit.txt").unlink()
     with pytest.raises(CheckpointError, match="--require-iteration 1: .* has a later checkpoint, which is damaged"):
@@ -389,7 +433,9 @@ def test_a_run_that_went_back_resumes_from_what_it_wrote_since(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("finetune", [False, True])
-def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(tmp_path: Path, caplog: Any, finetune: bool) -> None:
+def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(
+    tmp_path: Path, caplog: Any, finetune: bool
+) -> None:
     saved_at(tmp_path, 1)
     trainer, checkpoint = start(load=str(tmp_path), finetune=finetune)
     other = dataclasses.replace(trainer.run, tokenizer=Renamed(trainer.run.tokenizer))
@@ -397,7 +443,11 @@ def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(tm
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(trainer).resume()
     mine, theirs = fingerprint(other.tokenizer), fingerprint(other.tokenizer.inner)
-    assert mine["hash"][:16] in str(caught.value) and theirs["hash"][:16] in str(caught.value) and "--allow-other-tokenizer" in str(caught.value)
+    assert (
+        mine["hash"][:16] in str(caught.value)
+        and theirs["hash"][:16] in str(caught.value)
+        and "--allow-other-tokenizer" in str(caught.value)
+    )
     trainer, checkpoint = start(load=str(tmp_path), finetune=finetune, allow_other_tokenizer=True)
     trainer.run = dataclasses.replace(trainer.run, tokenizer=other.tokenizer)
     assert Checkpoint(trainer).resume() and "another tokenizer is accepted" in caplog.text
@@ -432,8 +482,14 @@ def save_beside_training(folder: Path, changes: dict[str, Any]) -> tuple[Held, H
 
 
 @pytest.mark.parametrize("before", [SERIAL, *FOUR[:3]], ids=str)
-def test_steps_taken_while_a_save_is_written_are_not_in_it(world: Worlds, tmp_path: Path, before: dict[str, Any]) -> None:
-    results = [save_beside_training(tmp_path, before)] if before is SERIAL else world(4).run(save_beside_training, tmp_path, before)
+def test_steps_taken_while_a_save_is_written_are_not_in_it(
+    world: Worlds, tmp_path: Path, before: dict[str, Any]
+) -> None:
+    results = (
+        [save_beside_training(tmp_path, before)]
+        if before is SERIAL
+        else world(4).run(save_beside_training, tmp_path, before)
+    )
     saved, since = assemble([then for then, _, _ in results]), assemble([now for _, now, _ in results])
     loaded = assemble([resume_here(tmp_path, SERIAL)[0]])
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
@@ -441,7 +497,9 @@ def test_steps_taken_while_a_save_is_written_are_not_in_it(world: Worlds, tmp_pa
     assert len({polls for _, _, polls in results}) == 1, "all ranks hear of the end in the same iteration"
 
 
-def test_an_update_waits_for_the_copy_that_a_save_is_written_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take, begun, returned = Snapshot.take, threading.Event(), threading.Event()
 
     def slowly(self: Snapshot, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
@@ -476,33 +534,59 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: 
 
 
 def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error_if_the_last_one_did(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     save, log = tmp_path / "save", tmp_path / "log.jsonl"
-    flags = ["--mock-data", "--seq-length", "16", "--train-iters", "6", "--save", str(save), "--save-interval", "2", "--log-jsonl", str(log)]
-    for disk, kept, fails in ((Faulty("iter_0000004", fault=FULL), [2, 6], False), (Faulty("iter_0000006", fault=FULL), [2, 4], True)):
+    flags = [
+        "--mock-data",
+        "--seq-length",
+        "16",
+        "--train-iters",
+        "6",
+        "--save",
+        str(save),
+        "--save-interval",
+        "2",
+        "--log-jsonl",
+        str(log),
+    ]
+    for disk, kept, fails in (
+        (Faulty("iter_0000004", fault=FULL), [2, 6], False),
+        (Faulty("iter_0000006", fault=FULL), [2, 4], True),
+    ):
         monkeypatch.setattr(Checkpoint, "_writer", with_disk(Checkpoint._writer, disk))
         if fails:
-            with pytest.raises(CheckpointError, match="the last checkpoint of this run, of iteration 6, could not be saved"):
+            with pytest.raises(
+                CheckpointError, match="the last checkpoint of this run, of iteration 6, could not be saved"
+            ):
                 trained(flags)
         else:
             trained(flags)
         assert store.complete_iterations(save) == kept
-        records = [record for line in log.read_text().splitlines() if (record := json.loads(line))["kind"] == "checkpoint"]
+        records = [
+            record for line in log.read_text().splitlines() if (record := json.loads(line))["kind"] == "checkpoint"
+        ]
         assert [(record["iteration"], record["failures"]) for record in records] == (
-            [(2, 0), (4, 1), (6, 1)] if not fails else [(2, 0), (4, 0), (6, 1), (6, 2)])
+            [(2, 0), (4, 1), (6, 1)] if not fails else [(2, 0), (4, 0), (6, 1), (6, 2)]
+        )
         text = capsys.readouterr().out
-        assert f"THE CHECKPOINT OF ITERATION {6 if fails else 4} WAS NOT SAVED" in text and "No space left on device" in text
+        assert (
+            f"THE CHECKPOINT OF ITERATION {6 if fails else 4} WAS NOT SAVED" in text
+            and "No space left on device" in text
+        )
         shutil.rmtree(save)
         log.unlink()
 
 
 def with_disk(writer: Callable[[Checkpoint], Saver], disk: Faulty) -> Callable[[Checkpoint], Saver]:
     """The method, with another disk."""
+
     def changed(checkpoint: Checkpoint) -> Saver:
         found = writer(checkpoint)
         found.files = disk
         return found
+
     return changed
 
 
@@ -511,7 +595,7 @@ def test_a_save_is_exported_where_that_is_asked_for(tmp_path: Path) -> None:
     source = open_folder(tmp_path / "hf" / "iter_0000002", {})
     for name, param in trainer.stages[0].named_parameters():
         entry = source.formats[f"model.{name}"]
-        assert torch.equal(source.read(f"model.{name}", whole(entry.shape)), param.detach()[:entry.shape[0]]), name
+        assert torch.equal(source.read(f"model.{name}", whole(entry.shape)), param.detach()[: entry.shape[0]]), name
 
 
 def test_a_network_that_cannot_be_exported_is_told_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,14 +51,22 @@ class Numbers:
         time.sleep(0.002 * (index % 2 == 0))
         self.readers.add(threading.current_thread().name)
         row = np.full(LENGTH, index, np.int64)
-        return {"tokens": row, "labels": row + 1, "loss_mask": np.ones(LENGTH, np.float32), "position_ids": np.arange(LENGTH),
-                "document_ids": row % 2, "dataset_id": np.array(0)}
+        return {
+            "tokens": row,
+            "labels": row + 1,
+            "loss_mask": np.ones(LENGTH, np.float32),
+            "position_ids": np.arange(LENGTH),
+            "document_ids": row % 2,
+            "dataset_id": np.array(0),
+        }
 
 
 def run_of(*, rank: int = 0, ranks: int = 1, **changes: Any) -> Run:
     """A run at one place of the data axis."""
     run = tiny.run_of(tiny.config(ranks, **{"micro_batch_size": 2, "global_batch_size": 12, **changes}))
-    mesh = dataclasses.replace(run.mesh, dp=Axis(name="dp", size=ranks, rank=rank, ranks=tuple(range(ranks)), group=None))
+    mesh = dataclasses.replace(
+        run.mesh, dp=Axis(name="dp", size=ranks, rank=rank, ranks=tuple(range(ranks)), group=None)
+    )
     return dataclasses.replace(run, mesh=mesh)
 
 
@@ -70,8 +78,10 @@ def rows(batches: Iterator[Batch], count: int | None = None) -> list[list[int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("consumed", [0, 12])
 def test_data_parallel_ranks_share_out_the_samples_in_their_order(ranks: int, consumed: int) -> None:
-    found = [rows(microbatches(run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True))
-             for rank in range(ranks)]
+    found = [
+        rows(microbatches(run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True))
+        for rank in range(ranks)
+    ]
     # A block is one microbatch on every rank: rank r has its r-th pair. What is less than a block is dropped.
     blocks = (37 - consumed) // (2 * ranks)
     for rank in range(ranks):
@@ -83,17 +93,32 @@ def test_a_global_batch_holds_the_same_samples_for_any_number_of_ranks() -> None
     sets = []
     for ranks in (1, 2, 3):
         per_rank = 12 // (2 * ranks)
-        sets.append([sorted(number for rank in range(ranks) for row in
-                            rows(microbatches(run_of(rank=rank, ranks=ranks), Numbers(48), consumed_samples=start, reads=True), per_rank)
-                            for number in row) for start in (0, 12, 24)])
+        sets.append(
+            [
+                sorted(
+                    number
+                    for rank in range(ranks)
+                    for row in rows(
+                        microbatches(run_of(rank=rank, ranks=ranks), Numbers(48), consumed_samples=start, reads=True),
+                        per_rank,
+                    )
+                    for number in row
+                )
+                for start in (0, 12, 24)
+            ]
+        )
     assert sets[0] == sets[1] == sets[2] == [list(range(start, start + 12)) for start in (0, 12, 24)]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_reading_threads_give_what_reading_in_the_loop_gives(kind: str) -> None:
     by_hand, threaded = Numbers(40), Numbers(40)
-    expected = rows(microbatches(run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True), 17)
-    found = rows(microbatches(run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True), 17)
+    expected = rows(
+        microbatches(run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True), 17
+    )
+    found = rows(
+        microbatches(run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True), 17
+    )
     assert found == expected and len(found) == 17
     assert by_hand.readers == {threading.current_thread().name}
     assert len(threaded.readers) > 1 and all(name.startswith("data") for name in threaded.readers)
@@ -162,8 +187,14 @@ def test_counts_are_megatrons_for_iterations(interval: int, iterations: int) -> 
 
 
 def test_counts_are_megatrons_for_samples_and_a_growing_batch() -> None:
-    config = tiny.config(train_iters=None, train_samples=100, eval_interval=2, eval_iters=3, global_batch_size=8,
-                         rampup_batch_size=(4, 4, 20))
+    config = tiny.config(
+        train_iters=None,
+        train_samples=100,
+        eval_interval=2,
+        eval_iters=3,
+        global_batch_size=8,
+        rampup_batch_size=(4, 4, 20),
+    )
     schedule = BatchSchedule.build(config.train, data_parallel_size=1, seq_length=16)
     iterations, consumed = 0, 0  # by hand: 4 samples a step until 20 are seen, then 8
     while consumed + (8 if consumed >= 20 else 4) <= 100:
@@ -173,10 +204,14 @@ def test_counts_are_megatrons_for_samples_and_a_growing_batch() -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=4),
-       begin=st.integers(0, 150), steps=st.integers(0, 40))
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=4),
+    begin=st.integers(0, 150),
+    steps=st.integers(0, 40),
+)
 def test_steps_and_samples_of_a_growing_batch_are_counted_as_by_walking(
-        sizes: list[tuple[int, int]], begin: int, steps: int) -> None:
+    sizes: list[tuple[int, int]], begin: int, steps: int
+) -> None:
     starts = [0, *accumulate(length for length, _ in sizes)]
     schedule = BatchSchedule(tuple(zip(starts, [4, *(4 * size for _, size in sizes)])), unit=4)
     consumed = begin
@@ -238,14 +273,21 @@ def provide(*datasets: Any) -> Any:
 
 
 def test_evaluations_that_see_everything_begin_anew_and_leave_no_threads() -> None:
-    run = tiny.run_of(tiny.config(full_validation=True, num_workers=2, micro_batch_size=2, global_batch_size=8, eval_iters=0))
+    run = tiny.run_of(
+        tiny.config(full_validation=True, num_workers=2, micro_batch_size=2, global_batch_size=8, eval_iters=0)
+    )
     before = data_threads()
     data = build_data(tiny.trainer_of(run), provide(Numbers(64), Numbers(13), None))
     for _ in range(3):
         with data.valid.next() as (batches, iterations):
             found = [batch for batch in islice(batches, iterations * 4)]
         assert iterations == 2
-        counted = [number for batch in found for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask) if mask.any()]
+        counted = [
+            number
+            for batch in found
+            for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask)
+            if mask.any()
+        ]
         assert counted == list(range(13)), "every sample has its loss counted once"
         assert data_threads() == before
     next(data.train)
@@ -269,10 +311,22 @@ def test_evaluations_by_iterations_go_on_where_the_last_ended() -> None:
 def test_all_ranks_together_see_everything_once(ranks: int) -> None:
     seen, lengths = [], set()
     for rank in range(ranks):
-        batches = list(all_once(run_of(rank=rank, ranks=ranks, global_batch_size=2 * ranks), Numbers(37), full_batch=4 * ranks,
-                                reads=True, split="valid"))
+        batches = list(
+            all_once(
+                run_of(rank=rank, ranks=ranks, global_batch_size=2 * ranks),
+                Numbers(37),
+                full_batch=4 * ranks,
+                reads=True,
+                split="valid",
+            )
+        )
         lengths.add(len(batches))
-        seen += [number for batch in batches for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask) if mask.any()]
+        seen += [
+            number
+            for batch in batches
+            for number, mask in zip(batch.tokens[:, 0].tolist(), batch.loss_mask)
+            if mask.any()
+        ]
     assert sorted(seen) == list(range(37)) and len(lengths) == 1
 
 
@@ -313,9 +367,16 @@ def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) ->
     batches.close()
     lines = [json.loads(line) for line in (tmp_path / "log" / "rank00000.jsonl").read_text().splitlines()]
     assert lines == [
-        {"split": "train", "data_rank": 1, "iteration": iteration, "microbatch": place, "samples": samples,
-         "hash": digest(collate([data[number] for number in samples]))}
-        for iteration, place, samples in ((3, 0, [14, 15]), (3, 1, [18, 19]), (4, 0, [22, 23]))]
+        {
+            "split": "train",
+            "data_rank": 1,
+            "iteration": iteration,
+            "microbatch": place,
+            "samples": samples,
+            "hash": digest(collate([data[number] for number in samples])),
+        }
+        for iteration, place, samples in ((3, 0, [14, 15]), (3, 1, [18, 19]), (4, 0, [22, 23]))
+    ]
 
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -348,7 +409,8 @@ def build_once(folder: str, machines: int) -> int:
 
 @pytest.mark.parametrize("machines, expected", [(1, [1, 0, 0, 0]), (2, [1, 0, 1, 0])])
 def test_caches_are_built_once_where_the_folder_is_shared_and_once_a_machine_elsewhere(
-        world: Worlds, tmp_path: Path, machines: int, expected: list[int]) -> None:
+    world: Worlds, tmp_path: Path, machines: int, expected: list[int]
+) -> None:
     assert world(4).run(build_once, str(tmp_path), machines) == expected
 
 

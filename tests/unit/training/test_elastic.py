@@ -53,10 +53,18 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("flags, ranks, expected", CHOICES)
-def test_the_nearest_layout_that_keeps_every_rule_is_chosen(flags: dict[str, Any], ranks: int, expected: tuple[int, ...]) -> None:
+def test_the_nearest_layout_that_keeps_every_rule_is_chosen(
+    flags: dict[str, Any], ranks: int, expected: tuple[int, ...]
+) -> None:
     config, used = fitted(given(**flags), ranks)
     parallel = config.parallel
-    sizes = (parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size, parallel.data_parallel_size(used))
+    sizes = (
+        parallel.tp,
+        parallel.context_parallel_size,
+        parallel.pp,
+        parallel.expert_model_parallel_size,
+        parallel.data_parallel_size(used),
+    )
     assert sizes == expected
     found, problems = examine(given(**flags), ranks)
     assert not problems and found.train.global_batch_size == flags.get("global_batch_size", 8), problems
@@ -69,12 +77,16 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
     config, used = fitted(given(**flags), 1)
     assert config.parallel.num_virtual_stages_per_pipeline_rank is None
     line = told(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
-    assert "--pipeline-model-parallel-size 2 -> 1" in line and "--num-virtual-stages-per-pipeline-rank 2 -> None" in line
+    assert (
+        "--pipeline-model-parallel-size 2 -> 1" in line and "--num-virtual-stages-per-pipeline-rank 2 -> None" in line
+    )
 
 
 def test_the_line_says_who_stands_by_and_nothing_where_nothing_changes() -> None:
     config, used = fitted(given(), 6)
-    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in told(given().parallel, config.parallel, world_size=6, ranks=used)
+    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in told(
+        given().parallel, config.parallel, world_size=6, ranks=used
+    )
     config, used = fitted(given(), 8)
     assert told(given().parallel, config.parallel, world_size=8, ranks=used) == ""
 
@@ -96,19 +108,32 @@ def stretch(changes: dict[str, Any], steps: int) -> tuple[list[float], Seen, Hel
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     config, used = fitted(given(**changes), ranks)
     assert used == ranks, "the pool's ranks all train here"
-    values = {**ELASTIC, **changes, "tensor_model_parallel_size": config.parallel.tp, "pipeline_model_parallel_size": config.parallel.pp}
+    values = {
+        **ELASTIC,
+        **changes,
+        "tensor_model_parallel_size": config.parallel.tp,
+        "pipeline_model_parallel_size": config.parallel.pp,
+    }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(ranks, **values)))
     checkpoint = Checkpoint(trainer)
     checkpoint.resume()
     run = trainer.run
-    order = in_turn(run.config, 1000, consumed_samples=run.progress.consumed_train_samples, rank=run.mesh.dp.rank, num_ranks=run.mesh.dp.size)
+    order = in_turn(
+        run.config,
+        1000,
+        consumed_samples=run.progress.consumed_train_samples,
+        rank=run.mesh.dp.rank,
+        num_ranks=run.mesh.dp.size,
+    )
     losses, seen = [], []
 
     def batches() -> Any:
         for numbers in order:
             seen.append((run.progress.iteration, numbers))
             rows = [torch.Generator().manual_seed(number) for number in numbers]
-            window = torch.stack([torch.randint(tiny.VOCABULARY, (run.config.train.seq_length + 1,), generator=row) for row in rows])
+            window = torch.stack(
+                [torch.randint(tiny.VOCABULARY, (run.config.train.seq_length + 1,), generator=row) for row in rows]
+            )
             mask = torch.stack([(torch.rand(run.config.train.seq_length, generator=row) < 0.5).float() for row in rows])
             yield Batch(tokens=window[:, :-1], labels=window[:, 1:], loss_mask=mask)
 
@@ -134,19 +159,29 @@ def drill(world: Worlds, folder: Path, counts: tuple[int, ...], **changes: Any) 
         for _, seen, _ in results:
             for iteration, numbers in seen:
                 samples.setdefault(iteration, []).extend(numbers)
-    serial = {**changes, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "save": str(folder / "serial"),
-              "load": str(folder / "serial")}
+    serial = {
+        **changes,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "save": str(folder / "serial"),
+        "load": str(folder / "serial"),
+    }
     expected, _, held = stretch(serial, 2 * len(counts))
     size = changes["global_batch_size"]
     assert {step: sorted(numbers) for step, numbers in samples.items()} == {
-        step: list(range(step * size, (step + 1) * size)) for step in range(2 * len(counts))}, "a sample was seen twice or not at all"
+        step: list(range(step * size, (step + 1) * size)) for step in range(2 * len(counts))
+    }, "a sample was seen twice or not at all"
     assert losses == pytest.approx(expected, rel=1e-10)
     whole, alone = assemble([held for _, _, held in results]), assemble([held])
-    assert all(torch.allclose(whole[name], alone[name], rtol=1e-9, atol=1e-12) for name in alone), "the weights are others"
+    assert all(torch.allclose(whole[name], alone[name], rtol=1e-9, atol=1e-12) for name in alone), (
+        "the weights are others"
+    )
 
 
 def test_a_run_that_loses_and_finds_ranks_is_the_run_that_never_stopped(world: Worlds, tmp_path: Path) -> None:
-    drill(world, tmp_path, (4, 2, 1, 4), global_batch_size=8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    drill(
+        world, tmp_path, (4, 2, 1, 4), global_batch_size=8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
 
 
 @pytest.mark.nightly
@@ -157,13 +192,37 @@ def test_the_drill_of_eight_six_four_and_eight_ranks(world: Worlds, tmp_path: Pa
 
 def launched(folder: Path, ranks: int, *more: str) -> str:
     """What pretrain_gpt.py says under torchrun on so many ranks."""
-    flags = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
-             "--tokenizer-type NullTokenizer --vocab-size 30 --num-workers 0 --eval-iters 0 --log-interval 1 --mock-data --train-iters 4 "
-             "--hidden-dropout 0 --attention-dropout 0 --elastic --save-interval 2").split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "pretrain_gpt.py", *flags,
-               "--save", str(folder / "save"), "--load", str(folder / "save"), "--log-samples", str(folder / "samples"), *more]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
+    flags = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+        "--tokenizer-type NullTokenizer --vocab-size 30 --num-workers 0 --eval-iters 0 --log-interval 1 --mock-data --train-iters 4 "
+        "--hidden-dropout 0 --attention-dropout 0 --elastic --save-interval 2"
+    ).split()
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        "pretrain_gpt.py",
+        *flags,
+        "--save",
+        str(folder / "save"),
+        "--load",
+        str(folder / "save"),
+        "--log-samples",
+        str(folder / "samples"),
+        *more,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -173,7 +232,7 @@ def test_a_rank_without_a_place_stands_by_and_ends_well(tmp_path: Path) -> None:
     said = launched(tmp_path, 3)
     assert "elastic: 2 of 3 ranks train, in 2 data-parallel copies, 1 stand by" in said, said
     assert "mesh: 2 ranks" in said and "saved checkpoint" in said
-    start, = [event for event in read_events(tmp_path / "save") if event["event"] == "start"]
+    (start,) = [event for event in read_events(tmp_path / "save") if event["event"] == "start"]
     assert start["layout"]["ranks"] == 2 and any(message.startswith("elastic: ") for message in start["messages"])
 
 
@@ -187,4 +246,8 @@ def test_the_drill_under_torchrun(tmp_path: Path) -> None:
         assert seen == list(range(step * 24, (step + 1) * 24)), f"step {step + 1}"
     events = read_events(tmp_path / "save")
     assert [event["layout"]["ranks"] for event in events if event["event"] == "start"] == [8, 6, 4, 8]
-    assert [(event["before"]["ranks"], event["after"]["ranks"]) for event in events if event["event"] == "layout"] == [(8, 6), (6, 4), (4, 8)]
+    assert [(event["before"]["ranks"], event["after"]["ranks"]) for event in events if event["event"] == "layout"] == [
+        (8, 6),
+        (6, 4),
+        (4, 8),
+    ]

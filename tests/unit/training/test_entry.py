@@ -17,35 +17,72 @@ from megatron.training.place import Place
 from megatron.training.watch import NotFinite
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
-        "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 --num-workers 0 --eval-iters 0 "
-        "--log-interval 1000 --distributed-timeout-minutes 2").split()
+TINY = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 --num-workers 0 --eval-iters 0 "
+    "--log-interval 1000 --distributed-timeout-minutes 2"
+).split()
 
 
 def launch(script: str, flags: list[str], *, ranks: int, **environment: str) -> subprocess.Popen:
     """Start a run under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", script, *TINY, *flags]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        "0",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        script,
+        *TINY,
+        *flags,
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-@pytest.mark.parametrize("layout, how", [
-    pytest.param(["--tensor-model-parallel-size", "3"], "raise", id="tensor-raise", marks=pytest.mark.nightly),
-    pytest.param(["--pipeline-model-parallel-size", "3"], "kill", id="pipeline-kill"),
-    pytest.param(["--tensor-model-parallel-size", "3"], "kill", id="tensor-kill", marks=pytest.mark.nightly),
-    pytest.param(["--pipeline-model-parallel-size", "3"], "raise", id="pipeline-raise", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "layout, how",
+    [
+        pytest.param(["--tensor-model-parallel-size", "3"], "raise", id="tensor-raise", marks=pytest.mark.nightly),
+        pytest.param(["--pipeline-model-parallel-size", "3"], "kill", id="pipeline-kill"),
+        pytest.param(["--tensor-model-parallel-size", "3"], "kill", id="tensor-kill", marks=pytest.mark.nightly),
+        pytest.param(["--pipeline-model-parallel-size", "3"], "raise", id="pipeline-raise", marks=pytest.mark.nightly),
+    ],
+)
 def test_one_failing_rank_ends_all_and_is_named(layout: list[str], how: str) -> None:
-    flags = [*layout, "--train-iters", "1000", "--num-layers", "3", "--num-attention-heads", "3", "--hidden-size", "24",
-             "--ffn-hidden-size", "48"]
+    flags = [
+        *layout,
+        "--train-iters",
+        "1000",
+        "--num-layers",
+        "3",
+        "--num-attention-heads",
+        "3",
+        "--hidden-size",
+        "24",
+        "--ffn-hidden-size",
+        "48",
+    ]
     process = launch("tests/helpers/failing_run.py", flags, ranks=3, FAIL=how)
     output, _ = process.communicate(timeout=600)  # how soon: tests/benchmarks/failure.py
     assert process.returncode != 0 and "FAILING NOW" in output, output[-3000:]
     if how == "raise":
-        summary = output[output.rindex("Root Cause"):]
+        summary = output[output.rindex("Root Cause") :]
         assert "rank      : 2" in summary and "the planted failure of the last rank" in summary, output[-3000:]
     else:
-        assert "Signal 9" in output[output.rindex("Root Cause"):], output[-3000:]
+        assert "Signal 9" in output[output.rindex("Root Cause") :], output[-3000:]
 
 
 def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +105,9 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_all_ranks_found_together_is_said_by_the_first_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                                                  first: bool) -> None:
+def test_what_all_ranks_found_together_is_said_by_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: bool
+) -> None:
     def main() -> None:
         raise NotFinite("the loss of iteration 7 is nan")
 
@@ -83,7 +121,16 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(monkeypatch: p
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
-    flags = ["--train-iters", "1000000", "--save", str(tmp_path), "--log-interval", "5", "--tensor-model-parallel-size", "2"]
+    flags = [
+        "--train-iters",
+        "1000000",
+        "--save",
+        str(tmp_path),
+        "--log-interval",
+        "5",
+        "--tensor-model-parallel-size",
+        "2",
+    ]
     process = launch("pretrain_gpt.py", flags, ranks=2)
     seen = ""
     for line in process.stdout:
@@ -105,7 +152,17 @@ def test_user_errors_of_one_process_are_one_message_without_a_traceback(tmp_path
 
 
 def test_broken_rules_exit_with_two_before_anything_starts() -> None:
-    command = [sys.executable, "pretrain_gpt.py", *TINY, "--train-iters", "2", "--tensor-model-parallel-size", "3", "--num-leyers", "4"]
+    command = [
+        sys.executable,
+        "pretrain_gpt.py",
+        *TINY,
+        "--train-iters",
+        "2",
+        "--tensor-model-parallel-size",
+        "3",
+        "--num-leyers",
+        "4",
+    ]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert "--num-leyers is not a flag; did you mean --num-layers" in done.stderr
@@ -117,6 +174,10 @@ def test_broken_rules_exit_with_two_before_anything_starts() -> None:
 def test_a_command_line_is_answered_before_torch_is_imported(flags: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "pretrain_gpt.py", *flags]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
-    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.split("|")[-1].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert done.returncode == (0 if flags == ["--help"] else 2)
     assert "megatron" in imported and not imported & ({"torch", "numpy"} if flags == ["--help"] else {"torch"})

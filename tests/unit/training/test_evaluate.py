@@ -49,16 +49,26 @@ def expected(trainer: Trainer, iterations: int) -> float:
     with torch.no_grad():
         for iteration in range(FIRST, FIRST + iterations):
             for batch in tiny.batches(trainer.run, iteration):
-                logits = stage(ids=batch.tokens)[..., :tiny.VOCABULARY].transpose(0, 1)
-                losses = F.cross_entropy(logits.reshape(-1, tiny.VOCABULARY), batch.labels.reshape(-1), reduction="none")
+                logits = stage(ids=batch.tokens)[..., : tiny.VOCABULARY].transpose(0, 1)
+                losses = F.cross_entropy(
+                    logits.reshape(-1, tiny.VOCABULARY), batch.labels.reshape(-1), reduction="none"
+                )
                 total += float((losses * batch.loss_mask.reshape(-1)).sum())
                 count += float(batch.loss_mask.sum())
     stage.train()
     return total / count
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4}, {"calculate_per_token_loss": False},
-                                     {"hidden_dropout": 0.5, "attention_dropout": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"micro_batch_size": 4},
+        {"calculate_per_token_loss": False},
+        {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    ],
+    ids=str,
+)
 def test_the_loss_is_the_mean_over_all_tokens_without_dropout(changes: dict[str, Any]) -> None:
     trainer = trainer_of(**changes)
     found = evaluate(trainer, valid(trainer.run), 2)
@@ -110,17 +120,31 @@ def test_an_evaluation_counts_in_the_batch_that_a_ramp_ends_with() -> None:
             taken.append(batch)
             yield batch
 
-    trainer = trainer_of(train_iters=None, train_samples=40, rampup_batch_size=(2, 2, 20), global_batch_size=8, micro_batch_size=2)
+    trainer = trainer_of(
+        train_iters=None, train_samples=40, rampup_batch_size=(2, 2, 20), global_batch_size=8, micro_batch_size=2
+    )
     evaluate(trainer, watched(valid(trainer.run)), 3)
     assert len(taken) == 3 * 8 // 2
 
 
-@pytest.mark.parametrize("ranks, layout", [
-    (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
-    (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}),
-    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-], ids=["tp2-sp", "pp2-vpp2", "dp2-zero-overlap", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+        (
+            2,
+            {
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "ddp_bucket_size": 1000,
+            },
+        ),
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    ],
+    ids=["tp2-sp", "pp2-vpp2", "dp2-zero-overlap", "tp2-pp2"],
+)
 def test_every_layout_and_every_rank_gives_the_serial_loss(world: Worlds, ranks: int, layout: dict[str, Any]) -> None:
     serial = evaluate_here({"fp64": True}, 2)
     for found in world(ranks).run(evaluate_here, {"fp64": True, **layout}, 2):

@@ -55,8 +55,11 @@ def not_a_number(stage: GPTModel, output: Tensor) -> Tensor:
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the newest checkpoint of a folder."""
     saved = open_saved(find(folder).folder)
-    return {name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone() for name, found in saved.formats.items()
-            if name.startswith(("model.", "optimizer."))}
+    return {
+        name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone()
+        for name, found in saved.formats.items()
+        if name.startswith(("model.", "optimizer."))
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -65,9 +68,23 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("action, dropout", [("skip", "0"), ("rollback", "0.1")])
-def test_a_run_that_leaves_a_bad_step_behind_ends_as_if_its_data_had_never_been_there(tmp_path: Path, action: str, dropout: str) -> None:
-    flags = ["--train-iters", "6", "--save-interval", "2", "--hidden-dropout", dropout, "--attention-dropout", dropout, *write_tokens(tmp_path / "text")]
-    hurt = trained([*flags, "--save", str(tmp_path / "a"), "--on-bad-step", action], forward_step=spoiling(4, not_a_number))
+def test_a_run_that_leaves_a_bad_step_behind_ends_as_if_its_data_had_never_been_there(
+    tmp_path: Path, action: str, dropout: str
+) -> None:
+    flags = [
+        "--train-iters",
+        "6",
+        "--save-interval",
+        "2",
+        "--hidden-dropout",
+        dropout,
+        "--attention-dropout",
+        dropout,
+        *write_tokens(tmp_path / "text"),
+    ]
+    hurt = trained(
+        [*flags, "--save", str(tmp_path / "a"), "--on-bad-step", action], forward_step=spoiling(4, not_a_number)
+    )
     spared = trained([*flags, "--save", str(tmp_path / "b"), "--iterations-to-skip", "4"])
     assert hurt.progress.consumed_train_samples == spared.progress.consumed_train_samples == 24
     assert hurt.progress.skipped_train_samples == spared.progress.skipped_train_samples == 4
@@ -78,11 +95,20 @@ def test_a_run_that_leaves_a_bad_step_behind_ends_as_if_its_data_had_never_been_
 
 def test_a_run_that_stops_says_what_is_bad_and_where_the_evidence_is(tmp_path: Path) -> None:
     with pytest.raises(BadStep) as error:
-        trained(["--train-iters", "6", "--on-bad-step", "stop", "--error-dir", str(tmp_path), "--mock-data"], forward_step=spoiling(3, not_a_number))
+        trained(
+            ["--train-iters", "6", "--on-bad-step", "stop", "--error-dir", str(tmp_path), "--mock-data"],
+            forward_step=spoiling(3, not_a_number),
+        )
     said = str(error.value)
-    assert "iteration 3 is bad: lm loss is nan" in said and str(tmp_path / "step-00000003") in said and "loss and gradients of rank 0" in said
+    assert (
+        "iteration 3 is bad: lm loss is nan" in said
+        and str(tmp_path / "step-00000003") in said
+        and "loss and gradients of rank 0" in said
+    )
     facts = json.loads((tmp_path / "step-00000003" / "step.json").read_text())
-    assert facts["progress"]["consumed_train_samples"] == 8 and all(row["gradient_not_finite"] for row in facts["parameters"].values())
+    assert facts["progress"]["consumed_train_samples"] == 8 and all(
+        row["gradient_not_finite"] for row in facts["parameters"].values()
+    )
     read = torch.load(tmp_path / "step-00000003" / "data-00000-00.pt", weights_only=True)
     assert [microbatch["samples"] for microbatch in read["microbatches"]] == [[8], [9], [10], [11]]
 
@@ -93,7 +119,9 @@ def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
         return output * math.nan, loss
 
     with pytest.raises(BadStep, match="it is the 3th bad step, and --max-bad-steps is 2"):
-        trained(["--train-iters", "6", "--on-bad-step", "skip", "--max-bad-steps", "2", "--mock-data"], forward_step=often)
+        trained(
+            ["--train-iters", "6", "--on-bad-step", "skip", "--max-bad-steps", "2", "--mock-data"], forward_step=often
+        )
 
 
 def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
@@ -110,7 +138,9 @@ def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
     assert Memory(Limits(True, True, True)).problem({"lm loss": 4.0}, 40.0) == "", "at the start, nothing is unusual"
 
 
-def judged(folder: str, changes: dict[str, Any], plant: str) -> tuple[str, list[tuple[float, float]], float, bool, list[int]]:
+def judged(
+    folder: str, changes: dict[str, Any], plant: str
+) -> tuple[str, list[tuple[float, float]], float, bool, list[int]]:
     """On every rank: a good step, then one that is judged bad, by its numbers or because the test says so."""
     size = torch.distributed.get_world_size()
     settings = tiny.config(size, error_dir=folder, on_bad_step="skip", bundle_weights=True, **changes)
@@ -125,7 +155,12 @@ def judged(folder: str, changes: dict[str, Any], plant: str) -> tuple[str, list[
                 if spec_of(param).name == "decoder.layers.1.mlp.linear_fc2.weight":
                     param.data.view(-1)[0] = math.nan
     elif plant == "gradient":
-        param = next(param for stage in trainer.stages for param in stage.parameters() if "linear_fc1.bias" in spec_of(param).name)
+        param = next(
+            param
+            for stage in trainer.stages
+            for param in stage.parameters()
+            if "linear_fc1.bias" in spec_of(param).name
+        )
         if mesh.world.rank == 1:
             param.register_hook(lambda gradient: gradient * math.inf)
     else:
@@ -140,11 +175,15 @@ def judged(folder: str, changes: dict[str, Any], plant: str) -> tuple[str, list[
     return guard.verdict, pairs, float(step.grad_norm), bool(step.skipped) and kept, [trainer.progress.iteration]
 
 
-@pytest.mark.parametrize("changes", [
-    {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
-    {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
-    {"hidden_dropout": 0.2, "attention_dropout": 0.1},
-], ids=["tensor and data, ZeRO", "pipeline and context", "data, with dropout"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+        {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {"hidden_dropout": 0.2, "attention_dropout": 0.1},
+    ],
+    ids=["tensor and data, ZeRO", "pipeline and context", "data, with dropout"],
+)
 def test_a_replay_gives_the_numbers_of_the_run(world: Worlds, tmp_path: Path, changes: dict[str, Any]) -> None:
     results = world(4).run(judged, str(tmp_path), changes, "nothing")
     verdict, pairs, norm, kept, _ = results[0]
@@ -159,16 +198,27 @@ def test_a_replay_gives_the_numbers_of_the_run(world: Worlds, tmp_path: Path, ch
     assert math.sqrt(squares) == pytest.approx(norm, rel=1e-5), "the table counts every element once"
 
 
-def test_a_replay_finds_the_module_and_the_run_the_rank(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_finds_the_module_and_the_run_the_rank(
+    world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
     results = world(2).run(judged, str(tmp_path / "weight"), changes, "weight")
-    assert all("lm loss is nan" in result[0] and "weights that are not finite: decoder.layers.1.mlp.linear_fc2.weight" in result[0]
-               for result in results), results[0][0]
+    assert all(
+        "lm loss is nan" in result[0]
+        and "weights that are not finite: decoder.layers.1.mlp.linear_fc2.weight" in result[0]
+        for result in results
+    ), results[0][0]
     found = replay(tmp_path / "weight" / "step-00000002", TINY_PROVIDERS)
-    assert found.first["output"].where == "decoder.layers.1.mlp.linear_fc2" and "its weight is not sound" in found.first["output"].cause
+    assert (
+        found.first["output"].where == "decoder.layers.1.mlp.linear_fc2"
+        and "its weight is not sound" in found.first["output"].cause
+    )
     assert found.first["output"].when == "forward of stage 0, microbatch 0"
     assert main([str(tmp_path / "weight" / "step-00000002"), "--modules", "2"]) == 0
-    assert "verdict: weights were not finite before the step: decoder.layers.1.mlp.linear_fc2.weight" in capsys.readouterr().out
+    assert (
+        "verdict: weights were not finite before the step: decoder.layers.1.mlp.linear_fc2.weight"
+        in capsys.readouterr().out
+    )
     results = world(2).run(judged, str(tmp_path / "gradient"), changes, "gradient")
     assert all("first not finite in the gradients of rank 1 on node" in result[0] for result in results), results[0][0]
     assert main([str(tmp_path / "gradient" / "step-00000002")]) == 1, "on another machine nothing happens"
@@ -179,7 +229,9 @@ def test_evidence_that_finds_no_room_is_told_and_ends_no_run(world: Worlds, tmp_
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000002" / "random-00001.pt").symlink_to("/dev/full")
     results = world(2).run(judged, str(tmp_path), {}, "nothing")
-    assert all("the evidence could not be written to" in result[0] and "rank 1: " in result[0] for result in results), results[0][0]
+    assert all("the evidence could not be written to" in result[0] and "rank 1: " in result[0] for result in results), (
+        results[0][0]
+    )
 
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +243,20 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_a_judged_run_keeps_every_bit(tmp_path: Path) -> None:
     flags = ["--train-iters", "4", "--save-interval", "4", *write_tokens(tmp_path / "text")]
     trained([*flags, "--save", str(tmp_path / "a")])
-    trained([*flags, "--save", str(tmp_path / "b"), "--on-bad-step", "stop", "--check-for-spiky-loss", "--check-for-large-grads",
-             "--log-straggler", "--check-weight-hash-across-dp-replicas-interval", "1", "--log-interval", "1"])
+    trained(
+        [
+            *flags,
+            "--save",
+            str(tmp_path / "b"),
+            "--on-bad-step",
+            "stop",
+            "--check-for-spiky-loss",
+            "--check-for-large-grads",
+            "--log-straggler",
+            "--check-weight-hash-across-dp-replicas-interval",
+            "1",
+            "--log-interval",
+            "1",
+        ]
+    )
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))

@@ -33,7 +33,11 @@ def test_the_first_screen_is_one_line_of_usage_and_the_common_flags(capsys: pyte
 
 def test_words_choose_groups_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = printed(capsys, "--num-layers", "4", "--help", "learning", "rate")
-    assert code == 0 and {"--lr-warmup-iters", "--decoupled-lr"} <= flags_of(text) and "--hidden-size" not in flags_of(text)
+    assert (
+        code == 0
+        and {"--lr-warmup-iters", "--decoupled-lr"} <= flags_of(text)
+        and "--hidden-size" not in flags_of(text)
+    )
     assert "--moe-router-topk" in flags_of(printed(capsys, "--help", "moe")[1])
     code, text = printed(capsys, "-h", "unheard-of")
     assert code == 1 and "nothing speaks of unheard-of" in text and "--help all" in text

@@ -35,6 +35,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """The message of a run that must not get as far as a device."""
+
     def too_late() -> torch.device:
         raise AssertionError("a device was claimed before the mistake was found")
 
@@ -42,7 +43,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: p
     tiny = list(TINY)
     if "--tokenizer-type" in words:  # another tokenizer would not read the tiny one's setting
         place = tiny.index("--vocab-size")
-        del tiny[place:place + 2]
+        del tiny[place : place + 2]
     with pytest.raises(SystemExit) as caught:
         initialize_megatron(read_args([*tiny, *RUN, *words]))
     assert caught.value.code == 2
@@ -50,19 +51,27 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     shown = refused(["--save", str(tmp_path / "file" / "save")], capsys, monkeypatch)
     assert shown.startswith("ConfigError: ") and f"--save {tmp_path}/file/save cannot be written" in shown
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--tokenizer-type", "WordPiece"], "--tokenizer-type WordPiece is not known; choose one of"),
-    (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt"], "nowhere.json"),
-    (["--padded-vocab-size", "8"], "--padded-vocab-size 8 is smaller than the tokenizer's 31 ids"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tokenizer-type", "WordPiece"], "--tokenizer-type WordPiece is not known; choose one of"),
+        (
+            ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt"],
+            "nowhere.json",
+        ),
+        (["--padded-vocab-size", "8"], "--padded-vocab-size 8 is smaller than the tokenizer's 31 ids"),
+    ],
+)
 def test_a_tokenizer_that_does_not_fit_is_refused_before_anything(
-        words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert message in refused(words, capsys, monkeypatch)
 
 
@@ -106,22 +115,32 @@ def shim_answers() -> list[Any]:
     """On every rank: what Megatron's functions say."""
     run: Run = tiny.run_of(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
     parallel_state.install(run.mesh)
-    groups = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(),
-              parallel_state.get_data_parallel_group())
+    groups = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
     members = [sorted(torch.distributed.get_process_group_ranks(group)) for group in groups]
-    return [parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_data_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage(),
-            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(), members]
+    return [
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        members,
+    ]
 
 
 @pytest.mark.slow
 def test_the_shims_speak_of_the_mesh_in_megatrons_order(world: Worlds) -> None:
     for rank, found in enumerate(world(8).run(shim_answers)):
         tensor, data, pipeline = rank % 2, rank // 2 % 2, rank // 4  # tensor innermost, then data, then pipeline
-        members = [[rank - tensor, rank - tensor + 1], [rank % 4, rank % 4 + 4],
-                   [rank - 2 * data, rank - 2 * data + 2]]
+        members = [[rank - tensor, rank - tensor + 1], [rank % 4, rank % 4 + 4], [rank - 2 * data, rank - 2 * data + 2]]
         assert found == [tensor, data, pipeline, 2, 2, 2, pipeline == 0, pipeline == 1, 0, 1, members]
 
 
@@ -137,7 +156,13 @@ def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     alone = launcher_place()
     assert (alone.rank, alone.size, alone.store, alone.job) == (0, 1, "", "")
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "6000", "SLURM_JOB_ID": "77"}.items():
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "6000",
+        "SLURM_JOB_ID": "77",
+    }.items():
         monkeypatch.setenv(name, value)
     there = launcher_place()
     assert (there.rank, there.size, there.store, there.meeting, there.job) == (3, 8, "", "node0:6000", "77")

@@ -55,8 +55,14 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
 
 def interrupted(script: str, flags: Sequence[str], after: Sequence[str], **environment: str) -> tuple[int, str]:
     """Start a program, and interrupt it whenever one of these was said; its exit code and the rest of what it says."""
-    process = subprocess.Popen([sys.executable, "-u", script, *TINY, "--mock-data", "--train-iters", "1000000", *flags], cwd=ROOT, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [sys.executable, "-u", script, *TINY, "--mock-data", "--train-iters", "1000000", *flags],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     said, bound = "", threading.Timer(PATIENCE, process.kill)  # which ends every wait for what it says
     bound.start()
     try:
@@ -85,7 +91,9 @@ def test_the_first_interrupt_saves_and_ends(tmp_path: Path) -> None:
 
 def test_the_second_interrupt_ends_a_run_that_stands_still(tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path), "--log-interval", "1"]
-    code, said = interrupted("tests/helpers/failing_run.py", flags, ["FAILING NOW", "SIGINT: the run ends"], FAIL="stand")
+    code, said = interrupted(
+        "tests/helpers/failing_run.py", flags, ["FAILING NOW", "SIGINT: the run ends"], FAIL="stand"
+    )
     assert code == 130 and "Traceback" not in said, said
     assert said.splitlines()[-1] == "SIGINT again: the run ends at once, in iteration 3; it has no checkpoint"
 

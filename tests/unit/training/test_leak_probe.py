@@ -23,8 +23,14 @@ from tests.helpers.world import Worlds
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 WINDOWS = {"window_size": "5,0", "window_attn_skip_freq": "2"}
 LONG = {"seq_length": 600, "max_position_embeddings": 600}
-MLA = {"multi_latent_attention": True, "position_embedding_type": "rope", "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5,
-       "kv_lora_rank": 8}
+MLA = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "kv_lora_rank": 8,
+}
 
 
 def run_with(kernel: Any = None, **changes: Any) -> Run:
@@ -33,9 +39,19 @@ def run_with(kernel: Any = None, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
-@pytest.mark.parametrize("changes", [PACKED, WINDOWS, {**PACKED, **WINDOWS}, {**PACKED, **WINDOWS, **LONG, "softmax_type": "learnable"},
-                                     {**PACKED, **WINDOWS, **MLA}, {**PACKED, "bf16": True}, {"architecture": "bert", "window_size": "3,2"}],
-                         ids=["documents", "windows", "both", "a band with sinks", "latent", "bf16", "both sides"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        PACKED,
+        WINDOWS,
+        {**PACKED, **WINDOWS},
+        {**PACKED, **WINDOWS, **LONG, "softmax_type": "learnable"},
+        {**PACKED, **WINDOWS, **MLA},
+        {**PACKED, "bf16": True},
+        {"architecture": "bert", "window_size": "3,2"},
+    ],
+    ids=["documents", "windows", "both", "a band with sinks", "latent", "bf16", "both sides"],
+)
 def test_no_kernel_of_ours_leaks(backend: str, changes: dict[str, Any]) -> None:
     demand_no_leak(run_with(attention_backend=backend, **changes))
 
@@ -56,7 +72,9 @@ def forgets_windows(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: fl
 
 
 def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
-    return fused.attention(q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores)
+    return fused.attention(
+        q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores
+    )
 
 
 def sees_the_future(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
@@ -75,18 +93,28 @@ def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: f
 def a_little_of_everything(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
     """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
     seen = mask.visible(q.shape[0], k.shape[0], q.device)
-    return reference.attention(q, k, v, MaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0)))
+    return reference.attention(
+        q, k, v, MaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
+    )
 
 
 def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
     return torch.zeros(*q.shape[:2], q.shape[2] * v.shape[3])
 
 
-@pytest.mark.parametrize("kernel, changes, words", [
-    (forgets_documents, PACKED, "layers without a window, token"), (forgets_windows, WINDOWS, "layers with a window of 5,0"),
-    (window_off_by_one, WINDOWS, "layers with a window of 5,0"), (sees_the_future, PACKED, "must not see it"),
-    (sees_one_ahead, PACKED, "must not see it"), (blurs_the_border, PACKED, "must not see it"),
-    (a_little_of_everything, PACKED, "must not see it"), (sees_nothing, PACKED, "does not even see itself")])
+@pytest.mark.parametrize(
+    "kernel, changes, words",
+    [
+        (forgets_documents, PACKED, "layers without a window, token"),
+        (forgets_windows, WINDOWS, "layers with a window of 5,0"),
+        (window_off_by_one, WINDOWS, "layers with a window of 5,0"),
+        (sees_the_future, PACKED, "must not see it"),
+        (sees_one_ahead, PACKED, "must not see it"),
+        (blurs_the_border, PACKED, "must not see it"),
+        (a_little_of_everything, PACKED, "must not see it"),
+        (sees_nothing, PACKED, "does not even see itself"),
+    ],
+)
 def test_a_kernel_that_leaks_is_refused_by_name(kernel: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         demand_no_leak(run_with(kernel, **changes))
@@ -118,7 +146,9 @@ def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport
     changes = {**PACKED, **WINDOWS, "context_parallel_size": 2, "cp_comm_type": (transport,)}
     assert world(2).run(probe_here, changes, False) == ["", ""]
     found = world(2).run(probe_here, changes, True)
-    assert len(set(found)) == 1 and f"context transport {transport}" in found[0], "all ranks refuse, with the same words"
+    assert len(set(found)) == 1 and f"context transport {transport}" in found[0], (
+        "all ranks refuse, with the same words"
+    )
 
 
 def test_every_kind_of_layer_is_probed_once() -> None:
@@ -127,4 +157,3 @@ def test_every_kind_of_layer_is_probed_once() -> None:
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
     assert [length_of(run, kind) for kind in found] == [276, 256]
     assert leak_of(run.build, found[0], 276, separate=False) == ""
-

@@ -30,8 +30,10 @@ def test_left_out_the_global_batch_is_one_microbatch_on_every_rank():
     assert build(global_batch_size=None, data_parallel_size=5).at(0) == BatchSize(10, 1)
 
 
-@pytest.mark.parametrize("start, increment, samples, full", [
-    (16, 8, 600, 32), (4, 4, 1000, 64), (4, 4, 997, 64), (8, 4, 10, 20), (32, 8, 500, 32), (4, 12, 1, 64)])
+@pytest.mark.parametrize(
+    "start, increment, samples, full",
+    [(16, 8, 600, 32), (4, 4, 1000, 64), (4, 4, 997, 64), (8, 4, 10, 20), (32, 8, 500, 32), (4, 12, 1, 64)],
+)
 def test_ramp_up_follows_the_rule_at_every_sample(start, increment, samples, full):
     schedule = build(rampup_batch_size=(start, increment, samples), global_batch_size=full)
     for consumed in range(samples + 50):
@@ -74,26 +76,35 @@ def test_an_indivisible_batch_is_rounded_down_when_asked():
         build(global_batch_size=6, data_parallel_size=4, decrease_batch_size_if_needed=True).check()
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"rampup_batch_size": (16, 8)}, "takes 3 numbers"),
-    ({"rampup_batch_size": (16, 7, 100)}, "an increment that divides 16"),
-    ({"rampup_batch_size": (64, 8, 100)}, "from 1 to the global batch size 32"),
-    ({"rampup_batch_size": (16, 8, -1)}, "negative"),
-    ({"step_batch_size_schedule": "0:8 nonsense"}, "'nonsense' is not TOKENS:SIZE"),
-    ({"step_batch_size_schedule": "4K:8"}, "begin with an entry 0:SIZE"),
-    ({"step_batch_size_schedule": "0:8 0:16"}, "two sizes, 8 and 16"),
-    ({"step_batch_size_schedule": "0:0"}, "size 0 is not positive"),
-    ({"step_batch_size_schedule": "0:8", "rampup_batch_size": (8, 8, 8)}, "give one"),
-    ({"micro_batch_size": None}, "--micro-batch-size"),
-])
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"rampup_batch_size": (16, 8)}, "takes 3 numbers"),
+        ({"rampup_batch_size": (16, 7, 100)}, "an increment that divides 16"),
+        ({"rampup_batch_size": (64, 8, 100)}, "from 1 to the global batch size 32"),
+        ({"rampup_batch_size": (16, 8, -1)}, "negative"),
+        ({"step_batch_size_schedule": "0:8 nonsense"}, "'nonsense' is not TOKENS:SIZE"),
+        ({"step_batch_size_schedule": "4K:8"}, "begin with an entry 0:SIZE"),
+        ({"step_batch_size_schedule": "0:8 0:16"}, "two sizes, 8 and 16"),
+        ({"step_batch_size_schedule": "0:0"}, "size 0 is not positive"),
+        ({"step_batch_size_schedule": "0:8", "rampup_batch_size": (8, 8, 8)}, "give one"),
+        ({"micro_batch_size": None}, "--micro-batch-size"),
+    ],
+)
 def test_a_schedule_that_makes_no_sense_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         build(**fields)
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"rampup_batch_size": (8, 8, 300)}, {"step_batch_size_schedule": "0:8 10240:16 512000:32"},
-    {"global_batch_size": 30, "data_parallel_size": 4, "decrease_batch_size_if_needed": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rampup_batch_size": (8, 8, 300)},
+        {"step_batch_size_schedule": "0:8 10240:16 512000:32"},
+        {"global_batch_size": 30, "data_parallel_size": 4, "decrease_batch_size_if_needed": True},
+    ],
+)
 @pytest.mark.parametrize("samples", [0, 7, 31, 32, 500, 601, 1000])
 def test_iterations_counts_the_whole_steps_of_a_run(fields, samples):
     schedule = build(**fields)

@@ -28,18 +28,48 @@ BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 
 BYTES = "--tokenizer-type ByteTokenizer --mock-data".split()
 ENCODER = "--tokenizer-type BertWordPieceLowerCase --mock-data --vocab-file vocab.txt".split()
 # What rules beside those between settings speak of; the parser's own flags come on top.
-PIECES = tuple(words.split() for words in (
-    "--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer --vocab-size 0", "--tokenizer-type NullTokenizer --vocab-size 40",
-    "--tokenizer-type WordPiece", "--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json",
-    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model vocab.txt",
-    "--tokenizer-type TikTokenizer --tokenizer-model vocab.txt", "--tokenizer-type SentencePieceTokenizer --tokenizer-model vocab.txt",
-    "--vocab-extra-ids -1", "--padded-vocab-size 8", "--padded-vocab-size 300", "--tiktoken-pattern v1",
-    "--attention-backend fused --attention-logit-softcap 50", "--attention-backend flash", "--attention-backend flex",
-    "--attention-backend unfused --attention-logit-softcap 50", "--transformer-impl local", "--cuda-graph-impl local",
-    "--fp8-format hybrid", "--compile", "--no-mock-data --data-path nowhere", "--no-mock-data --data-path 0.5 nowhere 0.5",
-    "--no-mock-data --data-args-path nowhere", "--sft --no-mock-data --data-path vocab.txt", "--save vocab.txt/save", "--save here",
-    "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--num-experts 4", "--expert-tensor-parallel-size 2",
-    "--distributed-backend nccl", "--bf16", "--fp16 --bf16", "--elastic --global-batch-size 8", "--load nowhere", "--not-a-flag"))
+PIECES = tuple(
+    words.split()
+    for words in (
+        "--tokenizer-type NullTokenizer",
+        "--tokenizer-type NullTokenizer --vocab-size 0",
+        "--tokenizer-type NullTokenizer --vocab-size 40",
+        "--tokenizer-type WordPiece",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model vocab.txt",
+        "--tokenizer-type TikTokenizer --tokenizer-model vocab.txt",
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model vocab.txt",
+        "--vocab-extra-ids -1",
+        "--padded-vocab-size 8",
+        "--padded-vocab-size 300",
+        "--tiktoken-pattern v1",
+        "--attention-backend fused --attention-logit-softcap 50",
+        "--attention-backend flash",
+        "--attention-backend flex",
+        "--attention-backend unfused --attention-logit-softcap 50",
+        "--transformer-impl local",
+        "--cuda-graph-impl local",
+        "--fp8-format hybrid",
+        "--compile",
+        "--no-mock-data --data-path nowhere",
+        "--no-mock-data --data-path 0.5 nowhere 0.5",
+        "--no-mock-data --data-args-path nowhere",
+        "--sft --no-mock-data --data-path vocab.txt",
+        "--save vocab.txt/save",
+        "--save here",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--num-experts 4",
+        "--expert-tensor-parallel-size 2",
+        "--distributed-backend nccl",
+        "--bf16",
+        "--fp16 --bf16",
+        "--elastic --global-batch-size 8",
+        "--load nowhere",
+        "--not-a-flag",
+    )
+)
 
 
 def drawn(seed: int) -> tuple[str, int, list[str]]:
@@ -60,10 +90,20 @@ def spelled(action: argparse.Action, rng: random.Random) -> list[str]:
     flag = rng.choice(action.option_strings)
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         return [flag]
-    pool = [*map(str, action.choices)] if action.choices else {
-        int: ["-1", "0", "1", "2", "3", "64", "1021"], float: ["-0.5", "0", "0.1", "1", "2.5", "nan", "inf"]}.get(
-        action.type, ["", "nowhere", "vocab.txt", "8"])
-    return [flag, *(rng.choice([*pool, "odd"] if rng.random() < 0.1 else pool) for _ in range(1 if action.nargs is None else rng.choice((1, 1, 2))))]
+    pool = (
+        [*map(str, action.choices)]
+        if action.choices
+        else {int: ["-1", "0", "1", "2", "3", "64", "1021"], float: ["-0.5", "0", "0.1", "1", "2.5", "nan", "inf"]}.get(
+            action.type, ["", "nowhere", "vocab.txt", "8"]
+        )
+    )
+    return [
+        flag,
+        *(
+            rng.choice([*pool, "odd"] if rng.random() < 0.1 else pool)
+            for _ in range(1 if action.nargs is None else rng.choice((1, 1, 2)))
+        ),
+    ]
 
 
 def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
@@ -75,7 +115,9 @@ def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest
         try:
             args = parse_args(list(words), defaults=ENTRIES[entry], world_size=ranks, reads_data=True)
         except SystemExit as end:
-            return int(end.code or 0), lines_of(ConfigError(stderr.getvalue().removeprefix("ConfigError: ").strip("\n")))
+            return int(end.code or 0), lines_of(
+                ConfigError(stderr.getvalue().removeprefix("ConfigError: ").strip("\n"))
+            )
     try:
         initialize._settings(args)
     except ConfigError as error:
@@ -100,7 +142,9 @@ def compare(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         tool, run = of_the_tool(entry, ranks, words), of_the_run(entry, ranks, words, monkeypatch)
         codes.append(run[0])
         if tool != run:
-            different.append(f"seed {seed}: {entry} on {ranks}: {' '.join(words[len(BASE):])}\n  the tool {tool}\n  the run  {run}")
+            different.append(
+                f"seed {seed}: {entry} on {ranks}: {' '.join(words[len(BASE) :])}\n  the tool {tool}\n  the run  {run}"
+            )
     assert not different, "\n".join(different)
     assert len(codes) < 20 or {0, 2} == {*codes} and min(codes.count(0), codes.count(2)) > len(codes) // 10
 
@@ -111,17 +155,29 @@ def test_the_checker_and_the_run_say_the_same(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(1000, 3000, 500))
-def test_the_checker_and_the_run_say_the_same_of_many(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_and_the_run_say_the_same_of_many(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare(range(first, first + 500), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer --mock-data", "--attention-backend fused cannot be used"),
-    ("--tokenizer-type HuggingFaceTokenizer --mock-data", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; give it"),
-    ("--tokenizer-type ByteTokenizer --data-path nowhere", "nowhere.bin cannot be opened"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer --mock-data",
+            "--attention-backend fused cannot be used",
+        ),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --mock-data",
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; give it",
+        ),
+        ("--tokenizer-type ByteTokenizer --data-path nowhere", "nowhere.bin cannot be opened"),
+    ],
+)
 def test_what_only_a_kernel_a_tokenizer_or_a_file_refuses_is_refused_by_both(
-        words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tool = of_the_tool("pretrain_gpt.py", 1, [*BASE, *words.split()])
     assert tool == of_the_run("pretrain_gpt.py", 1, [*BASE, *words.split()], monkeypatch)
@@ -129,8 +185,15 @@ def test_what_only_a_kernel_a_tokenizer_or_a_file_refuses_is_refused_by_both(
 
 
 @pytest.mark.parametrize("script", [*ENTRIES, "tasks/main.py"])
-def test_every_entry_script_asks_before_it_starts(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*BASE, "--tokenizer-type", "HuggingFaceTokenizer", *(["--task", "LAMBADA", "--valid-data", "x", "--load", "y"] if "/" in script else ["--mock-data"])]
+def test_every_entry_script_asks_before_it_starts(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *BASE,
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        *(["--task", "LAMBADA", "--valid-data", "x", "--load", "y"] if "/" in script else ["--mock-data"]),
+    ]
     monkeypatch.setattr(sys, "argv", [script, *words])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -140,8 +203,23 @@ def test_every_entry_script_asks_before_it_starts(script: str, monkeypatch: pyte
 
 def test_a_launcher_shows_a_refusal_once(tmp_path: Path) -> None:
     words = [*BASE, *BYTES, "--attention-backend", "fused", "--attention-logit-softcap", "50"]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "pretrain_gpt.py"), *words],
-                          cwd=tmp_path, env={**os.environ, "MEGATRON_DEVICE": "cpu"}, text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            str(ROOT / "pretrain_gpt.py"),
+            *words,
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "MEGATRON_DEVICE": "cpu"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     shown = done.stdout + done.stderr
     assert done.returncode != 0 and shown.count("--attention-backend fused cannot be used") == 1, shown
     assert "exitcode  : 2" in shown, shown

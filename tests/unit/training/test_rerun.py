@@ -26,11 +26,21 @@ from tests.helpers.world import Worlds
 from tests.unit.training.test_guard import not_a_number, same, spoiling, weights
 
 ROOT = Path(__file__).resolve().parents[3]
-RERUN = ["--rerun-mode", "validate_results", "--train-iters", "6", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+RERUN = [
+    "--rerun-mode",
+    "validate_results",
+    "--train-iters",
+    "6",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+]
 
 
 def spoiled_always(iteration: int) -> Callable[..., tuple[Tensor, LossFunction]]:
     """Megatron's forward step, whose output in one iteration is NaN, however often it is run."""
+
     def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         return (output * math.nan if stage.training and run.progress.iteration + 1 == iteration else output), loss
@@ -52,21 +62,26 @@ def flags(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> Callable[[], dict[str, Tensor]]:
     """The weights of the run without any bad step."""
+
     def train() -> dict[str, Tensor]:
-        trained([*RERUN, "--rerun-mode", "disabled", *write_tokens(tmp_path / "text"), "--save", str(tmp_path / "plain")])
+        trained(
+            [*RERUN, "--rerun-mode", "disabled", *write_tokens(tmp_path / "text"), "--save", str(tmp_path / "plain")]
+        )
         return weights(tmp_path / "plain")
 
     return train
 
 
-def test_a_transient_error_that_a_run_goes_on_after_leaves_no_trace(flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]]) -> None:
+def test_a_transient_error_that_a_run_goes_on_after_leaves_no_trace(
+    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]]
+) -> None:
     run = trained([*flags, "--on-bad-step", "skip"], forward_step=spoiling(4, not_a_number))
     assert verdicts(tmp_path / "run") == ["transient_error"]
     assert run.progress.skipped_train_samples == 0 and same(weights(tmp_path / "run"), undisturbed())
 
 
 def test_a_transient_error_ends_a_run_which_goes_on_when_it_is_started_again(
-    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]],
+    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]]
 ) -> None:
     with pytest.raises(ResultRejected, match="a transient error of rank 0 ") as ended:
         trained(flags, forward_step=spoiling(4, not_a_number))
@@ -76,7 +91,7 @@ def test_a_transient_error_ends_a_run_which_goes_on_when_it_is_started_again(
 
 
 def test_a_persistent_error_is_found_on_other_devices(
-    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ResultRejected, match="start the run again on other devices than rank 0") as ended:
         trained(flags, forward_step=spoiled_always(4))
@@ -93,7 +108,9 @@ def test_a_persistent_error_is_found_on_other_devices(
     assert verdicts(tmp_path / "run") == ["run it on other devices"] * 2 + ["persistent_error"]
 
 
-def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ResultRejected):
         trained(flags, forward_step=spoiled_always(4))
     monkeypatch.setattr(rerun, "device_identity", lambda device: ("elsewhere", device))
@@ -102,13 +119,21 @@ def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(flags: li
             trained(flags, forward_step=spoiled_always(4))
         assert ended.value.exit_code == 17
     assert verdicts(tmp_path / "run") == ["run it on other devices", "correct_result", "correct_result"]
-    assert trained([*flags, "--on-bad-step", "skip"], forward_step=spoiled_always(4)).progress.skipped_train_samples == 4
+    assert (
+        trained([*flags, "--on-bad-step", "skip"], forward_step=spoiled_always(4)).progress.skipped_train_samples == 4
+    )
 
 
-@pytest.mark.parametrize("kind, codes, verdict", [
-    ("transient_error", [17], "transient_error"), ("persistent_error", [16, 17], "persistent_error"), ("correct_result", [16, 17], "correct_result")])
+@pytest.mark.parametrize(
+    "kind, codes, verdict",
+    [
+        ("transient_error", [17], "transient_error"),
+        ("persistent_error", [16, 17], "persistent_error"),
+        ("correct_result", [16, 17], "correct_result"),
+    ],
+)
 def test_an_injected_error_gets_the_verdict_of_its_kind(
-    kind: str, codes: list[int], verdict: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kind: str, codes: list[int], verdict: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     injected = [*flags, "--error-injection-rate", "3", "--error-injection-type", kind]
     for number, code in enumerate(codes):
@@ -120,13 +145,14 @@ def test_an_injected_error_gets_the_verdict_of_its_kind(
 
 
 def test_every_step_is_run_twice_for_statistics_and_trains_as_before(
-    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]], capsys: pytest.CaptureFixture[str],
+    flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained([*flags, "--rerun-mode", "report_stats", "--log-interval", "3"])
     said = capsys.readouterr().out
     # a loss for each of 4 microbatches, their mean, the gradient of a bucket and the norm; reports after steps 1, 3 and 6
     assert [line.rpartition("determinism: ")[2] for line in said.splitlines() if "determinism: " in line] == [
-        f"of {7 * steps} results computed twice, {7 * steps} were equal" for steps in (1, 2, 3)]
+        f"of {7 * steps} results computed twice, {7 * steps} were equal" for steps in (1, 2, 3)
+    ]
     assert same(weights(tmp_path / "run"), undisturbed())
 
 
@@ -137,48 +163,97 @@ def test_iterations_that_were_rejected_twice_are_passed_over(flags: list[str], t
             trained([*flags, *tracker], forward_step=spoiled_always(4))
         (tmp_path / "run" / "rerun.json").unlink()
     lines = (tmp_path / "rejected.txt").read_text().splitlines()
-    assert [line.partition("status=")[2].split()[0] for line in lines] == ["initial_run", "first_rerun_reproducible"] * 2
+    assert [line.partition("status=")[2].split()[0] for line in lines] == [
+        "initial_run",
+        "first_rerun_reproducible",
+    ] * 2
     assert rejected_iterations(str(tmp_path / "rejected.txt")) == {4}
     assert trained([*flags, *tracker], forward_step=spoiled_always(4)).progress.skipped_train_samples == 4
 
 
 def test_a_tracker_file_of_megatron_is_read(tmp_path: Path) -> None:
     line = "ts=2026-01-01 00:00:00 node=n1 device=0 jobID={} rank={} iteration={} status=RerunValidationStatus.{} result=nan message='NaN'\n"
-    rows = [("7", 1, 5, "RERUN_DISABLED"), ("8", 1, 5, "SECOND_RERUN_REPRODUCIBLE"),  # twice on rank 1
-            ("7", 0, 6, "FIRST_RERUN_REPRODUCIBLE"), ("7", 1, 6, "FIRST_RERUN_REPRODUCIBLE"), ("8", 1, 6, "RERUN_DISABLED"),  # two ranks of a job
-            ("7", 1, 9, "INITIAL_RUN"), ("8", 1, 9, "INITIAL_RUN"), ("7", 2, 11, "RERUN_DISABLED")]
+    rows = [
+        ("7", 1, 5, "RERUN_DISABLED"),
+        ("8", 1, 5, "SECOND_RERUN_REPRODUCIBLE"),  # twice on rank 1
+        ("7", 0, 6, "FIRST_RERUN_REPRODUCIBLE"),
+        ("7", 1, 6, "FIRST_RERUN_REPRODUCIBLE"),
+        ("8", 1, 6, "RERUN_DISABLED"),  # two ranks of a job
+        ("7", 1, 9, "INITIAL_RUN"),
+        ("8", 1, 9, "INITIAL_RUN"),
+        ("7", 2, 11, "RERUN_DISABLED"),
+    ]
     (tmp_path / "file").write_text("no such line\n" + "".join(line.format(*row) for row in rows))
     assert rejected_iterations(str(tmp_path / "file")) == {5}
     assert rejected_iterations(str(tmp_path / "nothing")) == set()
 
 
 def test_differences_are_relative_and_know_what_is_not_finite() -> None:
-    assert relative_difference(math.nan, math.nan) == relative_difference(math.inf, math.inf) == relative_difference(2.0, 2.0) == 0
-    assert relative_difference(math.nan, 1.0) == relative_difference(1.0, math.inf) == relative_difference(-math.inf, math.inf) == math.inf
+    assert (
+        relative_difference(math.nan, math.nan)
+        == relative_difference(math.inf, math.inf)
+        == relative_difference(2.0, 2.0)
+        == 0
+    )
+    assert (
+        relative_difference(math.nan, 1.0)
+        == relative_difference(1.0, math.inf)
+        == relative_difference(-math.inf, math.inf)
+        == math.inf
+    )
     assert relative_difference(1.0, 3.0) == 1.0
 
 
 def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[float]]:
     """On every rank: two steps of three with an injected error; the last verdict, the ranks that are suspected, and losses."""
-    settings = tiny.config(torch.distributed.get_world_size(), on_bad_step="skip", error_injection_rate=1, error_injection_type=kind, **changes)
+    settings = tiny.config(
+        torch.distributed.get_world_size(),
+        on_bad_step="skip",
+        error_injection_rate=1,
+        error_injection_type=kind,
+        **changes,
+    )
     trainer = tiny.trainer_of(tiny.run_of(settings))
     again = StepRerun(trainer, Guard(settings))
     steps = [again.step(tiny.batches(trainer.run, number)) for number in range(2)]
     assert again.known is not None
-    return again.known.verdict, [one.rank for one in again.known.witnesses if one.suspicious], [float(step.grad_norm) for step in steps]
+    return (
+        again.known.verdict,
+        [one.rank for one in again.known.witnesses if one.suspicious],
+        [float(step.grad_norm) for step in steps],
+    )
 
 
-@pytest.mark.parametrize("changes, suspects", [({"tensor_model_parallel_size": 2}, 2), ({"pipeline_model_parallel_size": 2}, 1), ({}, 1)])
-def test_ranks_agree_on_a_verdict_and_on_whose_result_was_bad(world: Worlds, changes: dict[str, int], suspects: int) -> None:
+@pytest.mark.parametrize(
+    "changes, suspects", [({"tensor_model_parallel_size": 2}, 2), ({"pipeline_model_parallel_size": 2}, 1), ({}, 1)]
+)
+def test_ranks_agree_on_a_verdict_and_on_whose_result_was_bad(
+    world: Worlds, changes: dict[str, int], suspects: int
+) -> None:
     found = world(2).run(disturbed, changes, "transient_error")
-    assert {verdict for verdict, _, _ in found} == {"transient_error"} and len({tuple(ranks) for _, ranks, _ in found}) == 1
+    assert {verdict for verdict, _, _ in found} == {"transient_error"} and len(
+        {tuple(ranks) for _, ranks, _ in found}
+    ) == 1
     assert len(found[0][1]) == suspects, found[0][1]
     assert all(math.isfinite(norm) for norm in found[0][2]), "the second pass was used"
 
 
 @pytest.mark.slow
 def test_the_exit_code_reaches_the_shell(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--mock-data", "--train-iters", "3", "--error-injection-rate", "1"],
-                           capture_output=True, text=True, cwd=tmp_path)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "pretrain_gpt.py"),
+            *TINY,
+            "--mock-data",
+            "--train-iters",
+            "3",
+            "--error-injection-rate",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert ended.returncode == 17, ended.stderr
     assert "a transient error of rank 0" in ended.stderr and "Traceback" not in ended.stderr

@@ -51,8 +51,12 @@ def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(
                 continue  # says the same whatever the network
             saved, run = changed(config, name, kind)
             found = compare(saved, run, weights_only=weights_only)
-            expected = {"network": found.network, "adaptable": found.adapted if weights_only else found.network,
-                        "data": (*found.data, *found.named), "training": found.named}.get(str(role), ())
+            expected = {
+                "network": found.network,
+                "adaptable": found.adapted if weights_only else found.network,
+                "data": (*found.data, *found.named),
+                "training": found.named,
+            }.get(str(role), ())
             if says(expected, name):
                 told.add(name)
             elif found != Differences():
@@ -78,7 +82,9 @@ def test_settings_that_are_said_to_be_unused_change_no_number(label: str) -> Non
             _, run = changed(config, name, kind)
             if not network_differences(config.model, run.model) and not list(broken(run, 1)):
                 expected = first_step(config) if expected is None else expected
-                assert torch.equal(first_step(run), expected), f"--{name} is said to be unused in {label}, and changes what it computes"
+                assert torch.equal(first_step(run), expected), (
+                    f"--{name} is said to be unused in {label}, and changes what it computes"
+                )
                 tried.append(name)
     assert tried, "no setting is unused, so that nothing was tried"
 
@@ -91,7 +97,8 @@ def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds()
     config = resolved({"attention_logit_softcap": 5.0})
     saved = {name: value for name, value in to_values(config).items() if name != "attention_logit_softcap"}
     assert compare(saved, config, weights_only=False).network == (
-        "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",)
+        "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",
+    )
     assert compare(saved, config, weights_only=False, complete=False) == Differences()
     assert compare(saved, resolved({}), weights_only=False) == Differences()
 
@@ -102,23 +109,33 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
     rows = open_megatron(place).formats["model.embedding.word_embeddings.weight"].shape[0]
 
     def resumed(**changes: Any) -> None:
-        config = tiny.with_vocabulary(from_values(RunConfig, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows)
+        config = tiny.with_vocabulary(
+            from_values(RunConfig, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
+        )
         wanted = find_wanted(config)
         assert wanted is not None
         open_wanted(wanted, config, Axis("world"))
 
     resumed()
-    with pytest.raises(CheckpointError, match="--attention-logit-softcap: not given in the checkpoint, 5.0 in this run"):
+    with pytest.raises(
+        CheckpointError, match="--attention-logit-softcap: not given in the checkpoint, 5.0 in this run"
+    ):
         resumed(attention_logit_softcap=5.0)
 
 
-@pytest.mark.parametrize("saved, mine", [
-    ({"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0},
-     {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_scaling_factor": 2.0}),
-    ({"window_size": "3,0"}, {"window_size": "3,-1", "window_attn_skip_freq": "[1]*4"}),
-    ({"num_query_groups": 8, "group_query_attention": True}, {}),
-    ({"data_path": ["1", "here/text"], "mock_data": False}, {"data_path": ["1", "there/text"], "mock_data": False}),
-], ids=["yarn", "window", "groups", "moved data"])
+@pytest.mark.parametrize(
+    "saved, mine",
+    [
+        (
+            {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0},
+            {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_scaling_factor": 2.0},
+        ),
+        ({"window_size": "3,0"}, {"window_size": "3,-1", "window_attn_skip_freq": "[1]*4"}),
+        ({"num_query_groups": 8, "group_query_attention": True}, {}),
+        ({"data_path": ["1", "here/text"], "mock_data": False}, {"data_path": ["1", "there/text"], "mock_data": False}),
+    ],
+    ids=["yarn", "window", "groups", "moved data"],
+)
 def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
     found = compare(to_values(resolved(saved)), resolved(mine), weights_only=False)
     assert not found.network and not found.data, found
@@ -142,8 +159,10 @@ def test_a_network_with_caps_and_windows_is_not_resumed_without_them(tmp_path: P
     with pytest.raises(CheckpointError, match="another network") as caught:
         start(load=str(tmp_path), softmax_type="off-by-one")[1].resume()
     assert set(caught.value.problems) == {
-        "--attention-logit-softcap: 5.0 in the checkpoint, not given in this run", "--window-size: 3,0 in the checkpoint, not given in this run",
-        "--softmax-type: vanilla in the checkpoint, off-by-one in this run"}
+        "--attention-logit-softcap: 5.0 in the checkpoint, not given in this run",
+        "--window-size: 3,0 in the checkpoint, not given in this run",
+        "--softmax-type: vanilla in the checkpoint, off-by-one in this run",
+    }
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path), softmax_type="off-by-one", finetune=True)[1].resume()
     assert caught.value.problems == ("--softmax-type: vanilla in the checkpoint, off-by-one in this run",)
@@ -167,21 +186,37 @@ def test_stretched_rotations_are_not_resumed_as_plain_ones(tmp_path: Path, caplo
 
 def test_other_numbers_of_training_are_listed_in_one_paragraph(tmp_path: Path, caplog: Any) -> None:
     saved(tmp_path)
-    changes = {"adam_beta2": 0.95, "hidden_dropout": 0.1, "clip_grad": 1.0, "micro_batch_size": 2, "num_workers": 1, "log_interval": 7}
+    changes = {
+        "adam_beta2": 0.95,
+        "hidden_dropout": 0.1,
+        "clip_grad": 1.0,
+        "micro_batch_size": 2,
+        "num_workers": 1,
+        "log_interval": 7,
+    }
     with caplog.at_level(logging.INFO):
         start(load=str(tmp_path), **changes)[1].resume()
-    (told,) = [record.getMessage() for record in caplog.records if "settings that are not the checkpoint's" in record.getMessage()]
+    (told,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "settings that are not the checkpoint's" in record.getMessage()
+    ]
     assert told.splitlines()[1:] == [
-        "  --hidden-dropout: 0.0 in the checkpoint, 0.1 in this run", "  --micro-batch-size: 1 in the checkpoint, 2 in this run",
-        "  --adam-beta2: 0.999 in the checkpoint, 0.95 in this run", "  --clip-grad: 0.5 in the checkpoint, 1.0 in this run"]
+        "  --hidden-dropout: 0.0 in the checkpoint, 0.1 in this run",
+        "  --micro-batch-size: 1 in the checkpoint, 2 in this run",
+        "  --adam-beta2: 0.999 in the checkpoint, 0.95 in this run",
+        "  --clip-grad: 0.5 in the checkpoint, 1.0 in this run",
+    ]
 
 
 def test_other_data_need_a_flag_to_go_on_with(tmp_path: Path, caplog: Any) -> None:
     saved(tmp_path)
     with pytest.raises(CheckpointError, match="trained on 16 samples of other data, or in another order") as caught:
         start(load=str(tmp_path), seed=8, dataloader_type="cyclic")[1].resume()
-    assert caught.value.problems == ("--seed: 7 in the checkpoint, 8 in this run",
-                                     "--dataloader-type: single in the checkpoint, cyclic in this run")
+    assert caught.value.problems == (
+        "--seed: 7 in the checkpoint, 8 in this run",
+        "--dataloader-type: single in the checkpoint, cyclic in this run",
+    )
     with caplog.at_level(logging.INFO):
         assert start(load=str(tmp_path), seed=8, allow_other_data=True)[1].resume()
     assert "  --seed: 7 in the checkpoint, 8 in this run" in caplog.text
@@ -189,7 +224,9 @@ def test_other_data_need_a_flag_to_go_on_with(tmp_path: Path, caplog: Any) -> No
     assert start(load=str(tmp_path), seed=8, skip_train=True)[1].resume()
 
 
-def test_a_run_is_extended_with_one_flag_or_with_none_where_its_rate_does_not_follow(tmp_path: Path, caplog: Any) -> None:
+def test_a_run_is_extended_with_one_flag_or_with_none_where_its_rate_does_not_follow(
+    tmp_path: Path, caplog: Any
+) -> None:
     saved(tmp_path / "cosine")
     with pytest.raises(ConfigError, match="--train-iters was 8 and is 16, and the decay follows it"):
         start(load=str(tmp_path / "cosine"), train_iters=16)[1].resume()

@@ -55,37 +55,79 @@ def plant(changes: dict[str, Any], rank: int, part: str, place: int, *, slot: st
     Sentinel(trainer).check()
     value = named(trainer, part)
     if slot:
-        value = next(tensor for name, segment, tensor in trainer.optimizer.slots() if name == slot and part in segment.name)
+        value = next(
+            tensor for name, segment, tensor in trainer.optimizer.slots() if name == slot and part in segment.name
+        )
     return found(trainer, rank, lambda: flip(value, place), lambda: flip(value, place))
 
 
 def plant_elsewhere(rank: int) -> tuple[str, str]:
     """The same for a counter, and for the random stream that tensor ranks have in common."""
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, tensor_model_parallel_size=2, sequence_parallel=True, hidden_dropout=0.1)))
+    trainer = tiny.trainer_of(
+        tiny.run_of(tiny.config(2, tensor_model_parallel_size=2, sequence_parallel=True, hidden_dropout=0.1))
+    )
     train_on(trainer, 1)
     progress, state = trainer.progress, random_state(CPU)
 
     def count(by: int) -> None:
         progress.consumed_train_samples += by
 
-    return (found(trainer, rank, lambda: count(1), lambda: count(-1)),
-            found(trainer, rank, lambda: torch.rand(1), lambda: set_random_state(CPU, state)))
+    return (
+        found(trainer, rank, lambda: count(1), lambda: count(-1)),
+        found(trainer, rank, lambda: torch.rand(1), lambda: set_random_state(CPU, state)),
+    )
 
 
-@pytest.mark.parametrize("changes, rank, part, place, says", [
-    ({}, 2, "linear_fc1.weight", 5, "layers.0.mlp.linear_fc1.weight: rank 2 over dp_cp differs from ranks 0, 1, 3"),
-    ({"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True, "bf16": True}, 1, "final_layernorm.weight", 0,
-     "final_layernorm.weight: rank 1 over dp_cp differs from ranks 0, 2, 3"),
-    ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, 3, "final_layernorm.weight", 7,
-     "final_layernorm.weight: rank 3 over tp differs from ranks 0, 1, 2"),
-    ({"pipeline_model_parallel_size": 4}, 3, "word_embeddings", 11,
-     "word_embeddings.weight: ranks 0, 3 over embed disagree, and there is no majority"),
-    ({"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-v", "num_layers": 8}, 0, "word_embeddings", 11,
-     "word_embeddings.weight: rank 0 over embed holds copies that disagree"),
-    ({"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2}, 1, "linear_qkv.weight", -1,
-     "linear_qkv.weight (shared heads, part 1): ranks 0, 1 over tp disagree"),
-], ids=["dp", "zero1", "tp", "tied", "tied on one rank", "shared heads"])
-def test_one_flipped_bit_is_found_and_named(world: Worlds, changes: dict[str, Any], rank: int, part: str, place: int, says: str) -> None:
+@pytest.mark.parametrize(
+    "changes, rank, part, place, says",
+    [
+        ({}, 2, "linear_fc1.weight", 5, "layers.0.mlp.linear_fc1.weight: rank 2 over dp_cp differs from ranks 0, 1, 3"),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "overlap_param_gather": True,
+                "overlap_grad_reduce": True,
+                "bf16": True,
+            },
+            1,
+            "final_layernorm.weight",
+            0,
+            "final_layernorm.weight: rank 1 over dp_cp differs from ranks 0, 2, 3",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            3,
+            "final_layernorm.weight",
+            7,
+            "final_layernorm.weight: rank 3 over tp differs from ranks 0, 1, 2",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4},
+            3,
+            "word_embeddings",
+            11,
+            "word_embeddings.weight: ranks 0, 3 over embed disagree, and there is no majority",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-v", "num_layers": 8},
+            0,
+            "word_embeddings",
+            11,
+            "word_embeddings.weight: rank 0 over embed holds copies that disagree",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2},
+            1,
+            "linear_qkv.weight",
+            -1,
+            "linear_qkv.weight (shared heads, part 1): ranks 0, 1 over tp disagree",
+        ),
+    ],
+    ids=["dp", "zero1", "tp", "tied", "tied on one rank", "shared heads"],
+)
+def test_one_flipped_bit_is_found_and_named(
+    world: Worlds, changes: dict[str, Any], rank: int, part: str, place: int, says: str
+) -> None:
     said = world(4).run(plant, changes, rank, part, place)
     assert len(set(said)) == 1, "all ranks say the same"
     assert says in said[0], said[0]
@@ -97,13 +139,25 @@ def test_the_optimizer_state_of_replicas_is_compared(world: Worlds) -> None:
 
 
 def test_shares_of_fsdp2_are_compared_over_tensor_ranks(world: Worlds) -> None:
-    changes = {"num_layers": 2, "use_torch_fsdp2": True, "tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True}
+    changes = {
+        "num_layers": 2,
+        "use_torch_fsdp2": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "bf16": True,
+    }
     said = world(4).run(plant, changes, 3, "final_layernorm.weight", 3, slot="master")
     assert "final_layernorm.weight: ranks 2, 3 over tp disagree" in said[0], said[0]
 
 
 def test_experts_are_compared_where_they_are_replicated(world: Worlds) -> None:
-    changes = {"num_layers": 2, "num_experts": 4, "expert_model_parallel_size": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    changes = {
+        "num_layers": 2,
+        "num_experts": 4,
+        "expert_model_parallel_size": 2,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+    }
     said = world(4).run(plant, changes, 2, "experts.linear_fc1", 1)
     assert "ranks 0, 2 over edp disagree" in said[0], said[0]
 
@@ -134,7 +188,17 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype, size: int) -> None
 
 def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1)))
-    shared = {spec_of(param).name for stage in trainer.stages for param in stage.parameters() if is_shared_over_tensor(spec_of(param))}
+    shared = {
+        spec_of(param).name
+        for stage in trainer.stages
+        for param in stage.parameters()
+        if is_shared_over_tensor(spec_of(param))
+    }
     listed = {item.name for item in Sentinel(trainer).items() if item.axis.name == "tp"}
     assert shared and shared <= listed
-    assert all(piece.replicas == 1 for stage in trainer.stages for param in stage.parameters() for piece in local_shards(spec_of(param), trainer.run.mesh))
+    assert all(
+        piece.replicas == 1
+        for stage in trainer.stages
+        for param in stage.parameters()
+        for piece in local_shards(spec_of(param), trainer.run.mesh)
+    )

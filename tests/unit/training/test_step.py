@@ -22,9 +22,19 @@ from megatron.training.step import train_step
 from tests.helpers import tiny
 
 # The plainest update there is, so that a step shows its gradient: w - lr * gradient.
-PLAIN: dict[str, Any] = {"fp64": True, "optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0,
-                         "lr": 0.5, "min_lr": 0.5, "lr_decay_style": "constant", "num_layers": 2, "hidden_size": 16,
-                         "num_attention_heads": 2}
+PLAIN: dict[str, Any] = {
+    "fp64": True,
+    "optimizer": "sgd",
+    "sgd_momentum": 0.0,
+    "weight_decay": 0.0,
+    "clip_grad": 0.0,
+    "lr": 0.5,
+    "min_lr": 0.5,
+    "lr_decay_style": "constant",
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+}
 
 
 def trainer_of(**changes: Any) -> Trainer:
@@ -39,7 +49,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def sums(trainer: Trainer, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum of the losses that count, their number) of one microbatch, from logits and torch's cross entropy."""
-    logits = trainer.stages[0](ids=batch.tokens)[..., :tiny.VOCABULARY].transpose(0, 1)
+    logits = trainer.stages[0](ids=batch.tokens)[..., : tiny.VOCABULARY].transpose(0, 1)
     losses = F.cross_entropy(logits.reshape(-1, tiny.VOCABULARY), batch.labels.reshape(-1), reduction="none")
     mask = batch.loss_mask.reshape(-1).double()
     return (losses * mask).sum(), mask.sum()
@@ -105,14 +115,18 @@ def test_what_the_gradient_is_made_of_is_reported() -> None:
     pairs = [sums(trainer, batch) for batch in batches]
     gradient = gradients(trainer, sum(total for total, _ in pairs) / sum(count for _, count in pairs))
     step = resolved(train_step(trainer, iter(batches)))
-    true_rows = {name: value[:tiny.VOCABULARY] if "word_embeddings" in name else value for name, value in gradient.items()}
+    true_rows = {
+        name: value[: tiny.VOCABULARY] if "word_embeddings" in name else value for name, value in gradient.items()
+    }
     assert step.num_zeros == sum(int((value == 0).sum()) for value in true_rows.values())
     norm = torch.sqrt(sum(value.square().sum() for value in weights(trainer).values())).item()
     assert step.params_norm == pytest.approx(norm, rel=1e-10)
 
 
 def test_a_growing_batch_takes_so_many_microbatches_and_counts_them() -> None:
-    trainer = trainer_of(train_iters=None, train_samples=60, rampup_batch_size=(2, 2, 9), global_batch_size=8, micro_batch_size=2)
+    trainer = trainer_of(
+        train_iters=None, train_samples=60, rampup_batch_size=(2, 2, 9), global_batch_size=8, micro_batch_size=2
+    )
     taken: list[Batch] = []
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -129,7 +143,12 @@ def test_a_growing_batch_takes_so_many_microbatches_and_counts_them() -> None:
         fresh, seen = taken[seen:], len(taken)
         assert (step.batch_size, len(fresh)) == (size, size // 2)
         consumed += size
-        assert step.consumed_samples == trainer.progress.consumed_train_samples == trainer.progress.schedule_samples == consumed
+        assert (
+            step.consumed_samples
+            == trainer.progress.consumed_train_samples
+            == trainer.progress.schedule_samples
+            == consumed
+        )
         assert trainer.progress.consumed_tokens == consumed * 16
         pairs = [probe(batch) for batch in fresh]
         expected = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
@@ -153,12 +172,17 @@ def test_the_learning_rate_follows_the_samples_that_moved_the_weights() -> None:
         steps.append(resolved(train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))))
         if not steps[-1].skipped:
             break
-        assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items()), "a skipped step moved the weights"
+        assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items()), (
+            "a skipped step moved the weights"
+        )
         assert trainer.progress.schedule_samples == 0
     skipped = len(steps) - 1
     assert skipped > 0 and not steps[-1].skipped
     # As in Megatron's log: scale and rate after the step, which the next one takes.
-    assert [step.loss_scale for step in steps] == [*(2.0 ** (39 - number) for number in range(skipped)), 2.0 ** (40 - skipped)]
+    assert [step.loss_scale for step in steps] == [
+        *(2.0 ** (39 - number) for number in range(skipped)),
+        2.0 ** (40 - skipped),
+    ]
     assert all(step.learning_rate == 1e-2 for step in steps[:-1]), "a skipped step used up some of the learning rate"
     assert steps[-1].learning_rate == pytest.approx(1e-2 * (1 - 8 / 64), rel=1e-12)
     assert trainer.progress.iteration == len(steps) and trainer.progress.consumed_train_samples == 8 * len(steps)
@@ -169,10 +193,20 @@ def test_the_learning_rate_follows_the_samples_that_moved_the_weights() -> None:
 
 def test_the_reported_learning_rate_is_that_of_megatrons_log() -> None:
     """Megatron reads it from its optimizer after the scheduler's step: at iteration n of a warm-up of 4 it is n quarters."""
-    trainer = trainer_of(optimizer="adam", lr=1e-2, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=4, decoupled_lr=1.0,
-                         decoupled_min_lr=0.0, train_iters=8)
+    trainer = trainer_of(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=0.0,
+        lr_decay_style="constant",
+        lr_warmup_iters=4,
+        decoupled_lr=1.0,
+        decoupled_min_lr=0.0,
+        train_iters=8,
+    )
     steps = [resolved(train_step(trainer, tiny.batches(trainer.run, number))) for number in range(6)]
-    assert [step.learning_rate for step in steps] == pytest.approx([1e-2 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
+    assert [step.learning_rate for step in steps] == pytest.approx(
+        [1e-2 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)]
+    )
     assert [step.decoupled_learning_rate for step in steps] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
@@ -198,7 +232,11 @@ def test_every_loss_that_a_forward_step_reports_is_averaged_by_its_own_count() -
 
         def loss(losses: Tensor) -> Any:
             total, count, report = masked_loss(losses, batch.loss_mask)
-            return total, count, {**report, "first token": torch.stack((losses[:, 0].sum().detach(), count.new_tensor(len(losses))))}
+            return (
+                total,
+                count,
+                {**report, "first token": torch.stack((losses[:, 0].sum().detach(), count.new_tensor(len(losses))))},
+            )
 
         return stage(ids=batch.tokens, labels=batch.labels), loss
 
@@ -206,8 +244,14 @@ def test_every_loss_that_a_forward_step_reports_is_averaged_by_its_own_count() -
     trainer = build_trainer(run, tiny.gpt, forward_step)
     batches = list(tiny.batches(run, 0))
     with torch.no_grad():
-        first = torch.cat([F.cross_entropy(trainer.stages[0](ids=batch.tokens)[0, :, :tiny.VOCABULARY], batch.labels[:, 0],
-                                           reduction="none") for batch in batches])
+        first = torch.cat(
+            [
+                F.cross_entropy(
+                    trainer.stages[0](ids=batch.tokens)[0, :, : tiny.VOCABULARY], batch.labels[:, 0], reduction="none"
+                )
+                for batch in batches
+            ]
+        )
     step = resolved(train_step(trainer, iter(batches)))
     assert list(step.losses) == ["lm loss", "first token"]
     assert step.losses["first token"] == pytest.approx(first.mean().item(), rel=1e-12)

@@ -23,12 +23,15 @@ SLOW = 0.05  # seconds a microbatch
 
 def test_the_line_names_both_ends() -> None:
     line = straggler_line([0.2, 0.1, 0.3], ["rank 0", "rank 1", "rank 2"], count=2)
-    assert line == ("straggler: own time per iteration (ms): median 200.0 | fastest 100.0 rank 1, 200.0 rank 0 | slowest 300.0 rank 2, "
-                    "200.0 rank 0")
+    assert line == (
+        "straggler: own time per iteration (ms): median 200.0 | fastest 100.0 rank 1, 200.0 rank 0 | slowest 300.0 rank 2, "
+        "200.0 rank 0"
+    )
 
 
 def slowed(layout: dict[str, int], slow: int) -> str:
     """On every rank: two steps, in which one rank takes its time."""
+
     def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         if run.mesh.world.rank == slow:
             time.sleep(SLOW)
@@ -42,9 +45,14 @@ def slowed(layout: dict[str, int], slow: int) -> str:
 
 
 def test_a_slow_rank_is_named_and_its_neighbours_are_not_blamed(world: Worlds) -> None:
-    for layout, place in (({"tensor_model_parallel_size": 2}, "tensor 1"), ({"pipeline_model_parallel_size": 2}, "pipeline 1")):
+    for layout, place in (
+        ({"tensor_model_parallel_size": 2}, "tensor 1"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline 1"),
+    ):
         line = world(2).run(slowed, layout, 1)[0]
         slowest = re.search(r"slowest ([\d.]+) rank 1 on node \S+ \((.*)\)$", line)
         assert slowest and place in slowest[2], line
         assert float(slowest[1]) > 8 * SLOW * 1000, "8 microbatches"
-        assert float(re.search(r"fastest ([\d.]+)", line)[1]) < float(slowest[1]) - 4 * SLOW * 1000, f"waits count for nobody: {line}"
+        assert float(re.search(r"fastest ([\d.]+)", line)[1]) < float(slowest[1]) - 4 * SLOW * 1000, (
+            f"waits count for nobody: {line}"
+        )

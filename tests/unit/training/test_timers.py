@@ -42,13 +42,24 @@ def test_a_running_timer_is_taken_without_losing_time(clock):
     assert taken == [1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("level, barrier_with_level_1, expected", [
-    (0, True, ["barrier", "device"]), (0, False, ["barrier", "device"]),
-    (1, True, ["barrier", "device"]), (1, False, ["device"]), (2, True, ["device"])])
+@pytest.mark.parametrize(
+    "level, barrier_with_level_1, expected",
+    [
+        (0, True, ["barrier", "device"]),
+        (0, False, ["barrier", "device"]),
+        (1, True, ["barrier", "device"]),
+        (1, False, ["device"]),
+        (2, True, ["device"]),
+    ],
+)
 def test_a_timer_waits_for_the_device_and_at_low_levels_for_the_other_ranks(level, barrier_with_level_1, expected):
     calls = []
-    timers = Timers(level=2, synchronize=lambda: calls.append("device"), barrier=lambda: calls.append("barrier"),
-                    barrier_with_level_1=barrier_with_level_1)
+    timers = Timers(
+        level=2,
+        synchronize=lambda: calls.append("device"),
+        barrier=lambda: calls.append("barrier"),
+        barrier_with_level_1=barrier_with_level_1,
+    )
     timers("some", level=level).start()
     assert calls == expected
 
@@ -98,21 +109,24 @@ def test_minmax_text_is_megatrons():
     assert times_text(TIMES, "minmax") == (
         "(min, max) time across ranks (ms):\n"
         "    forward-backward ...............................: (10.43, 12.00)\n"
-        "    optimizer ......................................: (1.00, 3.00)")
+        "    optimizer ......................................: (1.00, 3.00)"
+    )
 
 
 def test_max_text_is_megatrons():
     assert times_text(TIMES, "max") == (
         "max time across ranks (ms):\n"
         "    forward-backward ...............................: 12.00\n"
-        "    optimizer ......................................: 3.00")
+        "    optimizer ......................................: 3.00"
+    )
 
 
 def test_all_text_is_megatrons():
     assert times_text(TIMES, "all") == (
         "times across ranks (ms):\n"
         "  forward-backward:\n     rank  0: 10.43\n     rank  1: 12.00\n"
-        "  optimizer:\n     rank  0: 2.00\n     rank  1: 1.00\n     rank  2: 3.00")
+        "  optimizer:\n     rank  0: 2.00\n     rank  1: 1.00\n     rank  2: 3.00"
+    )
 
 
 def test_nothing_timed_is_no_text():

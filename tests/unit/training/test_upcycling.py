@@ -23,12 +23,27 @@ DENSE: dict[str, Any] = {"fp64": True, "ffn_hidden_size": 48, "num_layers": 2, "
 GATED: dict[str, Any] = {"swiglu": True, "add_bias_linear": False}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "copies": ({}, {"num_experts": 4, "moe_ffn_hidden_size": 48}),
-    "gated halves": (GATED, {"num_experts": 8, "moe_ffn_hidden_size": 24, "moe_upcycling_granularity": 2, "moe_router_topk": 4}),
+    "gated halves": (
+        GATED,
+        {"num_experts": 8, "moe_ffn_hidden_size": 24, "moe_upcycling_granularity": 2, "moe_router_topk": 4},
+    ),
     "halves with biases": ({}, {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_upcycling_granularity": 2}),
-    "thirds, sigmoid, scaled": (GATED, {"num_experts": 6, "moe_ffn_hidden_size": 16, "moe_upcycling_granularity": 3, "moe_router_topk": 3,
-                                        "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5,
-                                        "moe_router_enable_expert_bias": True}),
-    "one layer of two": ({"squared_relu": True}, {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": "[0]+[1]"}),
+    "thirds, sigmoid, scaled": (
+        GATED,
+        {
+            "num_experts": 6,
+            "moe_ffn_hidden_size": 16,
+            "moe_upcycling_granularity": 3,
+            "moe_router_topk": 3,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_enable_expert_bias": True,
+        },
+    ),
+    "one layer of two": (
+        {"squared_relu": True},
+        {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": "[0]+[1]"},
+    ),
 }
 
 
@@ -67,7 +82,13 @@ def test_the_network_says_the_same_right_after_upcycling(tmp_path: Path, case: s
 
 
 def test_shares_among_all_experts_are_scaled_for_a_router_that_prefers_none(tmp_path: Path) -> None:
-    changes = {"num_experts": 8, "moe_ffn_hidden_size": 24, "moe_upcycling_granularity": 2, "moe_router_topk": 4, "moe_router_pre_softmax": True}
+    changes = {
+        "num_experts": 8,
+        "moe_ffn_hidden_size": 24,
+        "moe_upcycling_granularity": 2,
+        "moe_router_topk": 4,
+        "moe_router_pre_softmax": True,
+    }
     expected = dense_run(tmp_path, GATED)
     trainer, checkpoint = start({**DENSE, **GATED, **changes, "moe_use_upcycling": True, "load": str(tmp_path)})
     checkpoint.resume()
@@ -98,14 +119,22 @@ def test_experts_are_slices_of_copies_and_slices_share_a_row_of_the_router(tmp_p
 
 def test_any_box_can_be_read_of_an_upcycled_checkpoint(tmp_path: Path) -> None:
     dense_run(tmp_path, GATED)
-    trainer, checkpoint = start({**DENSE, **GATED, **CASES["gated halves"][1], "moe_use_upcycling": True, "load": str(tmp_path)})
+    trainer, checkpoint = start(
+        {**DENSE, **GATED, **CASES["gated halves"][1], "moe_use_upcycling": True, "load": str(tmp_path)}
+    )
     checkpoint.resume()
     source = Upcycled(open_checkpoint(tmp_path), trainer.run.config)
     for param in trainer.stages[0].decoder.parameters():
         shape = tuple(param.shape)
         assert source.formats[f"model.{param.spec.name}"].shape == shape
-        for box in (whole(shape), Box(tuple(n // 4 for n in shape), tuple(n // 2 for n in shape))):  # across gate and up too
-            assert torch.equal(source.read(f"model.{param.spec.name}", box).to(param.dtype), param[box.slices()]), (param.spec.name, box)
+        for box in (
+            whole(shape),
+            Box(tuple(n // 4 for n in shape), tuple(n // 2 for n in shape)),
+        ):  # across gate and up too
+            assert torch.equal(source.read(f"model.{param.spec.name}", box).to(param.dtype), param[box.slices()]), (
+                param.spec.name,
+                box,
+            )
 
 
 def upcycled_here(folder: Path, changes: dict[str, Any]) -> list[Any]:
@@ -119,7 +148,12 @@ def test_every_layout_upcycles_to_the_same_weights(world: Worlds, tmp_path: Path
     dense_run(tmp_path, GATED)
     changes = {**DENSE, **GATED, **CASES["gated halves"][1]}
     serial = assemble([upcycled_here(tmp_path, changes)])
-    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
+    layout = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    }
     cut = assemble(world(4).run(upcycled_here, tmp_path, {**changes, **layout}))
     assert cut.keys() == serial.keys()
     assert [name for name in serial if not torch.equal(cut[name], serial[name])] == []

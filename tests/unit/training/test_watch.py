@@ -22,7 +22,9 @@ def train(**fields):
 
 
 def step(iteration, loss=1.0, **fields):
-    return Step(iteration=iteration, consumed_samples=0, batch_size=1, learning_rate=0.0, losses={"lm loss": loss}, **fields)
+    return Step(
+        iteration=iteration, consumed_samples=0, batch_size=1, learning_rate=0.0, losses={"lm loss": loss}, **fields
+    )
 
 
 def test_a_run_goes_on_without_a_reason():
@@ -95,9 +97,14 @@ def test_a_quiet_step_asks_the_other_ranks_once():
     assert votes == [False]
 
 
-@pytest.mark.parametrize("bad, words", [
-    (step(7, math.nan), "lm loss is nan in iteration 7"), (step(8, -math.inf), "lm loss is -inf in iteration 8"),
-    (step(9, grad_norm=math.inf), "gradient norm is inf in iteration 9")])
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (step(7, math.nan), "lm loss is nan in iteration 7"),
+        (step(8, -math.inf), "lm loss is -inf in iteration 8"),
+        (step(9, grad_norm=math.inf), "gradient norm is inf in iteration 9"),
+    ],
+)
 def test_numbers_that_are_not_finite_end_the_run(bad, words):
     with Watch(train()) as watch:
         watch.demand_finite([step(6, grad_norm=1.0)])

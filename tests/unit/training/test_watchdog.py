@@ -28,7 +28,11 @@ def answer(group: str, counts: Mapping[str, int]) -> Answer:
 
 def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_others_wait_for() -> None:
     everyone = "world (0, 1, 2)"
-    answers = {0: answer(everyone, {everyone: 5}), 1: answer(everyone, {everyone: 5}), 2: answer(everyone, {everyone: 4})}
+    answers = {
+        0: answer(everyone, {everyone: 5}),
+        1: answer(everyone, {everyone: 5}),
+        2: answer(everyone, {everyone: 4}),
+    }
     assert waited_for(answers, 3) == [2]
 
 
@@ -40,8 +44,12 @@ def test_who_is_silent_is_waited_for() -> None:
 def test_a_chain_of_waits_ends_at_its_cause() -> None:
     # Rank 0 waits for 1 over tp, 1 waits for 3 over dp, 3 is in no collective that others have not reached.
     pair, column = "tp (0, 1)", "dp (1, 3)"
-    answers = {0: answer(pair, {pair: 7}), 1: answer(column, {pair: 6, column: 3}), 2: answer("tp (2, 3)", {"tp (2, 3)": 6}),
-               3: answer("tp (2, 3)", {"tp (2, 3)": 6, column: 2})}
+    answers = {
+        0: answer(pair, {pair: 7}),
+        1: answer(column, {pair: 6, column: 3}),
+        2: answer("tp (2, 3)", {"tp (2, 3)": 6}),
+        3: answer("tp (2, 3)", {"tp (2, 3)": 6, column: 2}),
+    }
     assert waited_for(answers, 4) == [3]
 
 
@@ -52,15 +60,19 @@ def test_ranks_that_stand_still_together_blame_nobody() -> None:
 
 def test_the_first_to_claim_a_key_keeps_it_and_a_restart_begins_afresh() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-    first, second, restarted = (Board.connect(Place(rank, 0, 2, f"127.0.0.1:{store.port}", "", attempt))
-                                for rank, attempt in ((0, "0"), (1, "0"), (0, "1")))
+    first, second, restarted = (
+        Board.connect(Place(rank, 0, 2, f"127.0.0.1:{store.port}", "", attempt))
+        for rank, attempt in ((0, "0"), (1, "0"), (0, "1"))
+    )
     assert first.read(FIRST_FAILURE) is None
     assert first.claim(FIRST_FAILURE, "rank 0") and not second.claim(FIRST_FAILURE, "rank 1")
     assert second.read(FIRST_FAILURE) == "rank 0" and restarted.read(FIRST_FAILURE) is None
     assert Board.connect(Place(0, 0, 1, f"127.0.0.1:{store.port}", "")) is None, "one rank has nobody to tell"
 
 
-def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
     monkeypatch.setattr(watchdog, "_PATIENCE", {"hang": 0.5, "lost": 0.5})
@@ -77,12 +89,18 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(monkeypat
                 break
             ended.wait(0.1)
     said = board.read(FIRST_FAILURE)
-    assert "has not moved for" in said and "the others wait for rank 1" in said and "rank 1 DOES NOT ANSWER: it was never seen" in said
+    assert (
+        "has not moved for" in said
+        and "the others wait for rank 1" in said
+        and "rank 1 DOES NOT ANSWER: it was never seen" in said
+    )
     assert "rank 0 on node" in said and "training, iteration 10" in said
     assert "ended.wait(0.1)" in capfd.readouterr().err, "the stacks are shown"
 
 
-def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
     place, ledger = Place(0, 0, 2, f"127.0.0.1:{store.port}", ""), Ledger(tmp_path / "ledger.jsonl")

@@ -23,10 +23,28 @@ from megatron.training import writers as writers_module
 from megatron.training.metrics import Report, Step, Throughput
 from megatron.training.writers import Writers
 
-STEPS = [Step(iteration=k, consumed_samples=8 * k, batch_size=8, learning_rate=0.1 * k, losses={"lm loss": 5.0 - k},
-              loss_scale=4.0, grad_norm=0.5 * k) for k in (1, 2, 3, 4)]
-REPORT = Report(last=STEPS[-1], train_iters=100, skipped_samples=16, seconds_per_iteration=0.25, losses={"lm loss": 2.5},
-                skipped_iterations=0, nan_iterations=0, throughput=Throughput(32.0, 3200.0, 7.0, 8.0))
+STEPS = [
+    Step(
+        iteration=k,
+        consumed_samples=8 * k,
+        batch_size=8,
+        learning_rate=0.1 * k,
+        losses={"lm loss": 5.0 - k},
+        loss_scale=4.0,
+        grad_norm=0.5 * k,
+    )
+    for k in (1, 2, 3, 4)
+]
+REPORT = Report(
+    last=STEPS[-1],
+    train_iters=100,
+    skipped_samples=16,
+    seconds_per_iteration=0.25,
+    losses={"lm loss": 2.5},
+    skipped_iterations=0,
+    nan_iterations=0,
+    throughput=Throughput(32.0, 3200.0, 7.0, 8.0),
+)
 
 
 @pytest.fixture
@@ -41,7 +59,9 @@ def make(shown, speaks=True, world_size=8, **fields):
 def curves(folder):
     board = EventAccumulator(str(folder))
     board.Reload()
-    return {name: [(point.step, round(point.value, 4)) for point in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    return {
+        name: [(point.step, round(point.value, 4)) for point in board.Scalars(name)] for name in board.Tags()["scalars"]
+    }
 
 
 def journal(path):
@@ -61,8 +81,9 @@ def test_steps_reach_tensorboard_by_iteration_and_by_samples(tmp_path, shown):
 
 
 def test_optional_numbers_and_switches_add_their_curves(tmp_path, shown):
-    writers = make(shown, tensorboard_dir=str(tmp_path), log_world_size_to_tensorboard=True,
-                   log_loss_scale_to_tensorboard=False)
+    writers = make(
+        shown, tensorboard_dir=str(tmp_path), log_world_size_to_tensorboard=True, log_loss_scale_to_tensorboard=False
+    )
     writers.steps([dataclasses.replace(STEPS[0], num_zeros=12.0, params_norm=3.0, decoupled_learning_rate=0.5)])
     writers.close()
     found = curves(tmp_path)
@@ -83,10 +104,23 @@ def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
     writers = make(shown, tensorboard_dir=str(tmp_path), log_timers_to_tensorboard=on, log_memory_to_tensorboard=on)
     writers.report(REPORT)
     writers.times(4, "(min, max)", {"optimizer-time": 0.5})
-    writers.memory(4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0})
+    writers.memory(
+        4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0}
+    )
     writers.close()
-    expected = {"iteration-time": 0.25, "throughput": 7.0, "optimizer-time": 0.5, "mem-allocated-bytes": 1.0,
-                "mem-max-allocated-bytes": 2.0, "mem-reserved-bytes": 3.0, "mem-allocated-count": 5.0} if on else {}
+    expected = (
+        {
+            "iteration-time": 0.25,
+            "throughput": 7.0,
+            "optimizer-time": 0.5,
+            "mem-allocated-bytes": 1.0,
+            "mem-max-allocated-bytes": 2.0,
+            "mem-reserved-bytes": 3.0,
+            "mem-allocated-count": 5.0,
+        }
+        if on
+        else {}
+    )
     expected["skipped-train-samples"] = 16.0
     assert curves(tmp_path) == {name: [(4, value)] for name, value in expected.items()}
 
@@ -130,7 +164,12 @@ def test_the_journal_is_strict_json_and_is_appended_to(tmp_path, shown):
         raise ValueError(f"{constant} is not JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert [(line["kind"], line["iteration"]) for line in lines] == [("start", 0), ("step", 1), ("start", 1), ("step", 2)]
+    assert [(line["kind"], line["iteration"]) for line in lines] == [
+        ("start", 0),
+        ("step", 1),
+        ("start", 1),
+        ("step", 2),
+    ]
     assert [line["losses"]["lm loss"] for line in lines[1::2]] == ["nan", "-inf"]
 
 
@@ -147,7 +186,10 @@ def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
 def test_a_report_is_one_line_of_the_console(shown):
     make(shown).report(REPORT)
     (line,) = shown
-    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/     100 \| consumed samples:           32 \| ", line)
+    assert re.match(
+        r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/     100 \| consumed samples:           32 \| ",
+        line,
+    )
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -163,21 +205,36 @@ def test_weights_and_biases_draws_against_our_iteration(monkeypatch, shown, tmp_
     calls = []
     run = types.SimpleNamespace(
         define_metric=lambda name, **options: calls.append(("metric", name, options)),
-        log=lambda values: calls.append(("log", values)), finish=lambda: calls.append(("finish",)))
+        log=lambda values: calls.append(("log", values)),
+        finish=lambda: calls.append(("finish",)),
+    )
     fake = types.ModuleType("wandb")
     fake.__spec__ = types.SimpleNamespace(name="wandb")
     fake.init = lambda **options: calls.append(("init", options)) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    writers = Writers(LogConfig(wandb_project="p", wandb_exp_name="n", wandb_save_dir=str(tmp_path / "w")), speaks=True,
-                      settings={"num_layers": 2}, console=shown.append)
+    writers = Writers(
+        LogConfig(wandb_project="p", wandb_exp_name="n", wandb_save_dir=str(tmp_path / "w")),
+        speaks=True,
+        settings={"num_layers": 2},
+        console=shown.append,
+    )
     writers.steps(STEPS[:1])
     writers.close()
-    assert calls[0] == ("init", {"project": "p", "name": "n", "entity": None, "dir": str(tmp_path / "w"),
-                                 "config": {"num_layers": 2}})
+    assert calls[0] == (
+        "init",
+        {"project": "p", "name": "n", "entity": None, "dir": str(tmp_path / "w"), "config": {"num_layers": 2}},
+    )
     assert ("metric", "*", {"step_metric": "iteration"}) in calls
     (logged,) = [call[1] for call in calls if call[0] == "log"]
-    assert logged == {"learning-rate": 0.1, "batch-size": 8, "lm loss": 4.0, "loss-scale": 4.0, "grad-norm": 0.5,
-                      "iteration": 1, "samples": 8}
+    assert logged == {
+        "learning-rate": 0.1,
+        "batch-size": 8,
+        "lm loss": 4.0,
+        "loss-scale": 4.0,
+        "grad-norm": 0.5,
+        "iteration": 1,
+        "samples": 8,
+    }
     assert calls[-1] == ("finish",)
 
 
@@ -185,7 +242,9 @@ def test_samples_reach_weights_and_biases_as_they_are(monkeypatch, shown):
     logged = []
     fake = types.ModuleType("wandb")
     fake.__spec__, fake.Html = types.SimpleNamespace(name="wandb"), lambda text: ("html", text)
-    fake.init = lambda **options: types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda: None)
+    fake.init = lambda **options: types.SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=logged.append, finish=lambda: None
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     writers = Writers(LogConfig(wandb_project="p"), speaks=True, console=shown.append)
     writers.samples([("a < b", "\n<i>c</i>")], iteration=7)
@@ -246,8 +305,10 @@ def test_a_board_that_fails_is_told_of_and_given_up(tmp_path, shown, monkeypatch
     monkeypatch.setattr(writers_module.TensorBoard, fails, failing)
     everything(make(shown, tensorboard_dir=str(tmp_path)))
     told = [line for line in shown if line.startswith("WARNING")]
-    assert told == [f"WARNING: --tensorboard-dir {tmp_path} cannot be written: {type(error).__name__}: {error}; "
-                    "the run goes on without it, and tries it again every minute"]
+    assert told == [
+        f"WARNING: --tensorboard-dir {tmp_path} cannot be written: {type(error).__name__}: {error}; "
+        "the run goes on without it, and tries it again every minute"
+    ]
 
 
 def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path, shown, monkeypatch, capsys):

@@ -52,8 +52,11 @@ class Storages(TorchDispatchMode):
     def bytes(self, *, on_host: bool, but: set[int]) -> int:
         """Bytes that are there now. but: storages that do not count."""
         gc.collect()
-        return sum(size for key, (storage, size) in self.alive.items()
-                   if storage() is not None and key not in but and (key in self.host) == on_host)
+        return sum(
+            size
+            for key, (storage, size) in self.alive.items()
+            if storage() is not None and key not in but and (key in self.host) == on_host
+        )
 
 
 def after_forward(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[int, int]:
@@ -71,7 +74,10 @@ def after_forward(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[int,
 
 
 def test_layers_that_went_away_leave_nothing_but_what_others_keep_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [after_forward(monkeypatch, cpu_offloading_num_layers=count, min_offloaded_tensor_size=0 if count else 2**20) for count in range(5)]
+    held = [
+        after_forward(monkeypatch, cpu_offloading_num_layers=count, min_offloaded_tensor_size=0 if count else 2**20)
+        for count in range(5)
+    ]
     device_bytes, host_bytes = zip(*held, strict=True)
     layer = [a - b for a, b in zip(device_bytes, device_bytes[1:], strict=False)]
     assert host_bytes[0] == 0 and all(saved > 0 for saved in layer), held
@@ -111,8 +117,16 @@ def test_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_backward_pass_makes_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = offload.Parcel.__init__
-    monkeypatch.setattr(offload.Parcel, "__init__", lambda self, source, lane: (made.append(source.numel()), real(self, source, lane))[1])
-    run = tiny.run_of(tiny.config(**MODELS["llama"], **some(*PARTS), recompute_granularity="selective", recompute_modules=("mlp", "core_attn")))
+    monkeypatch.setattr(
+        offload.Parcel,
+        "__init__",
+        lambda self, source, lane: (made.append(source.numel()), real(self, source, lane))[1],
+    )
+    run = tiny.run_of(
+        tiny.config(
+            **MODELS["llama"], **some(*PARTS), recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
+        )
+    )
     trainer = tiny.trainer_of(run)
     batch = next(tiny.batches(run, 0))
     loss = trainer.stages[0](ids=batch.tokens, labels=batch.labels).sum()
@@ -121,10 +135,23 @@ def test_what_the_backward_pass_makes_again_stays(monkeypatch: pytest.MonkeyPatc
     assert len(made) == before > 0
 
 
-@pytest.mark.parametrize("model, changes", [
-    ("llama", LAYERS), ("moe", some(*PARTS, "expert_fc1", "moe_act")), ("mla-q", some(*PARTS)),
-    ("llama", {**LAYERS, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
-    ("gpt", {**some(*PARTS), "recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")})])
+@pytest.mark.parametrize(
+    "model, changes",
+    [
+        ("llama", LAYERS),
+        ("moe", some(*PARTS, "expert_fc1", "moe_act")),
+        ("mla-q", some(*PARTS)),
+        ("llama", {**LAYERS, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+        (
+            "gpt",
+            {
+                **some(*PARTS),
+                "recompute_granularity": "selective",
+                "recompute_modules": ("core_attn", "layernorm", "mlp"),
+            },
+        ),
+    ],
+)
 def test_results_are_the_same_to_the_last_bit_with_dropout(model: str, changes: dict[str, Any]) -> None:
     base = {**MODELS[model], "hidden_dropout": 0.1, "attention_dropout": 0.1, "micro_batch_size": 4}
     expected, found = train_here(base, 2), train_here({**base, **changes}, 2)

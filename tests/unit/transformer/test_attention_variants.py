@@ -28,9 +28,24 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 S, B, H = 11, 2, 32
-GROUPED = {"hidden_size": H, "num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 8, "seq_length": S}
-THEIRS = {"hidden_size": H, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "attention_dropout": 0.0,
-          "attn_implementation": "eager", "num_hidden_layers": 2, "max_position_embeddings": 64}
+GROUPED = {
+    "hidden_size": H,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 8,
+    "seq_length": S,
+}
+THEIRS = {
+    "hidden_size": H,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "attention_dropout": 0.0,
+    "attn_implementation": "eager",
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def ours(kind: type, window: tuple[int, int] | None = None, **changes: Any) -> tuple[nn.Module, tiny.Run]:
@@ -69,39 +84,81 @@ def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], to
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     weight = torch.arange(found.numel(), dtype=found.dtype).view_as(found).sin()
     leaves = list(zip(*pairs, strict=True))
-    for a, b in zip(torch.autograd.grad((found * weight).sum(), leaves[0]), torch.autograd.grad((expected * weight).sum(), leaves[1]), strict=True):
+    for a, b in zip(
+        torch.autograd.grad((found * weight).sum(), leaves[0]),
+        torch.autograd.grad((expected * weight).sum(), leaves[1]),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def their_masks(config: Any, x: Tensor) -> dict[str, Tensor]:
     embedded = x.transpose(0, 1)
-    about = {"config": config, "inputs_embeds": embedded, "attention_mask": None, "past_key_values": None,
-             "position_ids": torch.arange(S)[None]}
-    return {"full_attention": create_causal_mask(**about), "sliding_attention": create_sliding_window_causal_mask(**about)}
+    about = {
+        "config": config,
+        "inputs_embeds": embedded,
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": torch.arange(S)[None],
+    }
+    return {
+        "full_attention": create_causal_mask(**about),
+        "sliding_attention": create_sliding_window_causal_mask(**about),
+    }
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
 @pytest.mark.parametrize("layer, window", [(0, (3, 0)), (1, None)])
 def test_attention_is_that_of_gpt_oss(layer: int, window: tuple[int, int] | None, backend: str) -> None:
-    config = transformers.GptOssConfig(**THEIRS, sliding_window=4, layer_types=["sliding_attention", "full_attention"], rope_parameters={
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0,
-        "original_max_position_embeddings": 4096})
-    module, run = ours(SelfAttention, window, softmax_type="learnable", position_embedding_type="yarn", rotary_base=150000.0,
-                       rotary_scaling_factor=32.0, yarn_correction_range_round_to_int=False, attention_backend=backend)
+    config = transformers.GptOssConfig(
+        **THEIRS,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "rope_theta": 150000.0,
+            "original_max_position_embeddings": 4096,
+        },
+    )
+    module, run = ours(
+        SelfAttention,
+        window,
+        softmax_type="learnable",
+        position_embedding_type="yarn",
+        rotary_base=150000.0,
+        rotary_scaling_factor=32.0,
+        yarn_correction_range_round_to_int=False,
+        attention_backend=backend,
+    )
     theirs = modeling_gpt_oss.GptOssAttention(config, layer).double()
     copy_qkv(theirs, module)
     theirs.sinks.data.copy_(module.softmax_offset)
     x, y = hidden(), hidden()
     rope = modeling_gpt_oss.GptOssRotaryEmbedding(config)(y.transpose(0, 1), torch.arange(S)[None])
     expected = theirs(y.transpose(0, 1), rope, their_masks(config, y)[config.layer_types[layer]])[0].transpose(0, 1)
-    same(run_ours(module, run, x), expected, [(x, y), (module.softmax_offset, theirs.sinks), (module.linear_proj.weight, theirs.o_proj.weight)], 2e-6)
+    same(
+        run_ours(module, run, x),
+        expected,
+        [(x, y), (module.softmax_offset, theirs.sinks), (module.linear_proj.weight, theirs.o_proj.weight)],
+        2e-6,
+    )
 
 
 @pytest.mark.parametrize("layer, window", [(0, (3, 0)), (1, None)])
 def test_attention_is_that_of_gemma_2(layer: int, window: tuple[int, int] | None) -> None:
     config = transformers.Gemma2Config(**THEIRS, sliding_window=4, attn_logit_softcapping=1.5, query_pre_attn_scalar=20)
-    module, run = ours(SelfAttention, window, add_bias_linear=False, position_embedding_type="rope", attention_logit_softcap=1.5,
-                       softmax_scale=20**-0.5)
+    module, run = ours(
+        SelfAttention,
+        window,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        attention_logit_softcap=1.5,
+        softmax_scale=20**-0.5,
+    )
     theirs = modeling_gemma2.Gemma2Attention(config, layer).double()
     copy_qkv(theirs, module)
     x, y = hidden(), hidden()
@@ -111,37 +168,76 @@ def test_attention_is_that_of_gemma_2(layer: int, window: tuple[int, int] | None
 
 
 def test_the_output_gate_is_that_of_qwen_3_next() -> None:
-    config = transformers.Qwen3NextConfig(**THEIRS, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
-    module, run = ours(SelfAttention, add_bias_linear=False, position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True,
-                       normalization="RMSNorm", apply_layernorm_1p=True, attention_output_gate=True)
+    config = transformers.Qwen3NextConfig(
+        **THEIRS,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )
+    module, run = ours(
+        SelfAttention,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        apply_layernorm_1p=True,
+        attention_output_gate=True,
+    )
     theirs = modeling_qwen3_next.Qwen3NextAttention(config, 1).double()
     queries, keys, values = module.linear_qkv.weight.split([64, 32, 32])
-    by_head = torch.cat((queries.view(8, 8, H), module.linear_gate.weight.view(8, 8, H)), dim=1)  # theirs: q and gate of each head
-    for name, value in (("q_proj", by_head.flatten(0, 1)), ("k_proj", keys), ("v_proj", values), ("o_proj", module.linear_proj.weight),
-                        ("q_norm", module.q_layernorm.weight), ("k_norm", module.k_layernorm.weight)):
+    by_head = torch.cat(
+        (queries.view(8, 8, H), module.linear_gate.weight.view(8, 8, H)), dim=1
+    )  # theirs: q and gate of each head
+    for name, value in (
+        ("q_proj", by_head.flatten(0, 1)),
+        ("k_proj", keys),
+        ("v_proj", values),
+        ("o_proj", module.linear_proj.weight),
+        ("q_norm", module.q_layernorm.weight),
+        ("k_norm", module.k_layernorm.weight),
+    ):
         getattr(theirs, name).weight.data.copy_(value)
     x, y = hidden(), hidden()
     rope = modeling_qwen3_next.Qwen3NextRotaryEmbedding(config)(y.transpose(0, 1), torch.arange(S)[None])
-    expected = theirs(y.transpose(0, 1), rope, their_masks(transformers.GptOssConfig(**THEIRS), y)["full_attention"])[0].transpose(0, 1)
-    same(run_ours(module, run, x), expected, [(x, y), (module.linear_proj.weight, theirs.o_proj.weight), (module.q_layernorm.weight, theirs.q_norm.weight)], 1e-5)
+    expected = theirs(y.transpose(0, 1), rope, their_masks(transformers.GptOssConfig(**THEIRS), y)["full_attention"])[
+        0
+    ].transpose(0, 1)
+    same(
+        run_ours(module, run, x),
+        expected,
+        [(x, y), (module.linear_proj.weight, theirs.o_proj.weight), (module.q_layernorm.weight, theirs.q_norm.weight)],
+        1e-5,
+    )
 
 
 def test_rotations_by_time_height_and_width_are_those_of_qwen2_vl() -> None:
     section = [2, 1, 1]
-    config = transformers.Qwen2VLTextConfig(**THEIRS, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": section})
-    module, run = ours(SelfAttention, add_bias_linear=False, position_embedding_type="mrope", mrope_section=tuple(section), max_position_embeddings=64)
+    config = transformers.Qwen2VLTextConfig(
+        **THEIRS, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    )
+    module, run = ours(
+        SelfAttention,
+        add_bias_linear=False,
+        position_embedding_type="mrope",
+        mrope_section=tuple(section),
+        max_position_embeddings=64,
+    )
     places = torch.randint(0, 40, (3, B, S), generator=torch.Generator().manual_seed(1))
     x = hidden()
     cos, sin = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(x, places)
     table = rotary_of(run.build, x, places)
     torch.testing.assert_close(table.cos[:, :, 0].transpose(0, 1), cos, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(table.sin[:, :, 0].transpose(0, 1), sin, rtol=1e-5, atol=1e-5)
-    plain, other = ours(SelfAttention, add_bias_linear=False, position_embedding_type="rope", max_position_embeddings=64)
+    plain, other = ours(
+        SelfAttention, add_bias_linear=False, position_embedding_type="rope", max_position_embeddings=64
+    )
     plain.load_state_dict(module.state_dict())
     text = torch.randint(0, 40, (B, S), generator=torch.Generator().manual_seed(2))
     expected = run_ours(plain, other, x, text)
     assert torch.equal(run_ours(module, run, x, text), expected)
-    assert torch.equal(run_ours(module, run, x, text.expand(3, -1, -1)), expected), "the same place on all three axes is a plain place"
+    assert torch.equal(run_ours(module, run, x, text.expand(3, -1, -1)), expected), (
+        "the same place on all three axes is a plain place"
+    )
     assert not torch.allclose(run_ours(module, run, x, places), expected)
 
 
@@ -182,7 +278,9 @@ def test_layers_without_rotations_know_no_places() -> None:
 
 
 def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
-    module, run = ours(MLP, quick_geglu=True, ffn_hidden_size=24, activation_func_clamp_value=0.8, glu_linear_offset=1.0)
+    module, run = ours(
+        MLP, quick_geglu=True, ffn_hidden_size=24, activation_func_clamp_value=0.8, glu_linear_offset=1.0
+    )
     config = transformers.GptOssConfig(hidden_size=H, intermediate_size=24, num_local_experts=1, swiglu_limit=0.8)
     theirs = modeling_gpt_oss.GptOssExperts(config).double()
     for name, linear in (("gate_up_proj", module.linear_fc1), ("down_proj", module.linear_fc2)):
@@ -192,5 +290,7 @@ def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
         getattr(theirs, name).data.copy_(parts[0].t()[None])
         getattr(theirs, f"{name}_bias").data.copy_(parts[1][None])
     x, y = hidden(), hidden()
-    expected = theirs(y.flatten(0, 1), torch.zeros(S * B, 1, dtype=torch.long), torch.ones(S * B, 1).double()).view(S, B, H)
+    expected = theirs(y.flatten(0, 1), torch.zeros(S * B, 1, dtype=torch.long), torch.ones(S * B, 1).double()).view(
+        S, B, H
+    )
     same(module(x, None, ForwardContext(MaskSpec()))[0], expected, [(x, y)], 1e-11)

@@ -26,16 +26,28 @@ from tests.helpers.training import Held, assemble, differences, held_weights, tr
 from tests.helpers.world import Worlds
 from tests.unit.transformer.test_router import B, E, S, router_of, tokens
 
-EXPERTS: dict[str, Any] = {"fp64": True, "adam_eps": 1e-6, "num_layers": 2, "num_experts": 4, "moe_router_topk": 2, "micro_batch_size": 2,
-                           "moe_ffn_hidden_size": 32}
-LOSSES: dict[str, Any] = {**EXPERTS, "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.2, 0.3),
-                          "moe_z_loss_coeff": 0.02}
+EXPERTS: dict[str, Any] = {
+    "fp64": True,
+    "adam_eps": 1e-6,
+    "num_layers": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "micro_batch_size": 2,
+    "moe_ffn_hidden_size": 32,
+}
+LOSSES: dict[str, Any] = {
+    **EXPERTS,
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (0.2, 0.3),
+    "moe_z_loss_coeff": 0.02,
+}
 TP2, PP2, CP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 # Formulas.
+
 
 def fractions(experts: Tensor, num_experts: int) -> list[float]:
     """f of every expert, by counting."""
@@ -52,7 +64,9 @@ def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
     logits = torch.randn(40, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares, experts = logits.softmax(-1), logits.topk(3).indices
     found = balancing_share(shares, count_choices(experts, E), num_tokens=40)
-    assert float(3 * found) == pytest.approx(float(load_balancing_loss_func((logits,), E, 3)), rel=1e-6)  # which counts in fp32
+    assert float(3 * found) == pytest.approx(
+        float(load_balancing_loss_func((logits,), E, 3)), rel=1e-6
+    )  # which counts in fp32
     assert float(found) == pytest.approx(float(by_hand(shares, experts)), rel=1e-12)
 
 
@@ -87,7 +101,11 @@ def test_biases_rise_where_tokens_are_few_and_fall_where_they_are_many() -> None
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z"])
 def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: str, function: Any) -> None:
     """Two microbatches of a step, whose means count 0.7 and 0.2 in the objective."""
-    losses: dict[str, Any] = {"moe_z_loss_coeff": 0.5} if kind == "z" else {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.5,)}
+    losses: dict[str, Any] = (
+        {"moe_z_loss_coeff": 0.5}
+        if kind == "z"
+        else {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.5,)}
+    )
     changes: dict[str, Any] = {"moe_router_score_function": function, "moe_router_topk": 2, "add_bias_linear": True}
     ours, plain = router_of(**changes, **losses), router_of(**changes)
     objective, seen = torch.zeros((), dtype=torch.float64), []
@@ -100,13 +118,19 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
         scores = plain.scores(x).flatten(0, 1)
         shares, experts = affinities(scores, function), scores.detach().topk(2).indices
         seen.append(experts)
-        loss = {"aux_loss": lambda: by_hand(shares, experts),
-                "seq_aux_loss": lambda: sum(by_hand(shares[i::B], experts[i::B]) for i in range(B)) / B,
-                "global_aux_loss": lambda: E * sum(f * shares[:, i].mean() for i, f in enumerate(fractions(torch.cat(seen), E))),
-                "z": lambda: scores.logsumexp(-1).square().mean()}[kind]()
+        loss = {
+            "aux_loss": lambda: by_hand(shares, experts),
+            "seq_aux_loss": lambda: sum(by_hand(shares[i::B], experts[i::B]) for i in range(B)) / B,
+            "global_aux_loss": lambda: (
+                E * sum(f * shares[:, i].mean() for i, f in enumerate(fractions(torch.cat(seen), E)))
+            ),
+            "z": lambda: scores.logsumexp(-1).square().mean(),
+        }[kind]()
         objective = objective + weight * 0.5 * loss
         (pair,) = microbatch_context.metrics.values()
-        assert float(pair[0] / pair[1]) == pytest.approx(float(loss.detach()), rel=1e-12), "the figure is the loss without its weight"
+        assert float(pair[0] / pair[1]) == pytest.approx(float(loss.detach()), rel=1e-12), (
+            "the figure is the loss without its weight"
+        )
     objective.backward()
     for name in ("weight", "bias"):
         torch.testing.assert_close(getattr(ours, name).grad, getattr(plain, name).grad, rtol=1e-10, atol=1e-12)
@@ -116,8 +140,10 @@ def test_affinities_add_up_to_one() -> None:
     scores = torch.randn(9, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for function in ("softmax", "sigmoid", "sqrtsoftplus"):
         torch.testing.assert_close(affinities(scores, function).sum(-1), torch.ones(9, dtype=torch.float64))
-    torch.testing.assert_close(affinities(scores, "sqrtsoftplus")[0, 0] / affinities(scores, "sqrtsoftplus")[0, 1],
-                               ((1 + scores[0, 0].exp()).log() / (1 + scores[0, 1].exp()).log()).sqrt())
+    torch.testing.assert_close(
+        affinities(scores, "sqrtsoftplus")[0, 0] / affinities(scores, "sqrtsoftplus")[0, 1],
+        ((1 + scores[0, 0].exp()).log() / (1 + scores[0, 1].exp()).log()).sqrt(),
+    )
 
 
 def test_a_recomputed_pass_counts_and_reports_once() -> None:
@@ -131,7 +157,9 @@ def test_a_recomputed_pass_counts_and_reports_once() -> None:
 
 
 def test_an_evaluation_counts_nothing() -> None:
-    router = router_of(moe_aux_loss_coeff=(0.1,), moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid").eval()
+    router = router_of(
+        moe_aux_loss_coeff=(0.1,), moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+    ).eval()
     microbatch_context = MicrobatchContext(1.0, training=False)
     with torch.no_grad():
         router(tokens(), ForwardContext(MaskSpec(), microbatch_context=microbatch_context))
@@ -140,16 +168,29 @@ def test_an_evaluation_counts_nothing() -> None:
 
 # The objective of a step.
 
+
 def gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Every parameter's gradient, by name."""
-    return {param.spec.name: view.clone() for parallel in trainer.parallels for bucket in parallel.buckets
-            for param, view in zip(bucket.params, bucket.gradient_views(), strict=True)}
+    return {
+        param.spec.name: view.clone()
+        for parallel in trainer.parallels
+        for bucket in parallel.buckets
+        for param, view in zip(bucket.params, bucket.gradient_views(), strict=True)
+    }
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_objective_of_a_step_is_the_mean_loss_and_the_mean_of_the_balancing_losses(per_token: bool) -> None:
-    changes = {**LOSSES, "moe_z_loss_coeff": None, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (3.0,),
-               "calculate_per_token_loss": per_token, "clip_grad": 0.0, "lr": 0.0, "min_lr": 0.0}
+    changes = {
+        **LOSSES,
+        "moe_z_loss_coeff": None,
+        "moe_router_load_balancing_type": ("aux_loss",),
+        "moe_aux_loss_coeff": (3.0,),
+        "calculate_per_token_loss": per_token,
+        "clip_grad": 0.0,
+        "lr": 0.0,
+        "min_lr": 0.0,
+    }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **changes)))
     before = {param.spec.name: param.detach().clone() for param in trainer.stages[0].parameters()}
     train_step(trainer, tiny.batches(trainer.run, 0))
@@ -162,8 +203,12 @@ def test_the_objective_of_a_step_is_the_mean_loss_and_the_mean_of_the_balancing_
     objective = torch.zeros((), dtype=torch.float64)
     for batch, count in zip(batches, counts, strict=True):
         balance: list[Tensor] = []
-        hooks = [router.register_forward_hook(lambda module, inputs, _, kept=balance: kept.append(loss_of(module, inputs[0])))
-                 for router in routers_of([stage])]
+        hooks = [
+            router.register_forward_hook(
+                lambda module, inputs, _, kept=balance: kept.append(loss_of(module, inputs[0]))
+            )
+            for router in routers_of([stage])
+        ]
         losses = stage(ids=batch.tokens, labels=batch.labels)
         for hook in hooks:
             hook.remove()
@@ -173,7 +218,9 @@ def test_the_objective_of_a_step_is_the_mean_loss_and_the_mean_of_the_balancing_
     names = [param.spec.name for param in stage.parameters() if param.requires_grad]
     expected = torch.autograd.grad(objective, [param for param in stage.parameters() if param.requires_grad])
     for name, value in zip(names, expected, strict=True):
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def loss_of(router: Any, x: Tensor) -> Tensor:
@@ -191,9 +238,16 @@ def test_balancing_losses_are_scaled_like_the_loss_in_fp16() -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, TP2), "tp2 sp": (2, SP2), "cp2": (2, CP2), "dp2 zero": (2, {"use_distributed_optimizer": True}), "pp2": (2, PP2),
-    "dp2 average": (2, {"ddp_average_in_collective": True}), "ep2": (2, {"expert_model_parallel_size": 2}), "recompute": (1, FULL),
-    "tp2 pp2 recompute": (4, {**SP2, **PP2, **FULL}), "cp2 tp2 sp": (4, {**CP2, **SP2}),
+    "tp2": (2, TP2),
+    "tp2 sp": (2, SP2),
+    "cp2": (2, CP2),
+    "dp2 zero": (2, {"use_distributed_optimizer": True}),
+    "pp2": (2, PP2),
+    "dp2 average": (2, {"ddp_average_in_collective": True}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "recompute": (1, FULL),
+    "tp2 pp2 recompute": (4, {**SP2, **PP2, **FULL}),
+    "cp2 tp2 sp": (4, {**CP2, **SP2}),
     "tp2 ep2 dp2": (4, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     "pp2 vpp2": (2, {**PP2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}),
 }
@@ -211,9 +265,17 @@ def test_balancing_losses_have_the_gradients_of_the_serial_run(world: Worlds, la
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "cp2", "pp2", "ep2", "recompute", "tp2 pp2 recompute"])
 def test_the_global_loss_and_expert_biases_are_those_of_the_serial_run(world: Worlds, layout: str) -> None:
     ranks, changes = LAYOUTS[layout]
-    dp = 2 if layout == "ep2" else 1  # what was chosen "so far" knows all data ranks' microbatches, so each dp is a run of its own
-    base = {**EXPERTS, "moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (0.5,), "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
+    dp = (
+        2 if layout == "ep2" else 1
+    )  # what was chosen "so far" knows all data ranks' microbatches, so each dp is a run of its own
+    base = {
+        **EXPERTS,
+        "moe_router_load_balancing_type": ("global_aux_loss",),
+        "moe_aux_loss_coeff": (0.5,),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    }
     found = train(world, ranks, {**base, **changes}) if ranks > 1 else train_alone({**base, **changes})
     expected = train_alone(base) if dp == 1 else train(world, dp, base)
     assert not differences(found, expected, 1e-10)
@@ -224,13 +286,20 @@ def test_the_global_loss_and_expert_biases_are_those_of_the_serial_run(world: Wo
 @pytest.mark.parametrize("layout", ["dp2 zero", "tp2 ep2 dp2", "cp2 tp2 sp"])
 def test_expert_biases_see_the_tokens_of_all_ranks_once(world: Worlds, layout: str) -> None:
     ranks, changes = LAYOUTS[layout]
-    base = {**EXPERTS, "moe_router_score_function": "sqrtsoftplus", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
+    base = {
+        **EXPERTS,
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    }
     assert not differences(train(world, ranks, {**base, **changes}), train_alone(base), 1e-10)
 
 
 def test_losses_change_the_run_and_each_kind_another_way() -> None:
-    runs = [train_alone({**EXPERTS, "moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,)})
-            for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")]
+    runs = [
+        train_alone({**EXPERTS, "moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,)})
+        for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    ]
     runs += [train_alone({**EXPERTS, "moe_z_loss_coeff": 0.02}), train_alone(EXPERTS)]
     for number, one in enumerate(runs):
         for other in runs[:number]:
@@ -250,7 +319,9 @@ def test_a_bias_moves_once_a_step_by_the_loads_of_all_microbatches() -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **SIGMOID, moe_router_bias_update_rate=0.01)))
     chosen: dict[int, list[Tensor]] = {}
     for number, router in enumerate(routers_of(trainer.stages)):
-        router.register_forward_hook(lambda _, __, routing, number=number: chosen.setdefault(number, []).append(routing.experts))
+        router.register_forward_hook(
+            lambda _, __, routing, number=number: chosen.setdefault(number, []).append(routing.experts)
+        )
     train_on(trainer, 1)
     for number, bias in enumerate(biases(trainer)):
         loads = torch.cat(chosen[number]).flatten().bincount(minlength=4)
@@ -260,7 +331,9 @@ def test_a_bias_moves_once_a_step_by_the_loads_of_all_microbatches() -> None:
 
 
 def test_biases_even_out_a_crowd_that_losses_do_not_touch() -> None:
-    trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **{**SIGMOID, "lr": 0.0, "min_lr": 0.0}, moe_router_bias_update_rate=0.02)))
+    trainer = tiny.trainer_of(
+        tiny.run_of(tiny.config(1, **{**SIGMOID, "lr": 0.0, "min_lr": 0.0}, moe_router_bias_update_rate=0.02))
+    )
     for router in routers_of(trainer.stages):
         router.bias.data[0] += 1.0
     crowds = [report_of(trainer, 1).losses["moe/load_max_over_mean"] for _ in range(25)]
@@ -268,7 +341,14 @@ def test_biases_even_out_a_crowd_that_losses_do_not_touch() -> None:
 
 
 def test_a_step_that_overflows_moves_no_bias_and_its_tokens_are_forgotten() -> None:
-    changes = {**SIGMOID, "fp64": False, "fp16": True, "initial_loss_scale": 2.0**60, "hysteresis": 1, "loss_scale_window": 1000}
+    changes = {
+        **SIGMOID,
+        "fp64": False,
+        "fp16": True,
+        "initial_loss_scale": 2.0**60,
+        "hysteresis": 1,
+        "loss_scale_window": 1000,
+    }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **changes)))
     step = train_step(trainer, tiny.batches(trainer.run, 0))
     assert step.skipped and not any(bias.any() for bias in biases(trainer))
@@ -316,13 +396,16 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
     expected = train_on(first, 1)
     choices = recorded(first.stages)
     assert set(choices) == {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)}
-    assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), "microbatches of two samples"
+    assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), (
+        "microbatches of two samples"
+    )
     replay(again.stages, choices)
     assert train_on(again, 1) == expected
     assert train_on(other, 1) != expected
 
 
 # Reports.
+
 
 def report_of(trainer: Trainer, steps: int) -> Report:
     """Train, and report as the loop does."""
@@ -339,13 +422,25 @@ def report_here(changes: dict[str, Any]) -> dict[str, float]:
     return dict(report_of(tiny.trainer_of(tiny.run_of(tiny.config(ranks, **changes))), 2).losses)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "dp2 zero", "pp2", "cp2 tp2 sp", "tp2 pp2 recompute", "tp2 ep2 dp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2 sp", "dp2 zero", "pp2", "cp2 tp2 sp", "tp2 pp2 recompute", "tp2 ep2 dp2"]
+)
 def test_every_rank_reports_the_figures_of_the_serial_run(world: Worlds, layout: str) -> None:
     ranks, changes = LAYOUTS[layout]
     base = {**LOSSES, "moe_per_layer_logging": True, "moe_layer_freq": "[0]+[1]"}
     expected = report_here(base)
-    assert {"lm loss", "load_balancing_loss", "seq_load_balancing_loss", "z_loss", "moe/load_balancing_loss_layer_1", "moe/z_loss_layer_1",
-            "moe/load_max_over_mean", "moe/load_entropy_layer_1", "moe/dropped", "moe/load_layer_1_expert_3"} <= set(expected)
+    assert {
+        "lm loss",
+        "load_balancing_loss",
+        "seq_load_balancing_loss",
+        "z_loss",
+        "moe/load_balancing_loss_layer_1",
+        "moe/z_loss_layer_1",
+        "moe/load_max_over_mean",
+        "moe/load_entropy_layer_1",
+        "moe/dropped",
+        "moe/load_layer_1_expert_3",
+    } <= set(expected)
     assert not any("layer_0" in name for name in expected), "the first layer is dense"
     for found in world(ranks).run(report_here, {**base, **changes}):
         assert found == pytest.approx(expected, rel=1e-10)

@@ -57,7 +57,9 @@ def routing_of(kind: str, rank: int, *, drops: bool) -> Routing:
 
 
 def tokens_of(rank: int) -> Tensor:
-    return torch.randn((TOKENS, WIDTH), dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    return torch.randn(
+        (TOKENS, WIDTH), dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
 
 
 def say(tokens: Tensor, expert: Tensor) -> Tensor:
@@ -84,9 +86,12 @@ def target_of(rank: int) -> Tensor:
 @pytest.mark.parametrize("first, here", [(0, EXPERTS), (2, 3)])
 def test_an_order_sorts_choices_by_expert_and_then_by_token(kind: str, drops: bool, first: int, here: int) -> None:
     routing = routing_of(kind, 0, drops=drops)
-    wanted = sorted((expert - first, token * CHOICES + place) for token, row in enumerate(routing.experts.tolist())
-                    for place, expert in enumerate(row)
-                    if first <= expert < first + here and (routing.kept is None or routing.kept[token, place]))
+    wanted = sorted(
+        (expert - first, token * CHOICES + place)
+        for token, row in enumerate(routing.experts.tolist())
+        for place, expert in enumerate(row)
+        if first <= expert < first + here and (routing.kept is None or routing.kept[token, place])
+    )
     order = order_of(routing.experts, routing.kept, here, first=first)
     assert order.choices.tolist() == [choice for _, choice in wanted]
     assert order.counts.tolist() == [sum(expert == own for expert, _ in wanted) for own in range(here)]
@@ -103,8 +108,11 @@ def test_with_room_every_expert_has_as_many_rows_and_the_empty_ones_are_zero(kin
     for expert in range(EXPERTS):
         true = (routing.experts == expert).nonzero()
         own = slice(expert * room, (expert + 1) * room)
-        assert torch.equal(rows[own][:len(true)], tokens_of(0)[true[:, 0]]) and not rows[own][len(true):].any()
-        assert torch.equal(weights[own][:len(true)], routing.weights[true[:, 0], true[:, 1]]) and not weights[own][len(true):].any()
+        assert torch.equal(rows[own][: len(true)], tokens_of(0)[true[:, 0]]) and not rows[own][len(true) :].any()
+        assert (
+            torch.equal(weights[own][: len(true)], routing.weights[true[:, 0], true[:, 1]])
+            and not weights[own][len(true) :].any()
+        )
 
 
 @pytest.mark.parametrize("room", [None, TOKENS])
@@ -117,8 +125,9 @@ def test_spreading_and_collecting_have_each_others_gradients(room: int | None) -
     assert torch.autograd.gradcheck(lambda x: spread_weights(x, order), routing.weights)
 
 
-def through(dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool,
-            room: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def through(
+    dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool, room: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's tokens to their experts and back: output, and the gradients of tokens and weights."""
     tokens, routing = tokens_of(rank), routing_of(kind, rank, drops=drops)
     parcel = dispatcher.send(tokens, routing, room)
@@ -130,18 +139,26 @@ def through(dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank
     return output.detach(), tokens.grad, routing.weights.grad * kept
 
 
-def on_a_rank(kind: str, dispatcher: str, sizes: dict[str, Any], drops: bool, room: int | None) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+def on_a_rank(
+    kind: str, dispatcher: str, sizes: dict[str, Any], drops: bool, room: int | None
+) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     mesh = mesh_of(**sizes)
     chosen = dispatcher_of(dispatcher, EXPERTS, mesh)
     assert type(chosen) is {"allgather": AllGather, "alltoall": AllToAll, "flex": AllToAll}[dispatcher]
     first = EXPERTS // mesh.ep.size * mesh.ep.rank
-    return mesh.world.rank, through(chosen, first, 1.0 / mesh.etp.size, kind, rank=mesh.world.rank, drops=drops, room=room)
+    return mesh.world.rank, through(
+        chosen, first, 1.0 / mesh.etp.size, kind, rank=mesh.world.rank, drops=drops, room=room
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, TOKENS)])
 def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: bool, room: int | None) -> None:
-    for value, true in zip(through(Local(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, room=room), expected(kind, 0, drops=drops), strict=True):
+    for value, true in zip(
+        through(Local(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, room=room),
+        expected(kind, 0, drops=drops),
+        strict=True,
+    ):
         torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
 
 
@@ -149,8 +166,9 @@ def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: boo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 1}, {"ep": 2, "etp": 2}, {"ep": 1, "etp": 2}], ids=str)
-def test_a_token_gets_the_same_from_experts_that_are_elsewhere(world: Worlds, sizes: dict[str, int], dispatcher: str, kind: str,
-                                                               drops: bool, room: int | None) -> None:
+def test_a_token_gets_the_same_from_experts_that_are_elsewhere(
+    world: Worlds, sizes: dict[str, int], dispatcher: str, kind: str, drops: bool, room: int | None
+) -> None:
     mesh = {"expert_model_parallel_size": sizes["ep"], "expert_tensor_parallel_size": sizes["etp"]}
     for rank, found in world(4).run(on_a_rank, kind, dispatcher, mesh, drops, room):
         for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
@@ -163,24 +181,38 @@ def by_library_on_a_rank(kind: str, drops: bool, room: int | None) -> tuple[int,
     try:
         chosen = dispatcher_of("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
         assert isinstance(chosen, ByLibrary)
-        return mesh.world.rank, through(chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, room=room)
+        return mesh.world.rank, through(
+            chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, room=room
+        )
     finally:
         del sys.modules["deep_ep"]
 
 
 @pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, TOKENS)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_library_that_sends_each_token_once_brings_the_same(world: Worlds, kind: str, drops: bool, room: int | None) -> None:
+def test_a_library_that_sends_each_token_once_brings_the_same(
+    world: Worlds, kind: str, drops: bool, room: int | None
+) -> None:
     for rank, found in world(4).run(by_library_on_a_rank, kind, drops, room):
         # The library's weights are fp32.
         for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
             torch.testing.assert_close(value, true, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("changes, words", [({"device": "cpu"}, "for GPUs"), ({}, "not installed"), ({"dtype": torch.float16}, "bf16 only"),
-                                            ({"cut": True}, "--expert-tensor-parallel-size 1"),
-                                            ({"overlaps": True}, "--moe-shared-expert-overlap"), ({}, "")])
-def test_the_library_says_why_it_does_not_fit(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"device": "cpu"}, "for GPUs"),
+        ({}, "not installed"),
+        ({"dtype": torch.float16}, "bf16 only"),
+        ({"cut": True}, "--expert-tensor-parallel-size 1"),
+        ({"overlaps": True}, "--moe-shared-expert-overlap"),
+        ({}, ""),
+    ],
+)
+def test_the_library_says_why_it_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
     fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
     monkeypatch.setattr("megatron.core.kernels.deep_ep.is_installed", lambda: words != "not installed")
     reason = unfit(**{**fits, **changes})

@@ -47,12 +47,18 @@ def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     normed = norm(x, "input_layernorm")
-    q, k, v = linear(normed, "self_attention.linear_qkv").split([model.query_size, model.key_size, model.key_size], dim=-1)
+    q, k, v = linear(normed, "self_attention.linear_qkv").split(
+        [model.query_size, model.key_size, model.key_size], dim=-1
+    )
     size, mixed = model.kv_channels, []
     hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
     for head in range(model.num_attention_heads):
         group = head // (model.num_attention_heads // model.num_query_groups)
-        qs, ks, vs = q[..., head * size:][..., :size], k[..., group * size:][..., :size], v[..., group * size:][..., :size]
+        qs, ks, vs = (
+            q[..., head * size :][..., :size],
+            k[..., group * size :][..., :size],
+            v[..., group * size :][..., :size],
+        )
         if model.qk_layernorm:
             qs, ks = norm(qs, "self_attention.q_layernorm"), norm(ks, "self_attention.k_layernorm")
         scores = torch.einsum("ibd,jbd->bij", qs, ks) / size**0.5
@@ -70,10 +76,18 @@ def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
 
 
 KINDS = {
-    "gpt": {}, "grouped": {"group_query_attention": True, "num_query_groups": 2}, "one-key": {"group_query_attention": True, "num_query_groups": 1},
-    "narrow heads": {"kv_channels": 6}, "gated": {"swiglu": True, "ffn_hidden_size": 24}, "quick": {"quick_geglu": True, "ffn_hidden_size": 24},
-    "relu": {"squared_relu": True}, "rms": {"normalization": "RMSNorm", "add_bias_linear": False}, "qkv bias": {"add_bias_linear": False, "add_qkv_bias": True},
-    "head norms": {"qk_layernorm": True}, "after norm": {"apply_residual_connection_post_layernorm": True}}
+    "gpt": {},
+    "grouped": {"group_query_attention": True, "num_query_groups": 2},
+    "one-key": {"group_query_attention": True, "num_query_groups": 1},
+    "narrow heads": {"kv_channels": 6},
+    "gated": {"swiglu": True, "ffn_hidden_size": 24},
+    "quick": {"quick_geglu": True, "ffn_hidden_size": 24},
+    "relu": {"squared_relu": True},
+    "rms": {"normalization": "RMSNorm", "add_bias_linear": False},
+    "qkv bias": {"add_bias_linear": False, "add_qkv_bias": True},
+    "head norms": {"qk_layernorm": True},
+    "after norm": {"apply_residual_connection_post_layernorm": True},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +97,9 @@ def test_a_layer_is_its_formula(kind: str) -> None:
         for param in stack.parameters():
             param.add_(torch.randn_like(param) * 0.1)  # biases and scales away from zero and one
     x = torch.randn(S, B, H).double()
-    torch.testing.assert_close(stack(x, ForwardContext(MaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        stack(x, ForwardContext(MaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11
+    )
 
 
 def test_layers_are_named_by_their_global_number() -> None:
@@ -92,9 +108,15 @@ def test_layers_are_named_by_their_global_number() -> None:
     assert {name.split(".")[1] for name, _ in stack.named_parameters() if name.startswith("layers")} == {"2", "3"}
 
 
-@pytest.mark.parametrize("method, layers, expected", [
-    ("uniform", 1, [([0], True), ([1], True), ([2], True), ([3], True)]), ("uniform", 3, [([0, 1, 2], True), ([3], True)]),
-    ("block", 1, [([0], True), ([1], False), ([2], False), ([3], False)]), ("block", 3, [([0], True), ([1], True), ([2], True), ([3], False)])])
+@pytest.mark.parametrize(
+    "method, layers, expected",
+    [
+        ("uniform", 1, [([0], True), ([1], True), ([2], True), ([3], True)]),
+        ("uniform", 3, [([0, 1, 2], True), ([3], True)]),
+        ("block", 1, [([0], True), ([1], False), ([2], False), ([3], False)]),
+        ("block", 3, [([0], True), ([1], True), ([2], True), ([3], False)]),
+    ],
+)
 def test_full_recomputation_covers_groups_or_the_first_layers(method: str, layers: int, expected: list) -> None:
     stack, _ = stack_of(4, recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
     place = {layer: int(number) for number, layer in stack.layers.items()}
@@ -102,7 +124,9 @@ def test_full_recomputation_covers_groups_or_the_first_layers(method: str, layer
 
 
 def test_evaluation_recomputes_and_drops_nothing() -> None:
-    stack, _ = stack_of(recompute_granularity="full", recompute_method="uniform", hidden_dropout=0.5, attention_dropout=0.5)
+    stack, _ = stack_of(
+        recompute_granularity="full", recompute_method="uniform", hidden_dropout=0.5, attention_dropout=0.5
+    )
     x, calls = torch.randn(S, B, H).double().requires_grad_(), []
     stack.layers["0"].register_forward_pre_hook(lambda *_: calls.append(1))
     stack.eval()
@@ -127,17 +151,28 @@ def test_dropout_draws_from_its_stream_only() -> None:
 
 @pytest.mark.parametrize("after_norm", [False, True])
 def test_a_wide_residual_stays_fp32_from_layer_to_layer(after_norm: bool) -> None:
-    stack, _ = stack_of(2, fp64=False, bf16=True, fp32_residual_connection=True, apply_residual_connection_post_layernorm=after_norm)
+    stack, _ = stack_of(
+        2, fp64=False, bf16=True, fp32_residual_connection=True, apply_residual_connection_post_layernorm=after_norm
+    )
     x = torch.randn(S, B, H)
     formats = []
     for layer in stack.layers.values():
         layer.register_forward_hook(lambda module, inputs, output: formats.append((inputs[0].dtype, output.dtype)))
-    assert stack(x, ForwardContext(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
+    assert (
+        stack(x, ForwardContext(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
+    )
     assert stack.layers["0"].input_layernorm(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("changes", [{}, {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": True, "hidden_dropout": 0.1},
-                                     {"num_experts": 4, "moe_ffn_hidden_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": True, "hidden_dropout": 0.1},
+        {"num_experts": 4, "moe_ffn_hidden_size": 16},
+    ],
+    ids=str,
+)
 def test_a_kernel_that_sums_and_norms_takes_the_place_of_both(changes: dict[str, Any]) -> None:
     calls: list[int] = []
 
@@ -151,4 +186,6 @@ def test_a_kernel_that_sums_and_norms_takes_the_place_of_both(changes: dict[str,
         return losses + norms
 
     found = trained(counted)
-    assert found == pytest.approx(trained(None), rel=1e-10) and len(calls) == 12, "two layers of two microbatches in three steps"
+    assert found == pytest.approx(trained(None), rel=1e-10) and len(calls) == 12, (
+        "two layers of two microbatches in three steps"
+    )

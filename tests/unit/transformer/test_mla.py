@@ -25,12 +25,27 @@ from tests.helpers import tiny
 S, B, H, N = 7, 2, 32, 8
 STILL, TURNED, VALUE, LATENT = 6, 4, 5, 12
 SIZES: dict[str, Any] = {
-    "multi_latent_attention": True, "kv_lora_rank": LATENT, "qk_head_dim": STILL, "qk_pos_emb_head_dim": TURNED, "v_head_dim": VALUE,
-    "position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False, "init_method_std": 0.3}
-YARN: dict[str, Any] = {"rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 4, "mscale": 0.9, "mscale_all_dim": 0.6}
+    "multi_latent_attention": True,
+    "kv_lora_rank": LATENT,
+    "qk_head_dim": STILL,
+    "qk_pos_emb_head_dim": TURNED,
+    "v_head_dim": VALUE,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "init_method_std": 0.3,
+}
+YARN: dict[str, Any] = {
+    "rotary_scaling_factor": 8.0,
+    "yarn_original_max_position_embeddings": 4,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.6,
+}
 
 
-def layer_of(*, window: tuple[int, int] | None = None, rope: bool = True, **changes: Any) -> tuple[MultiLatentAttention, tiny.Run]:
+def layer_of(
+    *, window: tuple[int, int] | None = None, rope: bool = True, **changes: Any
+) -> tuple[MultiLatentAttention, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **SIZES, **changes}))
     layer = MultiLatentAttention(run.build, LayerPlan(0, mixer="mla", window=window, rope=rope))
     name_all(layer)
@@ -68,29 +83,42 @@ def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, window: int
     if "linear_q_proj.weight" in weights:
         queries = x @ weights["linear_q_proj.weight"].t()
     else:
-        queries = norm(x @ weights["linear_q_down_proj.weight"].t(), "q_layernorm") @ weights["linear_q_up_proj.weight"].t()
+        queries = (
+            norm(x @ weights["linear_q_down_proj.weight"].t(), "q_layernorm") @ weights["linear_q_up_proj.weight"].t()
+        )
     down = x @ weights["linear_kv_down_proj.weight"].t()
     latent, shared = norm(down[..., :LATENT], "kv_layernorm"), down[..., LATENT:]
     pairs = latent @ weights["linear_kv_up_proj.weight"].t()
     found = torch.zeros(S, B, N * VALUE, dtype=x.dtype)
     for head in range(N):
-        q = queries[..., head * (STILL + TURNED):][..., :STILL + TURNED]
-        pair = pairs[..., head * (STILL + VALUE):][..., :STILL + VALUE]
+        q = queries[..., head * (STILL + TURNED) :][..., : STILL + TURNED]
+        pair = pairs[..., head * (STILL + VALUE) :][..., : STILL + VALUE]
         for i in range(S):
             seen = range(0 if window is None else max(0, i - window), i + 1)
-            scores = torch.stack([(q[i, :, :STILL] * pair[j, :, :STILL]).sum(-1)
-                                  + (turn(q[i, :, STILL:], i) * turn(shared[j], j)).sum(-1) for j in seen]) * scale
+            scores = (
+                torch.stack(
+                    [
+                        (q[i, :, :STILL] * pair[j, :, :STILL]).sum(-1)
+                        + (turn(q[i, :, STILL:], i) * turn(shared[j], j)).sum(-1)
+                        for j in seen
+                    ]
+                )
+                * scale
+            )
             values = torch.stack([pair[j, :, STILL:] for j in seen])
-            found[i, :, head * VALUE:(head + 1) * VALUE] = (scores.softmax(0)[..., None] * values).sum(0)
+            found[i, :, head * VALUE : (head + 1) * VALUE] = (scores.softmax(0)[..., None] * values).sum(0)
     return found @ weights["linear_proj.weight"].t()
 
 
 @pytest.mark.parametrize("compressed", [None, 10])
 @pytest.mark.parametrize("normed", [False, True])
-def test_latent_attention_is_the_published_formula_and_norms_latents_only_when_asked(compressed: int | None, normed: bool) -> None:
+def test_latent_attention_is_the_published_formula_and_norms_latents_only_when_asked(
+    compressed: int | None, normed: bool
+) -> None:
     layer, run = layer_of(q_lora_rank=compressed, qk_layernorm=normed, rope_type="rope")
     assert [name for name, _ in layer.named_parameters() if "layernorm" in name] == (
-        ["q_layernorm.weight"] * (compressed is not None) + ["kv_layernorm.weight"]) * normed
+        ["q_layernorm.weight"] * (compressed is not None) + ["kv_layernorm.weight"]
+    ) * normed
     x = torch.randn(S, B, H, dtype=torch.float64)
     found, normed = layer(x, None, pass_of(run, x))
     expected = by_hand(layer, x, scale=(STILL + TURNED) ** -0.5, window=None)
@@ -98,11 +126,17 @@ def test_latent_attention_is_the_published_formula_and_norms_latents_only_when_a
     assert torch.equal(normed, x)
 
 
-@pytest.mark.parametrize("changes, window, rope, scale", [
-    ({}, (2, 0), True, (STILL + TURNED) ** -0.5), ({}, None, False, (STILL + TURNED) ** -0.5),
-    ({"softmax_scale": 0.7}, None, True, 0.7)])
+@pytest.mark.parametrize(
+    "changes, window, rope, scale",
+    [
+        ({}, (2, 0), True, (STILL + TURNED) ** -0.5),
+        ({}, None, False, (STILL + TURNED) ** -0.5),
+        ({"softmax_scale": 0.7}, None, True, 0.7),
+    ],
+)
 def test_windows_layers_without_rotation_and_scales_are_kept_to(
-        changes: dict[str, Any], window: tuple[int, int] | None, rope: bool, scale: float) -> None:
+    changes: dict[str, Any], window: tuple[int, int] | None, rope: bool, scale: float
+) -> None:
     layer, run = layer_of(window=window, rope=rope, **changes)
     x = torch.randn(S, B, H, dtype=torch.float64)
     expected = by_hand(layer, x, scale=scale, window=None if window is None else window[0], rope=rope)
@@ -117,19 +151,45 @@ def theirs(layer: MultiLatentAttention, changes: dict[str, Any]) -> tuple[torch.
 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if "rotary_scaling_factor" in changes:
-        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": changes["rotary_scaling_factor"], "mscale": changes["mscale"],
-                "mscale_all_dim": changes["mscale_all_dim"], "beta_fast": 32, "beta_slow": 1,
-                "original_max_position_embeddings": changes["yarn_original_max_position_embeddings"]}
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": changes["rotary_scaling_factor"],
+            "mscale": changes["mscale"],
+            "mscale_all_dim": changes["mscale_all_dim"],
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": changes["yarn_original_max_position_embeddings"],
+        }
     config = DeepseekV3Config(
-        hidden_size=H, num_attention_heads=N, num_key_value_heads=N, q_lora_rank=changes.get("q_lora_rank"), kv_lora_rank=LATENT,
-        qk_rope_head_dim=TURNED, qk_nope_head_dim=STILL, v_head_dim=VALUE, attention_bias=False, rope_parameters=rope,
-        max_position_embeddings=64, rope_interleave=True)
+        hidden_size=H,
+        num_attention_heads=N,
+        num_key_value_heads=N,
+        q_lora_rank=changes.get("q_lora_rank"),
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=TURNED,
+        qk_nope_head_dim=STILL,
+        v_head_dim=VALUE,
+        attention_bias=False,
+        rope_parameters=rope,
+        max_position_embeddings=64,
+        rope_interleave=True,
+    )
     config._attn_implementation = "eager"
     attention = published.DeepseekV3Attention(config, layer_idx=0).float().eval()
-    names = {"linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj",
-             "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm", "linear_kv_up_proj": "kv_b_proj",
-             "linear_proj": "o_proj"}
-    attention.load_state_dict({f"{names[name.split('.')[0]]}.weight": param.detach() for name, param in layer.named_parameters()})
+    names = {
+        "linear_q_proj": "q_proj",
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+        "linear_proj": "o_proj",
+    }
+    attention.load_state_dict(
+        {f"{names[name.split('.')[0]]}.weight": param.detach() for name, param in layer.named_parameters()}
+    )
     for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
         if norm is not None:
             norm.variance_epsilon = 1e-5
@@ -151,7 +211,9 @@ def test_latent_attention_is_that_of_transformers_forward_and_backward(changes: 
     expected.backward(upstream.transpose(0, 1))
     torch.testing.assert_close(ours_in.grad.transpose(0, 1), theirs_in.grad, rtol=1e-4, atol=1e-5)
     for (name, own), other in zip(layer.named_parameters(), published.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            own.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_yarn_sharpens_the_scores_by_the_square_of_its_factor() -> None:
@@ -168,17 +230,20 @@ class Remembered:
 
     def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def remembering(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *rest: Any) -> Tensor:
-            assert torch.equal(v, k[..., :v.shape[-1]]), "only keys are stored"
+            assert torch.equal(v, k[..., : v.shape[-1]]), "only keys are stored"
             self.keys = k if self.keys is None else torch.cat((self.keys, k))
-            return kernel(q, self.keys, self.keys[..., :v.shape[-1]], mask, *rest)
+            return kernel(q, self.keys, self.keys[..., : v.shape[-1]], mask, *rest)
 
         return remembering
 
 
-@pytest.mark.parametrize("changes, window", [({}, None), ({"q_lora_rank": 10, "qk_layernorm": True, **YARN}, None), ({}, (3, 0))])
+@pytest.mark.parametrize(
+    "changes, window", [({}, None), ({"q_lora_rank": 10, "qk_layernorm": True, **YARN}, None), ({}, (3, 0))]
+)
 @pytest.mark.parametrize("steps", [(S,), (1,) * S, (4, 2, 1)])
-def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(changes: dict[str, Any], window: tuple[int, int] | None,
-                                                                    steps: tuple[int, ...]) -> None:
+def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(
+    changes: dict[str, Any], window: tuple[int, int] | None, steps: tuple[int, ...]
+) -> None:
     layer, run = layer_of(window=window, **changes)
     x = torch.randn(S, 1, H, dtype=torch.float64)
     whole, table = layer(x, None, pass_of(run, x))[0], rotary_of(run.build, x)
@@ -203,7 +268,9 @@ def test_the_absorbed_form_takes_latents_and_shared_keys_of_any_origin() -> None
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("modules", [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mla_up_proj", "layernorm", "core_attn")])
+@pytest.mark.parametrize(
+    "modules", [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mla_up_proj", "layernorm", "core_attn")]
+)
 def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(modules: tuple[str, ...]) -> None:
     x, found, made = torch.randn(S, B, H, dtype=torch.float64), [], []
     for choice in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):

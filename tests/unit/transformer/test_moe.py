@@ -34,7 +34,9 @@ SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": T
 
 def layer_of(kind: type[nn.Module] = MoELayer, **changes: Any) -> Any:
     """A layer of the tiny network whose every parameter differs from what it starts from."""
-    run = tiny.run_of(tiny.config(**{"fp64": True, "num_experts": E, "moe_router_topk": K, "moe_ffn_hidden_size": 24, **changes}))
+    run = tiny.run_of(
+        tiny.config(**{"fp64": True, "num_experts": E, "moe_router_topk": K, "moe_ffn_hidden_size": 24, **changes})
+    )
     plan = layer_rows(run.config.model)[0]
     layer = kind(run.build, plan) if kind is MoELayer else kind(plan, run.build)
     name_all(layer)
@@ -46,7 +48,11 @@ def layer_of(kind: type[nn.Module] = MoELayer, **changes: Any) -> Any:
 
 
 def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn((S, B, H), dtype=torch.float64, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+    return (
+        torch.randn((S, B, H), dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
 def act(wide: Tensor, *, gated: bool) -> Tensor:
@@ -64,13 +70,19 @@ def by_formula(layer: MoELayer, x: Tensor, *, gated: bool) -> Tensor:
         best, experts = scores.topk(K)
         weights, row = best.softmax(-1), torch.zeros_like(token)
         for weight, expert in zip(weights, experts.tolist(), strict=True):
-            biases = [None if part.bias is None else part.bias[expert] for part in (layer.experts.linear_fc1, layer.experts.linear_fc2)]
+            biases = [
+                None if part.bias is None else part.bias[expert]
+                for part in (layer.experts.linear_fc1, layer.experts.linear_fc2)
+            ]
             wide = F.linear(token, layer.experts.linear_fc1.weight[expert], biases[0])
             row = row + weight * F.linear(act(wide, gated=gated), layer.experts.linear_fc2.weight[expert], biases[1])
         if layer.shared_experts is not None:
             shared = layer.shared_experts
-            said = F.linear(act(F.linear(token, shared.linear_fc1.weight, shared.linear_fc1.bias), gated=gated),
-                            shared.linear_fc2.weight, shared.linear_fc2.bias)
+            said = F.linear(
+                act(F.linear(token, shared.linear_fc1.weight, shared.linear_fc1.bias), gated=gated),
+                shared.linear_fc2.weight,
+                shared.linear_fc2.bias,
+            )
             row = row + said * (1.0 if shared.gate_weight is None else F.linear(token, shared.gate_weight).sigmoid())
         rows.append(row)
     return torch.stack(rows).view_as(x)
@@ -86,9 +98,20 @@ def gradients(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("changes", [GATED, {}, {**GATED, **SHARED}, {"moe_shared_expert_intermediate_size": 8},
-                                     {**GATED, "add_bias_linear": True, **SHARED}], ids=lambda c: " ".join(c) or "plain")
-def test_a_layer_is_the_weighed_sum_of_its_experts_and_of_what_all_tokens_use(changes: dict[str, Any], grouped: bool) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GATED,
+        {},
+        {**GATED, **SHARED},
+        {"moe_shared_expert_intermediate_size": 8},
+        {**GATED, "add_bias_linear": True, **SHARED},
+    ],
+    ids=lambda c: " ".join(c) or "plain",
+)
+def test_a_layer_is_the_weighed_sum_of_its_experts_and_of_what_all_tokens_use(
+    changes: dict[str, Any], grouped: bool
+) -> None:
     layer, x = layer_of(**changes, moe_grouped_gemm=grouped), tokens()
     found, normed = layer(x, None, ONE)
     expected = by_formula(layer, x, gated="swiglu" in changes)
@@ -100,24 +123,40 @@ def test_a_layer_is_the_weighed_sum_of_its_experts_and_of_what_all_tokens_use(ch
 
 def test_a_layer_is_mixtrals_block() -> None:
     layer, x = layer_of(**GATED), tokens()
-    theirs = MixtralSparseMoeBlock(MixtralConfig(num_local_experts=E, num_experts_per_tok=K, hidden_size=H, intermediate_size=24)).double()
+    theirs = MixtralSparseMoeBlock(
+        MixtralConfig(num_local_experts=E, num_experts_per_tok=K, hidden_size=H, intermediate_size=24)
+    ).double()
     theirs.gate.weight.data = layer.router.weight.data
-    theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data = layer.experts.linear_fc1.weight.data, layer.experts.linear_fc2.weight.data
+    theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data = (
+        layer.experts.linear_fc1.weight.data,
+        layer.experts.linear_fc2.weight.data,
+    )
     expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
     torch.testing.assert_close(layer(x, None, ONE)[0], expected, rtol=1e-6, atol=1e-6)  # its softmax is taken in fp32
 
 
 def test_a_layer_with_a_weighed_shared_expert_is_qwen2s_block() -> None:
     layer, x = layer_of(**GATED, **SHARED, moe_router_pre_softmax=True), tokens()
-    theirs = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(num_experts=E, num_experts_per_tok=K, hidden_size=H, moe_intermediate_size=24,
-                                                   shared_expert_intermediate_size=16, norm_topk_prob=False)).double()
+    theirs = Qwen2MoeSparseMoeBlock(
+        Qwen2MoeConfig(
+            num_experts=E,
+            num_experts_per_tok=K,
+            hidden_size=H,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=16,
+            norm_topk_prob=False,
+        )
+    ).double()
     gate, up = layer.shared_experts.linear_fc1.weight.data.chunk(2)
     shared = theirs.shared_expert
     shared.gate_proj.weight.data, shared.up_proj.weight.data = gate, up
     shared.down_proj.weight.data = layer.shared_experts.linear_fc2.weight.data
     theirs.shared_expert_gate.weight.data = layer.shared_experts.gate_weight.data
     theirs.gate.weight.data = layer.router.weight.data
-    theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data = layer.experts.linear_fc1.weight.data, layer.experts.linear_fc2.weight.data
+    theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data = (
+        layer.experts.linear_fc1.weight.data,
+        layer.experts.linear_fc2.weight.data,
+    )
     expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
     torch.testing.assert_close(layer(x, None, ONE)[0], expected, rtol=1e-6, atol=1e-6)
 
@@ -168,7 +207,9 @@ def test_recomputation_of_experts_keeps_less_and_changes_no_gradient() -> None:
     changes = {**GATED, "moe_shared_expert_intermediate_size": 96, "moe_ffn_hidden_size": 96}
     outcomes = {}
     for modules in ((), ("moe_act",), ("shared_experts",), ("moe",)):
-        layer = layer_of(Layer, **changes, recompute_granularity="selective" if modules else None, recompute_modules=modules or None)
+        layer = layer_of(
+            Layer, **changes, recompute_granularity="selective" if modules else None, recompute_modules=modules or None
+        )
         x = tokens()
         outcomes[modules] = saved_bytes(layer, x), gradients(layer, x, layer(x, ONE))
     size, rows = 8, S * B * K
@@ -183,7 +224,9 @@ def test_recomputation_of_experts_keeps_less_and_changes_no_gradient() -> None:
 
 def whole_outputs(sizes: dict[str, Any], positions: int) -> Tensor:
     """On every rank of a tensor group: what the layer makes of tokens that all ranks hold."""
-    run = tiny.run_of(tiny.config(dist.get_world_size(), fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED, **sizes))
+    run = tiny.run_of(
+        tiny.config(dist.get_world_size(), fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED, **sizes)
+    )
     layer = MoELayer(run.build, layer_rows(run.config.model)[0])
     name_all(layer)
     materialize(layer, run.mesh, seed=3)
@@ -197,15 +240,26 @@ def test_tokens_that_tensor_ranks_cannot_share_evenly_are_routed_too(world: Worl
     name_all(alone)
     materialize(alone, run.mesh, seed=3)
     expected = alone(tokens()[:positions], None, ONE)[0].detach()
-    for sizes in ({}, {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}):
+    for sizes in (
+        {},
+        {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
+    ):
         for found in world(2).run(whole_outputs, {"tensor_model_parallel_size": 2, **sizes}, positions):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def order_of_events(overlaps: bool) -> list[str]:
     """On every rank: when rows depart and arrive, and when the shared expert is at work."""
-    run = tiny.run_of(tiny.config(dist.get_world_size(), num_experts=E, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
-                                  moe_shared_expert_intermediate_size=8, moe_shared_expert_overlap=overlaps))
+    run = tiny.run_of(
+        tiny.config(
+            dist.get_world_size(),
+            num_experts=E,
+            expert_model_parallel_size=2,
+            moe_token_dispatcher_type="alltoall",
+            moe_shared_expert_intermediate_size=8,
+            moe_shared_expert_overlap=overlaps,
+        )
+    )
     layer, events = MoELayer(run.build, layer_rows(run.config.model)[0]), []
     name_all(layer)
     materialize(layer, run.mesh, seed=3)
@@ -220,7 +274,10 @@ def order_of_events(overlaps: bool) -> list[str]:
         return run
 
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
-    with patch.object(collectives, "depart", heard("depart", depart)), patch.object(collectives, "arrive", heard("arrive", arrive)):
+    with (
+        patch.object(collectives, "depart", heard("depart", depart)),
+        patch.object(collectives, "arrive", heard("arrive", arrive)),
+    ):
         layer(torch.randn(4, 2, H), None, ONE)
     return events
 

@@ -16,9 +16,24 @@ from megatron.training.step import train_step
 from tests.helpers import tiny
 
 LIMIT = 10.0
-CLIP = {"qk_clip": True, "qk_clip_threshold": LIMIT, "num_layers": 2, "init_method_std": 0.3, "lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0}
-LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "add_bias_linear": False, "kv_lora_rank": 12, "qk_head_dim": 6,
-          "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+CLIP = {
+    "qk_clip": True,
+    "qk_clip_threshold": LIMIT,
+    "num_layers": 2,
+    "init_method_std": 0.3,
+    "lr": 0.0,
+    "min_lr": 0.0,
+    "weight_decay": 0.0,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
 Seen = list[tuple[Tensor, Tensor, Any]]
 
 
@@ -49,10 +64,24 @@ def largest(seen: Seen, layer: int, groups: int, scale: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("changes, groups", [
-    ({}, 8), ({"group_query_attention": True, "num_query_groups": 2, "qk_clip_alpha": 0.2}, 2),
-    ({"softmax_scale": 0.3, "window_size": "3,0", "attention_logit_softcap": 0.1, "position_embedding_type": "rope"}, 8),
-    ({"recompute_granularity": "full", "recompute_method": "uniform"}, 8)], ids=["heads", "groups", "window and cap", "recomputed"])
+@pytest.mark.parametrize(
+    "changes, groups",
+    [
+        ({}, 8),
+        ({"group_query_attention": True, "num_query_groups": 2, "qk_clip_alpha": 0.2}, 2),
+        (
+            {
+                "softmax_scale": 0.3,
+                "window_size": "3,0",
+                "attention_logit_softcap": 0.1,
+                "position_embedding_type": "rope",
+            },
+            8,
+        ),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 8),
+    ],
+    ids=["heads", "groups", "window and cap", "recomputed"],
+)
 def test_rows_of_queries_and_keys_shrink_as_the_largest_score_says(changes: dict[str, Any], groups: int) -> None:
     trainer, seen = listening(fp64=True, **changes)
     before = {name: value.clone() for name, value in trainer.stages[0].state_dict().items()}
@@ -66,8 +95,12 @@ def test_rows_of_queries_and_keys_shrink_as_the_largest_score_says(changes: dict
         shares = [min(1.0, LIMIT / peak) for peak in largest(seen, int(name.split(".")[2]), groups, scale)]
         clipped += sum(share < 1 for share in shares)
         sizes = [4 * 8 // groups] * groups + [4] * groups + [4 * groups]
-        for part, old, factor in zip(value.split(sizes), before[name].split(sizes), [s**alpha for s in shares] + [s**(1 - alpha) for s in shares] + [1.0],
-                                     strict=True):
+        for part, old, factor in zip(
+            value.split(sizes),
+            before[name].split(sizes),
+            [s**alpha for s in shares] + [s ** (1 - alpha) for s in shares] + [1.0],
+            strict=True,
+        ):
             torch.testing.assert_close(part, old * factor, rtol=1e-12, atol=1e-14)
     assert 0 < clipped < 4 * groups, "some are clipped and some are not"
 
@@ -90,8 +123,12 @@ def test_heads_of_latent_attention_shrink_without_the_shared_key(rank: int | Non
     shares = torch.tensor([min(1.0, LIMIT / peak) for peak in largest(seen, 0, 8, 10**-0.5)], dtype=torch.float64)
     assert shares.min() < 1 and shares.max() == 1
     here = "decoder.layers.0.self_attention."
-    expected = {f"{here}linear_q_{'proj' if rank is None else 'up_proj'}.weight": torch.stack([shares**0.3] * 6 + [shares] * 4, dim=1),
-                f"{here}linear_kv_up_proj.weight": torch.stack([shares**0.7] * 6 + [torch.ones(8)] * 5, dim=1)}
+    expected = {
+        f"{here}linear_q_{'proj' if rank is None else 'up_proj'}.weight": torch.stack(
+            [shares**0.3] * 6 + [shares] * 4, dim=1
+        ),
+        f"{here}linear_kv_up_proj.weight": torch.stack([shares**0.7] * 6 + [torch.ones(8)] * 5, dim=1),
+    }
     for name, value in trainer.stages[0].state_dict().items():
         if not name.startswith("decoder.layers.1.self_attention."):
             factor = expected[name].flatten()[:, None] if name in expected else 1.0
@@ -137,5 +174,8 @@ def test_a_step_that_overflows_clips_nothing_and_its_scores_are_forgotten() -> N
 def test_evaluation_leaves_no_scores_behind() -> None:
     trainer, seen = listening()
     evaluate(trainer, tiny.batches(trainer.run, 0), 1)
-    assert seen and all(module.peaks.take(8, torch.device("cpu")).isinf().all() for module in trainer.stages[0].modules()
-                        if getattr(module, "peaks", None) is not None)
+    assert seen and all(
+        module.peaks.take(8, torch.device("cpu")).isinf().all()
+        for module in trainer.stages[0].modules()
+        if getattr(module, "peaks", None) is not None
+    )

@@ -32,7 +32,9 @@ ONE = ForwardContext(MaskSpec())
 
 def router_of(layer: int = 0, **changes: Any) -> Router:
     """A router of the tiny network, with weights large enough to have opinions."""
-    run = tiny.run_of(tiny.config(**{"fp64": True, "num_experts": E, "add_bias_linear": False, "init_method_std": 0.5, **changes}))
+    run = tiny.run_of(
+        tiny.config(**{"fp64": True, "num_experts": E, "add_bias_linear": False, "init_method_std": 0.5, **changes})
+    )
     router = Router(run.build, layer_rows(run.config.model)[layer])
     name_all(router)
     materialize(router, run.mesh, seed=layer)
@@ -53,17 +55,42 @@ GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 PUBLISHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (lambda: MixtralTopKRouter(MixtralConfig(num_local_experts=E, **SIZES)), {}),
     "qwen3": (lambda: Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=E, norm_topk_prob=True, **SIZES)), {}),
-    "qwen3, shares of all": (lambda: Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=E, norm_topk_prob=False, **SIZES)),
-                             {"moe_router_pre_softmax": True}),
+    "qwen3, shares of all": (
+        lambda: Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=E, norm_topk_prob=False, **SIZES)),
+        {"moe_router_pre_softmax": True},
+    ),
     "gpt-oss": (lambda: GptOssTopKRouter(GptOssConfig(num_local_experts=E, **SIZES)), {"add_bias_linear": True}),
-    "deepseek-v2": (lambda: DeepseekV2TopkRouter(DeepseekV2Config(
-        n_routed_experts=E, topk_method="group_limited_greedy", routed_scaling_factor=2.5, norm_topk_prob=False, **GROUPS, **SIZES)),
-        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
-         "moe_router_group_score": "max"}),
-    "deepseek-v3": (lambda: DeepseekV3TopkRouter(DeepseekV3Config(
-        n_routed_experts=E, routed_scaling_factor=2.5, norm_topk_prob=True, **GROUPS, **SIZES)),
-        {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4,
-         "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True}),
+    "deepseek-v2": (
+        lambda: DeepseekV2TopkRouter(
+            DeepseekV2Config(
+                n_routed_experts=E,
+                topk_method="group_limited_greedy",
+                routed_scaling_factor=2.5,
+                norm_topk_prob=False,
+                **GROUPS,
+                **SIZES,
+            )
+        ),
+        {
+            "moe_router_pre_softmax": True,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_group_score": "max",
+        },
+    ),
+    "deepseek-v3": (
+        lambda: DeepseekV3TopkRouter(
+            DeepseekV3Config(n_routed_experts=E, routed_scaling_factor=2.5, norm_topk_prob=True, **GROUPS, **SIZES)
+        ),
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_enable_expert_bias": True,
+        },
+    ),
 }
 
 
@@ -74,7 +101,11 @@ def test_the_choice_is_that_of_the_published_router(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     for param in (*theirs.parameters(), *theirs.buffers()):
         param.data.normal_(0.0, 0.5, generator=generator)
-    pairs = {"weight": theirs.weight, "bias": getattr(theirs, "bias", None), "expert_bias": getattr(theirs, "e_score_correction_bias", None)}
+    pairs = {
+        "weight": theirs.weight,
+        "bias": getattr(theirs, "bias", None),
+        "expert_bias": getattr(theirs, "e_score_correction_bias", None),
+    }
     for part, value in pairs.items():
         assert (value is None) == (getattr(ours, part) is None), part
         if value is not None:
@@ -90,7 +121,11 @@ def by_hand(scores: list[float], moe: MoEConfig) -> list[float]:
     """The weights of one token, a number at a time."""
     k = moe.moe_router_topk
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:k]
-    positive = {"sigmoid": lambda s: 1 / (1 + math.exp(-s)), "sqrtsoftplus": lambda s: math.sqrt(math.log1p(math.exp(s))), "softmax": math.exp}
+    positive = {
+        "sigmoid": lambda s: 1 / (1 + math.exp(-s)),
+        "sqrtsoftplus": lambda s: math.sqrt(math.log1p(math.exp(s))),
+        "softmax": math.exp,
+    }
     values = [positive[moe.moe_router_score_function](s) for s in scores]
     if moe.moe_router_score_function == "softmax":
         total = sum(values if moe.moe_router_pre_softmax else [values[i] for i in best])
@@ -101,10 +136,19 @@ def by_hand(scores: list[float], moe: MoEConfig) -> list[float]:
 
 
 @pytest.mark.parametrize("topk, scaling", [(1, None), (2, None), (3, 1.7), (E, None)])
-@pytest.mark.parametrize("function, before", [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)])
-def test_weights_follow_the_formula_of_their_function(function: Any, before: bool, topk: int, scaling: float | None) -> None:
-    moe = MoEConfig(num_experts=E, moe_router_topk=topk, moe_router_score_function=function, moe_router_pre_softmax=before,
-                    moe_router_topk_scaling_factor=scaling)
+@pytest.mark.parametrize(
+    "function, before", [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)]
+)
+def test_weights_follow_the_formula_of_their_function(
+    function: Any, before: bool, topk: int, scaling: float | None
+) -> None:
+    moe = MoEConfig(
+        num_experts=E,
+        moe_router_topk=topk,
+        moe_router_score_function=function,
+        moe_router_pre_softmax=before,
+        moe_router_topk_scaling_factor=scaling,
+    )
     scores = 2.0 * torch.randn(20, E, dtype=torch.float64, generator=torch.Generator().manual_seed(topk))
     experts = choose(scores, moe)
     expected = torch.tensor([by_hand(row.tolist(), moe) for row in scores], dtype=torch.float64)
@@ -112,7 +156,9 @@ def test_weights_follow_the_formula_of_their_function(function: Any, before: boo
 
 
 def test_weights_have_the_gradient_of_their_formula() -> None:
-    moe = MoEConfig(num_experts=E, moe_router_topk=3, moe_router_score_function="sqrtsoftplus", moe_router_topk_scaling_factor=2.0)
+    moe = MoEConfig(
+        num_experts=E, moe_router_topk=3, moe_router_score_function="sqrtsoftplus", moe_router_topk_scaling_factor=2.0
+    )
     scores = torch.randn(4, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     experts = choose(scores.detach(), moe)
     assert torch.autograd.gradcheck(lambda s: weigh(s, experts, moe), (scores,))
@@ -130,17 +176,29 @@ def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
 
 
 def test_a_token_stays_in_its_best_groups() -> None:
-    moe = MoEConfig(num_experts=E, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=1, moe_router_score_function="sigmoid")
+    moe = MoEConfig(
+        num_experts=E,
+        moe_router_topk=2,
+        moe_router_num_groups=4,
+        moe_router_group_topk=1,
+        moe_router_score_function="sigmoid",
+    )
     scores = torch.tensor([[9.0, -9, 2, 2, 1, 1, 0, 0]])  # the best expert is alone; the best pair is the second group
     assert sorted(choose(scores, moe)[0].tolist()) == [2, 3]
-    best = MoEConfig(num_experts=E, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=1, moe_router_group_score="max")
+    best = MoEConfig(
+        num_experts=E, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=1, moe_router_group_score="max"
+    )
     assert sorted(choose(scores, best)[0].tolist()) == [0, 1]
 
 
 def test_scores_are_computed_in_the_format_asked_for() -> None:
     x = tokens(dtype=torch.bfloat16)
-    for asked, given, expected in ((None, {"bf16": True}, torch.float32), ("fp64", {"bf16": True}, torch.float64),
-                                   ("fp32", {}, torch.float32), (None, {}, torch.float32)):
+    for asked, given, expected in (
+        (None, {"bf16": True}, torch.float32),
+        ("fp64", {"bf16": True}, torch.float64),
+        ("fp32", {}, torch.float32),
+        (None, {}, torch.float32),
+    ):
         router = router_of(**{"fp64": False, "moe_router_dtype": asked, **given})
         found = router.scores(x.to(router.weight.dtype))
         assert found.dtype == expected
@@ -154,7 +212,9 @@ def test_jitter_is_noise_of_the_input_while_training_only() -> None:
     noisy.weight.data.copy_(torch.eye(E, H))
     x = torch.ones(S, B, H, dtype=torch.float64)
     shares = noisy.scores(x) / noisy.eval().scores(x)
-    assert 0.9 <= shares.min() < 0.92 and 1.08 < shares.max() <= 1.1, "every input has noise of its own, within the bounds"
+    assert 0.9 <= shares.min() < 0.92 and 1.08 < shares.max() <= 1.1, (
+        "every input has noise of its own, within the bounds"
+    )
     assert torch.equal(noisy.scores(x), x[..., :E]) and plain.moe.moe_input_jitter_eps is None
 
 
@@ -163,15 +223,19 @@ def test_forced_balance_depends_on_the_place_of_a_token_and_on_the_layer_alone()
     other = router_of(layer=1, moe_router_force_load_balancing=True, moe_router_topk=2)
 
     def chosen(router: Router, seed: int, sample: int, places: Tensor | None = None) -> Tensor:
-        x = tokens(seed) if places is None else tokens(seed)[:len(places)]
+        x = tokens(seed) if places is None else tokens(seed)[: len(places)]
         microbatch_context = MicrobatchContext(1.0, training=False, sample=sample)
-        return router(x, ForwardContext(MaskSpec(query_places=places), microbatch_context=microbatch_context)).experts.view(len(x), B, 2)
+        return router(
+            x, ForwardContext(MaskSpec(query_places=places), microbatch_context=microbatch_context)
+        ).experts.view(len(x), B, 2)
 
     first = chosen(one, 0, 0)
     assert torch.equal(first, chosen(one, 1, 0)), "what a token says does not matter"
     assert not torch.equal(first, chosen(other, 0, 0)), "layers differ"
     assert torch.equal(first[:, 1:], chosen(one, 0, 1)[:, :-1]), "a sample keeps its choice in another microbatch"
-    assert torch.equal(first[[0, 1, 10, 11]], chosen(one, 0, 0, torch.tensor([0, 1, 10, 11]))), "and in another cut of the sequence"
+    assert torch.equal(first[[0, 1, 10, 11]], chosen(one, 0, 0, torch.tensor([0, 1, 10, 11]))), (
+        "and in another cut of the sequence"
+    )
     many = router_of(moe_router_force_load_balancing=True)(torch.zeros(2000, 2, H, dtype=torch.float64), ONE).experts
     counts = many.flatten().bincount(minlength=E)
     assert (counts - 1000).abs().max() < 120, counts  # four deviations
@@ -185,6 +249,7 @@ def test_forced_balance_lets_gradients_pass() -> None:
 
 
 # Sinkhorn.
+
 
 def test_scores_are_made_even_over_tokens_and_experts() -> None:
     scores = 3.0 * torch.randn(64, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -211,6 +276,7 @@ def test_sinkhorn_chooses_by_even_scores_and_weighs_by_plain_ones(topk: int) -> 
 
 # Capacity.
 
+
 def crowd(name: str, count: int = 24, k: int = 2) -> Tensor:
     """Experts [t, k] of adversarial routings."""
     token = torch.arange(count)[:, None]
@@ -231,7 +297,9 @@ CROWDS = ("balanced", "one hot expert", "one hot rank", "an expert without token
 @pytest.mark.parametrize("name", CROWDS)
 def test_every_expert_keeps_its_best_or_first_tokens_up_to_capacity(name: str, factor: float, policy: str) -> None:
     experts = crowd(name)
-    weights = torch.rand(experts.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    weights = torch.rand(
+        experts.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True
+    )
     limit = capacity(len(experts), MoEConfig(num_experts=E, moe_router_topk=2, moe_expert_capacity_factor=factor))
     assert limit == math.ceil(24 * 2 / E * factor)
     found = drop(Routing(weights, experts), limit, policy, E)
@@ -271,9 +339,13 @@ def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
 
 # Replay.
 
+
 def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
     router = router_of(moe_enable_routing_replay=True)
-    passes = [ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=number)) for number in (0, 4)]
+    passes = [
+        ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=number))
+        for number in (0, 4)
+    ]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
     choices = recorded([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}

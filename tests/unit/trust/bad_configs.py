@@ -4,9 +4,16 @@ them. Both were worked out by hand from the flags, not taken from the checker.
 
 from __future__ import annotations
 
-GPT = ("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --global-batch-size 128 "
-       "--train-iters 1000 --lr 1e-4 --data-path corpus_text_document")
-TP, PP, CP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size"
+GPT = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --global-batch-size 128 "
+    "--train-iters 1000 --lr 1e-4 --data-path corpus_text_document"
+)
+TP, PP, CP, EP = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+)
 LAYOUT, BALANCE = "--pipeline-model-parallel-layout", "--moe-router-load-balancing-type"
 WIDE = "--num-attention-heads 18 --hidden-size 2304"
 MLA = "--multi-latent-attention --position-embedding-type rope"
@@ -22,7 +29,12 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (64, f"{TP} 32", "heads-over-tensor", 1),
     (4, f"{TP} 4 {WIDE}", "heads-over-tensor query-groups", 1),
     (8, f"{TP} 8 --group-query-attention --num-query-groups 6", "query-groups", 1),
-    (4, f"{TP} 4 --group-query-attention --num-query-groups 6 --num-attention-heads 24 --hidden-size 3072", "query-groups", 1),
+    (
+        4,
+        f"{TP} 4 --group-query-attention --num-query-groups 6 --num-attention-heads 24 --hidden-size 3072",
+        "query-groups",
+        1,
+    ),
     (4, f"{TP} 4 --ffn-hidden-size 5461", "ffn-over-tensor", 1),
     (8, f"{TP} 8 --sequence-parallel --seq-length 2044", "sequence-parallel", 1),
     (8, f"{TP} 0", "positive", 1),
@@ -35,7 +47,12 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (4, f"{PP} 2 --use-torch-fsdp2 --pipeline-schedule zb-h1", "fully-sharded", 1),
     (4, f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1", "pipeline-split", 1),
     (4, f"{PP} 4 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule zb-v", "pipeline-split", 1),
-    (4, f"{PP} 4 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 3", "pipeline-split", 1),
+    (
+        4,
+        f"{PP} 4 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 3",
+        "pipeline-split",
+        1,
+    ),
     (4, f"{PP} 4 --num-layers-per-virtual-pipeline-stage 3 --decoder-last-pipeline-num-layers 3", "pipeline-split", 1),
     (4, f"{PP} 4 --decoder-first-pipeline-num-layers 5", "pipeline-split", 1),
     (4, f"{PP} 4 --decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 6", "pipeline-split", 1),
@@ -79,7 +96,12 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--num-experts 8 --moe-shared-expert-gate", "experts", 1),
     (1, "--num-experts 8 --moe-shared-expert-intermediate-size 1024 --moe-shared-expert-overlap", "experts", 1),
     (1, "--num-experts 8 --moe-enable-deepep", "experts", 1),
-    (1, "--num-experts 8 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend alltoall", "experts", 1),
+    (
+        1,
+        "--num-experts 8 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend alltoall",
+        "experts",
+        1,
+    ),
     (1, "--num-experts 8 --moe-pad-expert-input-to-capacity", "experts", 1),
     (1, "pretrain_bert.py --num-experts 8", "experts", 1),
     (1, "--num-experts 8 --moe-router-topk 10", "choice-of-experts", 1),
@@ -92,7 +114,12 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, f"{GROUPED} 8 --moe-router-group-topk 2 --moe-router-topk 5", "choice-of-experts", 1),
     (1, f"--num-experts 8 {BALANCE} sinkhorn aux_loss", "balance-of-experts", 1),
     (1, f"--num-experts 8 {BALANCE} none --moe-aux-loss-coeff 0.01", "balance-of-experts", 1),
-    (1, f"--num-experts 8 {BALANCE} aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01 0.01 0.01", "balance-of-experts", 1),
+    (
+        1,
+        f"--num-experts 8 {BALANCE} aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01 0.01 0.01",
+        "balance-of-experts",
+        1,
+    ),
     (1, "--num-experts 8 --moe-z-loss-coeff -0.001", "balance-of-experts", 1),
     (1, "--num-experts 8 --moe-use-upcycling", "upcycling", 1),
     (1, "--num-experts 8 --moe-upcycling-granularity 2", "upcycling", 1),
@@ -151,7 +178,12 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--recompute-granularity selective --recompute-method block", "recompute", 1),
     (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 0", "recompute", 1),
     (1, "--recompute-modules mlp", "recompute", 1),
-    (8, f"{TP} 8 --sequence-parallel --recompute-granularity full --recompute-method uniform --distribute-saved-activations", "recompute", 1),
+    (
+        8,
+        f"{TP} 8 --sequence-parallel --recompute-granularity full --recompute-method uniform --distribute-saved-activations",
+        "recompute",
+        1,
+    ),
     (8, "--overlap-param-gather", "overlap", 1),
     (1, "--compile-mode max-autotune-no-cudagraphs", "compilation", 1),
     (1, "--compile --compile-mode max-autotune-no-cudagraphs --compile-backend aot_eager", "compilation", 1),
@@ -196,8 +228,16 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (8, f"{TP} 8 --ffn-hidden-size 8190 --global-batch-size 129", "ffn-over-tensor global-batch", 2),
     (12, f"{TP} 8 {PP} 3 --num-layers 32", "world-size pipeline-split", 2),
     (16, "--fp16 --bf16 --swiglu --squared-relu --hidden-dropout 2", "number-formats activation dropout", 3),
-    (64, f"--num-experts 60 {EP} 16 {TP} 2 {CP} 3 --moe-router-topk 1",
-     "world-size global-batch choice-of-experts experts-over-ranks context", 3),
-    (1024, f"--num-layers 96 {TP} 8 {PP} 10 --num-layers-per-virtual-pipeline-stage 5 --global-batch-size 1536",
-     "world-size pipeline-split", 2),  # 96 layers are no multiple of 5, and 1536 samples are 64 times 2 x 12
+    (
+        64,
+        f"--num-experts 60 {EP} 16 {TP} 2 {CP} 3 --moe-router-topk 1",
+        "world-size global-batch choice-of-experts experts-over-ranks context",
+        3,
+    ),
+    (
+        1024,
+        f"--num-layers 96 {TP} 8 {PP} 10 --num-layers-per-virtual-pipeline-stage 5 --global-batch-size 1536",
+        "world-size pipeline-split",
+        2,
+    ),  # 96 layers are no multiple of 5, and 1536 samples are 64 times 2 x 12
 )

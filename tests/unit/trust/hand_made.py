@@ -14,12 +14,25 @@ from megatron.trust.hardware import Hardware, Link
 from megatron.trust.sketch import with_vocabulary
 from megatron.trust.trace import DryRun, Event, Held, Trace
 
-FLAGS = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
-         "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data")
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data"
+)
 VOCABULARY = 1000
 # Links take no time, and an operation 1 s a FLOP; memory is so fast that bytes do not count.
-PLAIN = Hardware("plain", {"float32": 1.0, "float64": 1.0, "bfloat16": 1.0}, ((1.0, 1.0),), (1.0, 1.0), memory=2.0**30, memory_rate=1e30,
-                 launch=0.0, node=8, inside=Link(1e30, 0.0), network=Link(1e30, 0.0), usable=1.0)
+PLAIN = Hardware(
+    "plain",
+    {"float32": 1.0, "float64": 1.0, "bfloat16": 1.0},
+    ((1.0, 1.0),),
+    (1.0, 1.0),
+    memory=2.0**30,
+    memory_rate=1e30,
+    launch=0.0,
+    node=8,
+    inside=Link(1e30, 0.0),
+    network=Link(1e30, 0.0),
+    usable=1.0,
+)
 
 
 def setting_of(flags: str = "", ranks: int = 1) -> Given:
@@ -42,13 +55,32 @@ def op(seconds: float, action: str, name: str = "aten.mm") -> Event:
     return Event("op", name, "megatron/core/x.py:1", action, flops=int(seconds), moved=1, dtype="float32")
 
 
-def summed(moved: int, action: str, axis: str = "dp", ranks: Sequence[int] = (0, 1), name: str = "reduce_scatter") -> Event:
+def summed(
+    moved: int, action: str, axis: str = "dp", ranks: Sequence[int] = (0, 1), name: str = "reduce_scatter"
+) -> Event:
     """A collective over so many bytes."""
-    return Event("collective", name, "megatron/core/y.py:2", action, moved=moved, axis=axis, ranks=tuple(ranks), shape=(moved // 4,), dtype="float32")
+    return Event(
+        "collective",
+        name,
+        "megatron/core/y.py:2",
+        action,
+        moved=moved,
+        axis=axis,
+        ranks=tuple(ranks),
+        shape=(moved // 4,),
+        dtype="float32",
+    )
 
 
-def run_of(config: RunConfig, world_size: int, does: Callable[[Action, int], Sequence[Event]], *, recorded: int | None = None,
-           after: Callable[[int], Sequence[Event]] = lambda place: (), peaks: Sequence[int] = ()) -> DryRun:
+def run_of(
+    config: RunConfig,
+    world_size: int,
+    does: Callable[[Action, int], Sequence[Event]],
+    *,
+    recorded: int | None = None,
+    after: Callable[[int], Sequence[Event]] = lambda place: (),
+    peaks: Sequence[int] = (),
+) -> DryRun:
     """A dry run with one rank a pipeline position. does: the events of an action; after: those behind the schedule.
 
     recorded: microbatches of the run, if fewer than the step has. peaks: bytes of each position.
@@ -63,7 +95,18 @@ def run_of(config: RunConfig, world_size: int, does: Callable[[Action, int], Seq
         events += tuple(after(place))
         peak = peaks[place] if peaks else 1000 * (place + 1)
         held = Held(weights=peak // 2, activations=peak - peak // 2)
-        traces.append(Trace(place * (world_size // pp), {"pp": place}, 10, events, peak, 0, held, replace(held, activations=0),
-                            ((0, replace(held, activations=0)), (max(0, len(events) - 1), held))))
+        traces.append(
+            Trace(
+                place * (world_size // pp),
+                {"pp": place},
+                10,
+                events,
+                peak,
+                0,
+                held,
+                replace(held, activations=0),
+                ((0, replace(held, activations=0)), (max(0, len(events) - 1), held)),
+            )
+        )
     groups = tuple(tuple(range(place * (world_size // pp), (place + 1) * (world_size // pp))) for place in range(pp))
     return DryRun(config, world_size, tuple(traces), groups, plans[0], recorded or whole, plans[1], whole)

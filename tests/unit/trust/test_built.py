@@ -22,8 +22,16 @@ from megatron.trust.built import check_build, mesh_of
 from megatron.trust.edits import Given, fewest_edits
 
 BASE: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 48, "num_attention_heads": 12, "seq_length": 48, "micro_batch_size": 1, "train_iters": 10, "lr": 1e-3,
-    "mock_data": True, "make_vocab_size_divisible_by": 4}
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 12,
+    "seq_length": 48,
+    "micro_batch_size": 1,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "mock_data": True,
+    "make_vocab_size_divisible_by": 4,
+}
 VOCABULARY = 50
 
 
@@ -33,28 +41,64 @@ def some(*values: Any) -> tuple[Any, ...]:
 
 
 SHAPE: dict[str, tuple[Any, ...]] = {
-    "num_layers": some(4, 6, 3, 5), "hidden_size": some(48, 96, 50), "num_attention_heads": some(12, 8, 6, 5), "ffn_hidden_size": some(None, 96, 60, 33),
-    "kv_channels": some(None, None, 4, 6), "group_query_attention": some(False, True), "num_query_groups": some(4, 2, 1, 6),
-    "normalization": some("LayerNorm", "RMSNorm"), "add_bias_linear": some(True, False), "add_qkv_bias": some(False, True),
-    "swiglu": some(False, True), "squared_relu": some(False, False, True), "qk_layernorm": some(False, True), "sandwich_norm": some(False, False, True),
-    "untie_embeddings_and_output_weights": some(False, True), "position_embedding_type": some("rope", "learned_absolute", "none", "yarn", "relative"),
-    "softmax_type": some("vanilla", "vanilla", "learnable"), "attention_output_gate": some(False, False, True), "window_size": some(None, None, "4,0"),
-    "architecture": some("gpt", "gpt", "bert", "t5"), "seq_length": some(48, 32, 30), "bert_binary_head": some(True, False),
-    "embedding_layernorm": some(False, False, False, True), "mtp_num_layers": some(None, None, 1, 2), "mtp_use_repeated_layer": some(False, False, True),
+    "num_layers": some(4, 6, 3, 5),
+    "hidden_size": some(48, 96, 50),
+    "num_attention_heads": some(12, 8, 6, 5),
+    "ffn_hidden_size": some(None, 96, 60, 33),
+    "kv_channels": some(None, None, 4, 6),
+    "group_query_attention": some(False, True),
+    "num_query_groups": some(4, 2, 1, 6),
+    "normalization": some("LayerNorm", "RMSNorm"),
+    "add_bias_linear": some(True, False),
+    "add_qkv_bias": some(False, True),
+    "swiglu": some(False, True),
+    "squared_relu": some(False, False, True),
+    "qk_layernorm": some(False, True),
+    "sandwich_norm": some(False, False, True),
+    "untie_embeddings_and_output_weights": some(False, True),
+    "position_embedding_type": some("rope", "learned_absolute", "none", "yarn", "relative"),
+    "softmax_type": some("vanilla", "vanilla", "learnable"),
+    "attention_output_gate": some(False, False, True),
+    "window_size": some(None, None, "4,0"),
+    "architecture": some("gpt", "gpt", "bert", "t5"),
+    "seq_length": some(48, 32, 30),
+    "bert_binary_head": some(True, False),
+    "embedding_layernorm": some(False, False, False, True),
+    "mtp_num_layers": some(None, None, 1, 2),
+    "mtp_use_repeated_layer": some(False, False, True),
 }
 EXPERTS: dict[str, tuple[Any, ...]] = {
-    "num_experts": some(None, 8, 6), "moe_router_topk": some(2, 2, 1), "moe_ffn_hidden_size": some(None, 24, 18), "moe_layer_freq": some("1", "2"),
-    "moe_shared_expert_intermediate_size": some(None, None, 24), "moe_shared_expert_gate": some(False, False, True),
-    "moe_router_score_function": some("softmax", "sigmoid"), "moe_router_enable_expert_bias": some(False, False, True),
-    "expert_model_parallel_size": some(1, 2, 4), "expert_tensor_parallel_size": some(None, 1, 2)}
+    "num_experts": some(None, 8, 6),
+    "moe_router_topk": some(2, 2, 1),
+    "moe_ffn_hidden_size": some(None, 24, 18),
+    "moe_layer_freq": some("1", "2"),
+    "moe_shared_expert_intermediate_size": some(None, None, 24),
+    "moe_shared_expert_gate": some(False, False, True),
+    "moe_router_score_function": some("softmax", "sigmoid"),
+    "moe_router_enable_expert_bias": some(False, False, True),
+    "expert_model_parallel_size": some(1, 2, 4),
+    "expert_tensor_parallel_size": some(None, 1, 2),
+}
 LATENTS: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": some(False, False, True), "kv_lora_rank": some(32, 12), "q_lora_rank": some(None, 10), "v_head_dim": some(128, 6),
-    "qk_head_dim": some(128, 6), "qk_pos_emb_head_dim": some(64, 4)}
+    "multi_latent_attention": some(False, False, True),
+    "kv_lora_rank": some(32, 12),
+    "q_lora_rank": some(None, 10),
+    "v_head_dim": some(128, 6),
+    "qk_head_dim": some(128, 6),
+    "qk_pos_emb_head_dim": some(64, 4),
+}
 LAYOUT: dict[str, tuple[Any, ...]] = {
-    "tensor_model_parallel_size": some(1, 2, 4, 3), "pipeline_model_parallel_size": some(1, 2, 3), "context_parallel_size": some(1, 1, 2),
-    "sequence_parallel": some(False, True), "num_virtual_stages_per_pipeline_rank": some(None, 2), "use_tp_pp_dp_mapping": some(False, True),
-    "account_for_embedding_in_pipeline_split": some(False, False, True), "decoder_last_pipeline_num_layers": some(None, None, 1),
-    "use_distributed_optimizer": some(False, True), "global_batch_size": some(None, 8)}
+    "tensor_model_parallel_size": some(1, 2, 4, 3),
+    "pipeline_model_parallel_size": some(1, 2, 3),
+    "context_parallel_size": some(1, 1, 2),
+    "sequence_parallel": some(False, True),
+    "num_virtual_stages_per_pipeline_rank": some(None, 2),
+    "use_tp_pp_dp_mapping": some(False, True),
+    "account_for_embedding_in_pipeline_split": some(False, False, True),
+    "decoder_last_pipeline_num_layers": some(None, None, 1),
+    "use_distributed_optimizer": some(False, True),
+    "global_batch_size": some(None, 8),
+}
 
 
 def left_out(values: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +129,9 @@ def left_out(values: dict[str, Any]) -> dict[str, Any]:
 def chosen(seed: int) -> tuple[dict[str, Any], int]:
     """A configuration, and how many ranks there are."""
     random = Random(seed)
-    return left_out({name: random.choice(values) for name, values in {**SHAPE, **EXPERTS, **LATENTS, **LAYOUT}.items()}), random.choice(RANKS)
+    return left_out(
+        {name: random.choice(values) for name, values in {**SHAPE, **EXPERTS, **LATENTS, **LAYOUT}.items()}
+    ), random.choice(RANKS)
 
 
 RANKS = some(8, 12, 4, 2, 6)
@@ -106,9 +152,20 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
     accepted(found)
     assert len(found) > 60, f"only {len(found)} configurations were accepted, which shows little"
     assert {"gpt", "bert", "t5"} <= {values["architecture"] for values, _ in found}
-    for feature in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "num_virtual_stages_per_pipeline_rank"):
+    for feature in (
+        "num_experts",
+        "multi_latent_attention",
+        "mtp_num_layers",
+        "sequence_parallel",
+        "num_virtual_stages_per_pipeline_rank",
+    ):
         assert any(values.get(feature) for values, _ in found), f"none with {feature}"
-    for feature in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"):
+    for feature in (
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "pipeline_model_parallel_size",
+    ):
         assert any((values.get(feature) or 1) > 1 for values, _ in found), f"none with {feature}"
     for values, ranks in found:
         config = from_values(RunConfig, values).resolve(ranks)
@@ -163,9 +220,13 @@ def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_elements_that_no_rank_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = built._places
-    monkeypatch.setattr(built, "_places", lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0])
+    monkeypatch.setattr(
+        built, "_places", lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0]
+    )
     said = check_build(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
-    assert any("linear_fc1.weight is (192, 48), and the ranks hold 4,608 of its elements" in line for line in said), said
+    assert any("linear_fc1.weight is (192, 48), and the ranks hold 4,608 of its elements" in line for line in said), (
+        said
+    )
 
 
 def test_a_mesh_made_by_hand_is_where_its_rank_is() -> None:
@@ -173,5 +234,9 @@ def test_a_mesh_made_by_hand_is_where_its_rank_is() -> None:
     lists = axis_ranks(config.parallel, 8)
     for rank in range(8):
         mesh = mesh_of(lists, rank)
-        assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)  # tensor, data, pipeline
+        assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (
+            rank % 2,
+            rank // 2 % 2,
+            rank // 4,
+        )  # tensor, data, pipeline
         assert mesh.pp_backward.ranks == mesh.pp.ranks == (rank % 4, rank % 4 + 4) and mesh.tp.group is None

@@ -33,17 +33,27 @@ class Held:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=24), st.booleans(), st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 0.5), (0.1, 0.5)]),
-       st.integers(1, 7))
-def test_gaps_are_those_that_numpy_finds(pairs: list[tuple[float, float]], other_dtype: bool, allowed: tuple[float, float], block: int) -> None:
+@given(
+    st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=24),
+    st.booleans(),
+    st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 0.5), (0.1, 0.5)]),
+    st.integers(1, 7),
+)
+def test_gaps_are_those_that_numpy_finds(
+    pairs: list[tuple[float, float]], other_dtype: bool, allowed: tuple[float, float], block: int
+) -> None:
     a = np.array([a for a, _ in pairs], np.float32)
     b = np.array([b for _, b in pairs], np.float64 if other_dtype else np.float32)
     tolerance = Tolerance(*allowed)
     with np.errstate(invalid="ignore"):
         if tolerance.is_zero:
-            differs = ~((a == b) | (np.isnan(a) & np.isnan(b))) if other_dtype else a.view(np.uint32) != b.view(np.uint32)
+            differs = (
+                ~((a == b) | (np.isnan(a) & np.isnan(b))) if other_dtype else a.view(np.uint32) != b.view(np.uint32)
+            )
         else:
-            differs = ~np.isclose(a.astype(np.float64), b.astype(np.float64), rtol=allowed[0], atol=allowed[1], equal_nan=True)
+            differs = ~np.isclose(
+                a.astype(np.float64), b.astype(np.float64), rtol=allowed[0], atol=allowed[1], equal_nan=True
+            )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "_BLOCK", block)
         gap = compare_tensors(torch.from_numpy(a), torch.from_numpy(b), tolerance)
@@ -60,7 +70,9 @@ def test_gaps_are_those_that_numpy_finds(pairs: list[tuple[float, float]], other
     assert np.array_equal([gap.first.a, gap.first.b], [a[places[0]], b[places[0]]], equal_nan=True)
 
 
-def test_the_relative_norm_is_that_of_the_formula_and_the_index_is_of_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_relative_norm_is_that_of_the_formula_and_the_index_is_of_the_whole_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a, b = torch.randn(5, 4, 3), torch.randn(5, 4, 3)
     b[:2] = a[:2]
     monkeypatch.setattr(compare, "_BLOCK", 12)
@@ -82,13 +94,30 @@ def test_scalars_and_empty_tensors_and_integers_are_compared_too() -> None:
 
 
 def test_names_shapes_dtypes_values_and_numbers_that_differ_are_all_named() -> None:
-    a = Held("A", {"model.a": torch.ones(3), "model.b": torch.ones(3), "model.c": torch.ones(3), "x": torch.ones(1)},
-             {"run.progress": {"iteration": 1, "samples": 5}, "run.config": {"save": "A"}})
-    b = Held("B", {"model.a": torch.ones(4), "model.b": torch.ones(3).double(), "model.c": torch.tensor([1.0, 2.0, 1.0]), "y": torch.ones(1)},
-             {"run.progress": {"iteration": 2, "samples": 5}, "run.config": {"save": "B"}})
+    a = Held(
+        "A",
+        {"model.a": torch.ones(3), "model.b": torch.ones(3), "model.c": torch.ones(3), "x": torch.ones(1)},
+        {"run.progress": {"iteration": 1, "samples": 5}, "run.config": {"save": "A"}},
+    )
+    b = Held(
+        "B",
+        {
+            "model.a": torch.ones(4),
+            "model.b": torch.ones(3).double(),
+            "model.c": torch.tensor([1.0, 2.0, 1.0]),
+            "y": torch.ones(1),
+        },
+        {"run.progress": {"iteration": 2, "samples": 5}, "run.config": {"save": "B"}},
+    )
     found = {one.name: str(one) for one in compare_sources(a, b)}
     assert found == {
-        "model.a": "model.a: shape (3,) and (4,)", "model.b": "model.b: dtype float32 and float64", "x": "x: only in A", "y": "y: only in B",
+        "model.a": "model.a: shape (3,) and (4,)",
+        "model.b": "model.b: dtype float32 and float64",
+        "x": "x: only in A",
+        "y": "y: only in B",
         "model.c": "model.c: 1 of 3 elements differ, relative norm 0.408; first [1] 1.0 and 2.0",
-        "run.progress": "run.progress: iteration 1 and 2"}
-    assert [one.name for one in compare_sources(a, b, patterns=["model.?"], dtypes=False, tolerance=Tolerance(absolute=1.0))] == ["model.a"]
+        "run.progress": "run.progress: iteration 1 and 2",
+    }
+    assert [
+        one.name for one in compare_sources(a, b, patterns=["model.?"], dtypes=False, tolerance=Tolerance(absolute=1.0))
+    ] == ["model.a"]

@@ -24,8 +24,13 @@ from tests.unit.trust.test_dry_run import CHANGES, SMALL
 
 PP2 = {**SMALL, "pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 6}
 CHUNKS = {"num_layers_per_virtual_pipeline_stage": 1}
-EXPERTS = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True,
-           "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.1,)}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.1,),
+}
 SHARED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NAMES = ("peak", "peak_event", "at_peak", "steady", "left_behind", "parameters", "place")
@@ -57,15 +62,25 @@ def test_what_is_counted_again_is_what_following_it_gives_event_for_event():
     assert all(again(trace) > 0.2 * len(trace.events) for trace in counted.traces)
     # And who reads the traces finds the same in both.
     times = [cost(run, PROFILES["h200"]) for run in (counted, followed)]
-    assert times[0].time.seconds == pytest.approx(times[1].time.seconds, rel=1e-9) and times[0].traffic == times[1].traffic
+    assert (
+        times[0].time.seconds == pytest.approx(times[1].time.seconds, rel=1e-9) and times[0].traffic == times[1].traffic
+    )
     assert match(counted) == match(followed)
 
 
-@pytest.mark.parametrize("changes", [{**CHUNKS, **SHARED, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
-                                     pytest.param(FULL, marks=pytest.mark.nightly)], ids=["chunks", "recomputed"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**CHUNKS, **SHARED, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
+        pytest.param(FULL, marks=pytest.mark.nightly),
+    ],
+    ids=["chunks", "recomputed"],
+)
 def test_experts_that_note_their_losses_in_either_pass_are_counted_again_as_they_are_followed(changes):
     ranks = 2 * changes.get("expert_model_parallel_size", 1)
-    _, counted = agree(tiny.config(ranks, **{**PP2, "global_batch_size": 3 * ranks, **EXPERTS, **changes}), ranks, [ranks // 2])
+    _, counted = agree(
+        tiny.config(ranks, **{**PP2, "global_batch_size": 3 * ranks, **EXPERTS, **changes}), ranks, [ranks // 2]
+    )
     assert all(again(trace) > 0 for trace in counted.traces)
 
 
@@ -76,7 +91,9 @@ def test_random_configurations_are_counted_again_as_they_are_followed(seed):
     while found < 12:
         ranks, changes = chance.choice((2, 4)), {**PP2, "global_batch_size": chance.choice((12, 16))}
         for change in chance.sample(CHANGES, chance.randint(1, 5)):
-            changes |= {name: value for name, value in change.items() if name not in ("num_layers", "pipeline_schedule")}
+            changes |= {
+                name: value for name, value in change.items() if name not in ("num_layers", "pipeline_schedule")
+            }
         try:
             config = tiny.config(ranks, **changes)
             if list(broken(config, ranks)):
@@ -87,14 +104,16 @@ def test_random_configurations_are_counted_again_as_they_are_followed(seed):
         agree(config, ranks)
 
 
-@pytest.mark.parametrize("more", ["left behind", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("unlike", "handed on"))])
+@pytest.mark.parametrize(
+    "more", ["left behind", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("unlike", "handed on"))]
+)
 def test_passes_that_differ_or_leave_something_behind_are_followed_to_the_end(monkeypatch, more):
     plain, passes, kept = MLP.forward, Counter(), []
 
     def forward(self: MLP, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         passes[self] += 1
         if more != "unlike":
-            del kept[:len(kept) if more == "handed on" else 0]
+            del kept[: len(kept) if more == "handed on" else 0]
             kept.append(x * 2.0)  # which stays, or ends in the pass of another microbatch
         elif passes[self] % 2:
             x = x * 1.0

@@ -44,7 +44,9 @@ def test_a_ring_takes_the_sum_of_its_steps(n: int) -> None:
 
 def test_a_small_sum_of_many_ranks_takes_the_tree() -> None:
     machine = replace(PLAIN, inside=Link(1e9, 1e-3), node=64)
-    assert collective_seconds("all_reduce", 8, range(64), machine) == pytest.approx(2 * 6 * 1e-3, rel=1e-3)  # not 2 * 63
+    assert collective_seconds("all_reduce", 8, range(64), machine) == pytest.approx(
+        2 * 6 * 1e-3, rel=1e-3
+    )  # not 2 * 63
 
 
 def test_a_ring_between_nodes_uses_the_ports_of_all_its_ranks_on_a_node() -> None:
@@ -73,7 +75,9 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_bytes() -> None:
 
 def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
     config, shape = config_of(), (2, 4, 32, 16)
-    forward = Event("op", "aten._scaled_dot_product_flash_attention_for_cpu", action="F0.0", moved=1, shape=shape, dtype="float32")
+    forward = Event(
+        "op", "aten._scaled_dot_product_flash_attention_for_cpu", action="F0.0", moved=1, shape=shape, dtype="float32"
+    )
     # Scores and their sums with values: 2 FLOPs for each of s * s / 2 pairs and each of d numbers, twice.
     by_hand = 2 * (2 * 2 * 4 * 32 * 32 / 2 * 16)
     assert event_seconds(forward, config, PLAIN, 0) == by_hand
@@ -86,17 +90,31 @@ def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_o
     machine = replace(PLAIN, attention=(0.5, 0.25), launch=1.0, memory_rate=1.0)
     product = Event("op", "aten.bmm", where, "F0.0", flops=400, moved=7, dtype="float32")
     mask = Event("op", "aten.mul", where, "F0.0", moved=1000, dtype="float32")
-    assert [event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))] == [400.0, 0.0, 800.0]
+    assert [event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))] == [
+        400.0,
+        0.0,
+        800.0,
+    ]
     assert event_seconds(mask, config, replace(machine, fused=False), 0) == 1001.0
     # In the number format of the run, in whatever the CPU multiplied.
-    assert event_seconds(product, config_of("--bf16"), replace(machine, peak={"float32": 1.0, "bfloat16": 8.0}), 0) == 50.0
+    assert (
+        event_seconds(product, config_of("--bf16"), replace(machine, peak={"float32": 1.0, "bfloat16": 8.0}), 0) == 50.0
+    )
 
 
 def test_products_of_8_bits_run_at_the_rate_that_the_machine_has_for_them() -> None:
     """Through the linear layers of a dry run: all their arithmetic, and none of the passes that emulate it."""
     machine = replace(PLAIN, peak={"float32": 1.0, "bfloat16": 2.0, "float8": 16.0})
-    small = {"num_layers": 1, "hidden_size": 16, "seq_length": 8, "global_batch_size": 1, "bf16": True, "add_bias_linear": False,
-             "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    small = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "seq_length": 8,
+        "global_batch_size": 1,
+        "bf16": True,
+        "add_bias_linear": False,
+        "fp8_format": "hybrid",
+        "fp8_recipe": "tensorwise",
+    }
     found = {}
     for emulated in (False, True):
         config = tiny.config(1, **{**tiny.BASE, **small, "fp8_emulation": emulated})
@@ -106,7 +124,9 @@ def test_products_of_8_bits_run_at_the_rate_that_the_machine_has_for_them() -> N
     # Of a layer: q, k, v, what attention gives, and an MLP of 4 h; forward, and the gradients of inputs and weights.
     few = 3 * 2 * s * (4 * h * h + 8 * h * h)
     assert found[True] - found[False] == pytest.approx(few / 1.0 - few / 16.0)
-    assert cost(run, replace(machine, peak={"float32": 1.0, "bfloat16": 2.0})).time.parts["matrix products"] == found[True]
+    assert (
+        cost(run, replace(machine, peak={"float32": 1.0, "bfloat16": 2.0})).time.parts["matrix products"] == found[True]
+    )
 
 
 def test_shares_lie_straight_between_the_points_of_a_table() -> None:
@@ -136,7 +156,10 @@ def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer
     config, machine = config_of("--use-torch-fsdp2 --global-batch-size 4", 2), replace(PLAIN, inside=Link(1.0, 0.0))
 
     def shared(action: Action, place: int) -> Sequence[Event]:
-        gathers = [summed(2 * seconds, "", "dp_cp", (0, 1), "all_gather") for seconds in {"F": (4, 4), "B": (6, 6)}.get(action.op, ())]
+        gathers = [
+            summed(2 * seconds, "", "dp_cp", (0, 1), "all_gather")
+            for seconds in {"F": (4, 4), "B": (6, 6)}.get(action.op, ())
+        ]
         return [*gathers, *(op({"F": 20, "B": 10}[action.op], str(action)) for _ in gathers[:1])]
 
     found = cost(run_of(config, 2, shared), machine)
@@ -146,12 +169,16 @@ def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer
 
 
 def test_a_rank_with_fewer_microbatches_of_its_own_is_idle_in_the_others() -> None:
-    config = config_of("--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 --reset-attention-mask --calculate-per-token-loss", 2)
+    config = config_of(
+        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 --reset-attention-mask --calculate-per-token-loss", 2
+    )
     run = run_of(config, 2, passes)
     (full,) = run.traces
     few = [replace(event, flops=2 * event.flops) for event in full.events if event.action.endswith(".0")]
     assert len(full.events) == 8 and len(few) == 2
-    assert cost(replace(run, traces=(full, replace(full, rank=1, events=tuple(few)))), PLAIN).time.seconds == 4 * (1 + 2)
+    assert cost(replace(run, traces=(full, replace(full, rank=1, events=tuple(few)))), PLAIN).time.seconds == 4 * (
+        1 + 2
+    )
 
 
 def test_a_short_recording_stands_for_the_whole_step() -> None:
@@ -169,7 +196,10 @@ def test_a_short_recording_stands_for_the_whole_step() -> None:
 @pytest.mark.parametrize("moved, late", [(40, 0.0), (400, 2 * 10 - 2.0)])
 def test_sums_of_gradients_run_beside_the_last_backward_pass(moved: int, late: float) -> None:
     """Two sums are begun after the first of the last backward pass's three seconds; each takes bytes / 2 / 20 seconds."""
-    config, machine = config_of("--use-distributed-optimizer --overlap-grad-reduce --global-batch-size 4", 2), replace(PLAIN, inside=Link(20.0, 0.0))
+    config, machine = (
+        config_of("--use-distributed-optimizer --overlap-grad-reduce --global-batch-size 4", 2),
+        replace(PLAIN, inside=Link(20.0, 0.0)),
+    )
 
     def does(action: Action, place: int) -> Sequence[Event]:
         if action.op == "F":
@@ -184,7 +214,10 @@ def test_sums_of_gradients_run_beside_the_last_backward_pass(moved: int, late: f
 
 
 def test_sums_that_are_begun_at_the_end_are_waited_for() -> None:
-    config, machine = config_of("--use-distributed-optimizer --global-batch-size 4", 2), replace(PLAIN, inside=Link(20.0, 0.0))
+    config, machine = (
+        config_of("--use-distributed-optimizer --global-batch-size 4", 2),
+        replace(PLAIN, inside=Link(20.0, 0.0)),
+    )
 
     def does(action: Action, place: int) -> Sequence[Event]:
         return passes(action, place) if action.op in "FB" else [summed(400, "")]
@@ -208,12 +241,24 @@ def test_gathers_of_weights_hide_behind_the_first_forward_pass() -> None:
     hidden = cost(run_of(config_of(f"{words} --overlap-param-gather", 2), 2, passes, after=gathers), machine)
     shown = cost(run_of(config_of(words, 2), 2, passes, after=gathers), machine)
     assert shown.time.seconds == 2 * 3 + 3
-    assert hidden.time.seconds == 2 * 3 + 1 + 1  # the first, and of the two others what a forward pass of one second leaves
+    assert (
+        hidden.time.seconds == 2 * 3 + 1 + 1
+    )  # the first, and of the two others what a forward pass of one second leaves
 
 
-@pytest.mark.parametrize("overlap, batch, seconds", [
-    ("", 1, 8), ("--no-overlap-p2p-communication", 1, 8),  # one microbatch: its four passes and two messages, one after the other
-    ("", 8, 35), ("--no-overlap-p2p-communication", 8, 1 + 8 * (1 + 1 + 2 + 1) + 2)])  # rank 1 takes, runs both ways and sends
+@pytest.mark.parametrize(
+    "overlap, batch, seconds",
+    [
+        ("", 1, 8),
+        (
+            "--no-overlap-p2p-communication",
+            1,
+            8,
+        ),  # one microbatch: its four passes and two messages, one after the other
+        ("", 8, 35),
+        ("--no-overlap-p2p-communication", 8, 1 + 8 * (1 + 1 + 2 + 1) + 2),
+    ],
+)  # rank 1 takes, runs both ways and sends
 def test_messages_delay_the_next_stage_or_stop_both(overlap: str, batch: int, seconds: float) -> None:
     config = config_of(f"--pipeline-model-parallel-size 2 --global-batch-size {batch} {overlap}", 2)
 
@@ -243,9 +288,14 @@ def test_a_step_at_the_peak_has_an_mfu_of_one() -> None:
 
 
 def test_bytes_are_those_of_the_shape() -> None:
-    tensors = [torch.empty(3, 5, dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8)]
+    tensors = [
+        torch.empty(3, 5, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8)
+    ]
     for tensor in tensors:
-        event = Event("collective", "all_reduce", shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        event = Event(
+            "collective", "all_reduce", shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.")
+        )
         assert bytes_of(event) == tensor.numel() * tensor.element_size()
 
 
@@ -255,9 +305,16 @@ def test_a_profile_survives_its_file(tmp_path) -> None:
     assert hardware_of(str(path)) == PROFILES["gb200"]
 
 
-@pytest.mark.parametrize("spoiled, says", [
-    ({"memory": -1.0}, "above 0"), ({"matmul": [[1e9, 0.5], [1e6, 0.2]]}, "must rise"), ({"peak": {"bfloat16": 1e12}}, "float32"),
-    ({"more": 1}, "these differ: more"), ({"inside": {"rate": 1}}, "latency")])
+@pytest.mark.parametrize(
+    "spoiled, says",
+    [
+        ({"memory": -1.0}, "above 0"),
+        ({"matmul": [[1e9, 0.5], [1e6, 0.2]]}, "must rise"),
+        ({"peak": {"bfloat16": 1e12}}, "float32"),
+        ({"more": 1}, "these differ: more"),
+        ({"inside": {"rate": 1}}, "latency"),
+    ],
+)
 def test_a_file_that_is_no_profile_is_refused(spoiled: dict, says: str, tmp_path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**to_json(PROFILES["cpu"]), **spoiled}))
@@ -290,8 +347,11 @@ class Sleeper:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         time.sleep(self.seconds[stage])
         whole = received[0] if received else torch.ones(1, dtype=torch.float64, requires_grad=True)
-        return (_SlowBackward.apply(whole, 2 * self.seconds[stage]).sum(),) if stage == len(self.seconds) - 1 else (
-            _SlowBackward.apply(whole, 2 * self.seconds[stage]),)
+        return (
+            (_SlowBackward.apply(whole, 2 * self.seconds[stage]).sum(),)
+            if stage == len(self.seconds) - 1
+            else (_SlowBackward.apply(whole, 2 * self.seconds[stage]),)
+        )
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         pass
@@ -331,7 +391,9 @@ def sleep_through(pp: int, chunks: int, microbatches: int, seconds: tuple[float,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chunks, seconds", [(1, (0.02, 0.03)), (2, (0.01, 0.02, 0.02, 0.01))])
-def test_the_prediction_is_within_a_tenth_of_real_ranks_that_sleep(world, chunks: int, seconds: tuple[float, ...]) -> None:
+def test_the_prediction_is_within_a_tenth_of_real_ranks_that_sleep(
+    world, chunks: int, seconds: tuple[float, ...]
+) -> None:
     ranks: World = world(2)
     real = ranks.run(sleep_through, 2, chunks, 8, seconds, 4)[0]
     words = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {'--num-virtual-stages-per-pipeline-rank 2' * (chunks > 1)}"

@@ -32,13 +32,21 @@ from tests.helpers.world import Worlds
 from tests.parity.table import MODELS
 from tests.unit.trust.walking import changed, held, roots
 
-FLAGS = [*TINY, *("--train-iters 8 --eval-iters 1 --eval-interval 2 --save-interval 3 --log-interval 2 --hidden-dropout 0.1 "
-                  "--attention-dropout 0.1 --timing-log-level 2 --log-num-zeros-in-grad").split()]
+FLAGS = [
+    *TINY,
+    *(
+        "--train-iters 8 --eval-iters 1 --eval-interval 2 --save-interval 3 --log-interval 2 --hidden-dropout 0.1 "
+        "--attention-dropout 0.1 --timing-log-level 2 --log-num-zeros-in-grad"
+    ).split(),
+]
 RUNS = {
-    "adam": [], "sgd": ["--optimizer", "sgd"], "bf16": ["--bf16"], "readers": ["--num-workers", "1"],
+    "adam": [],
+    "sgd": ["--optimizer", "sgd"],
+    "bf16": ["--bf16"],
+    "readers": ["--num-workers", "1"],
     "growing batch": "--rampup-batch-size 2 2 4 --global-batch-size 4".split(),
     "experts": "--bf16 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-enable-routing-replay "
-               "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
     "muon": "--bf16 --optimizer muon --num-experts 2 --muon-scalar-optimizer lion".split(),
     "adafactor": "--bf16 --optimizer adafactor --num-experts 2".split(),
     "narrow": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16".split(),
@@ -57,11 +65,28 @@ TWO = {
 def session(flags: list[str], folder: Path) -> Iterator[Session]:
     """A run on this process's ranks, before its first step."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    config = config_of(read_args([*FLAGS, "--data-path", str(folder / "data"), "--split", "60,20,20", "--save", str(folder / "save"), *flags],
-                                 world_size=ranks), ranks)
+    config = config_of(
+        read_args(
+            [
+                *FLAGS,
+                "--data-path",
+                str(folder / "data"),
+                "--split",
+                "60,20,20",
+                "--save",
+                str(folder / "save"),
+                *flags,
+            ],
+            world_size=ranks,
+        ),
+        ranks,
+    )
     config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
-    run = replace(tiny.run_of(config), tokenizer=NullTokenizer(VOCABULARY + 1),
-                  kernels=select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}))
+    run = replace(
+        tiny.run_of(config),
+        tokenizer=NullTokenizer(VOCABULARY + 1),
+        kernels=select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}),
+    )
     trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
     checkpoint = Checkpoint(trainer)
     with closing(build_data(trainer, pretrain_gpt.datasets)) as data:
@@ -94,9 +119,17 @@ def forgotten(flags: list[str], folder: Path) -> list[str]:
         places, state = changed(before, held(roots(one))), saved(one)
     assert len(places) > 100, places
     moved = {name for name in state if state[name] != state_before.get(name)}
-    wrong = [f"{place} changes, and stands in neither table" for place in places if not items_at(place) and not why_derived(place)]
+    wrong = [
+        f"{place} changes, and stands in neither table"
+        for place in places
+        if not items_at(place) and not why_derived(place)
+    ]
     for place in places:
-        if items_at(place) and not why_derived(place) and not any(fits(name, item.names) for item in items_at(place) for name in moved):
+        if (
+            items_at(place)
+            and not why_derived(place)
+            and not any(fits(name, item.names) for item in items_at(place) for name in moved)
+        ):
             wrong.append(f"{place} changes, but what a save holds of {items_at(place)[0].what} does not")
     return wrong
 
@@ -122,8 +155,12 @@ def test_a_new_piece_of_state_is_noticed_wherever_it_is_kept(folder: Path) -> No
     with session([], folder) as one:
         trainer = one.trainer
         trainer.stages[0].register_buffer("average", torch.zeros(3))
-        spots: dict[str, Any] = {"optimizer": trainer.optimizer, "bucket": trainer.parallels[0].buckets[0], "session": one,
-                                 "layer": trainer.stages[0].decoder.layers["1"]}
+        spots: dict[str, Any] = {
+            "optimizer": trainer.optimizer,
+            "bucket": trainer.parallels[0].buckets[0],
+            "session": one,
+            "layer": trainer.stages[0].decoder.layers["1"],
+        }
         for spot in spots.values():
             spot.counted = {"steps": [0]}
         before = held(roots(one))
@@ -132,17 +169,31 @@ def test_a_new_piece_of_state_is_noticed_wherever_it_is_kept(folder: Path) -> No
         for spot in spots.values():
             spot.counted["steps"][0] += 1
         found = [place for place in changed(before, held(roots(one))) if not items_at(place) and not why_derived(place)]
-    expected = {"trainer.stages.0._buffers.average", "trainer.optimizer.counted.steps.0", "trainer.parallels.0.buckets.0.counted.steps.0",
-                "trainer.stages.0._modules.decoder._modules.layers._modules.1.counted.steps.0", "counted.steps.0"}
+    expected = {
+        "trainer.stages.0._buffers.average",
+        "trainer.optimizer.counted.steps.0",
+        "trainer.parallels.0.buckets.0.counted.steps.0",
+        "trainer.stages.0._modules.decoder._modules.layers._modules.1.counted.steps.0",
+        "counted.steps.0",
+    }
     assert expected <= set(found), (expected - set(found), found)
 
 
-def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Checkpoint.state
-    for lost, of in (("run.optimizer_steps", "updates done"), ("optimizer.exp_avg_sq.", "second moments (Adam)"), ("run.random.", "random streams"),
-                     ("run.progress", "counters and position in the data")):
-        monkeypatch.setattr(Checkpoint, "state", lambda self, lost=lost: {name: value for name, value in real(self).items()
-                                                                         if not name.startswith(lost)})
+    for lost, of in (
+        ("run.optimizer_steps", "updates done"),
+        ("optimizer.exp_avg_sq.", "second moments (Adam)"),
+        ("run.random.", "random streams"),
+        ("run.progress", "counters and position in the data"),
+    ):
+        monkeypatch.setattr(
+            Checkpoint,
+            "state",
+            lambda self, lost=lost: {name: value for name, value in real(self).items() if not name.startswith(lost)},
+        )
         assert any(text.endswith(f"what a save holds of {of} does not") for text in forgotten([], folder)), lost
 
 
@@ -151,7 +202,9 @@ def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
     settings = tiny.config(**MODELS[name], fp8_format="hybrid", first_last_layers_bf16=True)
     state = Checkpoint(tiny.trainer_of(tiny.run_of(settings))).state()
     (item,) = (item for item in INVENTORY if item.what == "histories of delayed scales")
-    expected = item.expected(to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")])
+    expected = item.expected(
+        to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
+    )
     assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
 
 

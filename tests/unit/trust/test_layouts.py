@@ -24,7 +24,9 @@ MACHINE = replace(PROFILES["h100-80"], node=4)
 
 def found_on(memory: float, flags: str = "", ranks: int = 4) -> Found:
     """What fits into so many bytes, by formulas."""
-    return search(setting_of(flags, ranks), replace(MACHINE, memory=memory, usable=1.0), true_vocab_size=VOCABULARY, planner=None)
+    return search(
+        setting_of(flags, ranks), replace(MACHINE, memory=memory, usable=1.0), true_vocab_size=VOCABULARY, planner=None
+    )
 
 
 def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
@@ -34,14 +36,20 @@ def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
     if problems:
         return None
     config = with_vocabulary(config, VOCABULARY)
-    return max(held.total for held in rank_memory(config, stages_of(config), data_parallel_size=layout.dp,
-                                                  num_microbatches=microbatches(config, ranks)))
+    return max(
+        held.total
+        for held in rank_memory(
+            config, stages_of(config), data_parallel_size=layout.dp, num_microbatches=microbatches(config, ranks)
+        )
+    )
 
 
 def test_all_layouts_that_brute_force_finds_are_found() -> None:
     ranks, limit, flags = 4, 2.6e6, "--num-layers 4 --global-batch-size 4"
     wanted = set()
-    for tp, pp, chunks, micro, recompute, sharded in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), RECOMPUTE, (False, True)):
+    for tp, pp, chunks, micro, recompute, sharded in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), RECOMPUTE, (False, True)
+    ):
         dp = ranks // (tp * pp)
         if tp * pp > ranks or pp == 1 < chunks or dp == 1 and sharded:
             continue
@@ -61,11 +69,17 @@ def test_what_fits_comes_by_rising_time_and_nothing_beats_it_in_both() -> None:
     assert [one.time.seconds for one in fits] == sorted(one.time.seconds for one in fits)
     for one, other in product(fits, fits):
         alike = replace(one.layout, recompute="", sharded=False) == replace(other.layout, recompute="", sharded=False)
-        assert one is other or not (alike and one.time.seconds <= other.time.seconds and one.needs <= other.needs), (one, other)
+        assert one is other or not (alike and one.time.seconds <= other.time.seconds and one.needs <= other.needs), (
+            one,
+            other,
+        )
 
 
 def test_a_layout_is_rejected_with_the_rules_that_it_breaks() -> None:
-    setting, found = setting_of("--num-attention-heads 6 --hidden-size 96", 4), found_on(1e9, "--num-attention-heads 6 --hidden-size 96")
+    setting, found = (
+        setting_of("--num-attention-heads 6 --hidden-size 96", 4),
+        found_on(1e9, "--num-attention-heads 6 --hidden-size 96"),
+    )
     by_rules = [one for one in found.rejected if not {"memory", "no-gain"} & set(one.rules)]
     assert "heads-over-tensor" in found.reasons()
     for one in by_rules:
@@ -83,7 +97,10 @@ def test_a_machine_that_is_too_small_takes_nothing_and_says_what_is_needed() -> 
         assert one.says[0].endswith("of 1000 B, however much is recomputed or cut")
 
 
-@pytest.mark.parametrize("flags, ranks", [("", 4), ("--num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2 --sequence-parallel", 4)])
+@pytest.mark.parametrize(
+    "flags, ranks",
+    [("", 4), ("--num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2 --sequence-parallel", 4)],
+)
 def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
     setting, found = setting_of(flags, ranks), found_on(1e9, flags, ranks)
     assert {one.layout.ep for one in found.fits} == ({1, 2, 4} if flags else {1})
@@ -100,7 +117,11 @@ def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
         config, problems = examine(command.setting.config, ranks)
         assert not problems
         config = with_vocabulary(config, VOCABULARY)
-        assert (config.parallel, config.train, config.recompute) == (one.config.parallel, one.config.train, one.config.recompute), words
+        assert (config.parallel, config.train, config.recompute) == (
+            one.config.parallel,
+            one.config.train,
+            one.config.recompute,
+        ), words
 
 
 def test_the_best_are_run_dry_until_enough_fit() -> None:
@@ -123,17 +144,28 @@ def test_a_search_without_time_says_that_it_is_not_complete() -> None:
     assert not found.complete and not found.fits
 
 
-@pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
-                                   "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping",
-                                   "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping",
+        "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+    ],
+)
 def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
     config = config_of(flags, 16)
     lists = axis_ranks(config.parallel, 16)
-    assert {name: tuple(ranks) for name, ranks in groups(config, 16).items()} == {name: lists[name][0] for name in groups(config, 16)}
+    assert {name: tuple(ranks) for name, ranks in groups(config, 16).items()} == {
+        name: lists[name][0] for name in groups(config, 16)
+    }
 
 
 def test_more_recomputation_takes_longer_and_needs_less() -> None:
-    drawn = [sketch(config, 4, MACHINE, stages_of(config)) for config in (
-        config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
-        for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"))]
+    drawn = [
+        sketch(config, 4, MACHINE, stages_of(config))
+        for config in (
+            config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
+            for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        )
+    ]
     assert drawn[0].needs > drawn[1].needs and drawn[0].time.seconds < drawn[1].time.seconds

@@ -15,15 +15,37 @@ from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
 ROW = "tp2 sp pp2 mb2", "qk-norm"
-SAMPLE = (ROW, ("pp2 vpp2 blocking", "llama"), ("cp4 two-level mb2", "llama"), ("ep2 dp2 alltoall", "moe-balanced"),
-          ("pp2 vpp2 dp2 fsdp keep-layers mb2", "llama-tied"), ("hybrid dp4 a2a mb2", "packed"),
-          ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias"))
+SAMPLE = (
+    ROW,
+    ("pp2 vpp2 blocking", "llama"),
+    ("cp4 two-level mb2", "llama"),
+    ("ep2 dp2 alltoall", "moe-balanced"),
+    ("pp2 vpp2 dp2 fsdp keep-layers mb2", "llama-tied"),
+    ("hybrid dp4 a2a mb2", "packed"),
+    ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias"),
+)
 
 
-def meets(group: tuple[int, ...], name: str = "all_reduce", shape: tuple[int, ...] = (4, 2), dtype: str = "float32", peer: int = -1,
-          axis: str = "tp") -> Event:
+def meets(
+    group: tuple[int, ...],
+    name: str = "all_reduce",
+    shape: tuple[int, ...] = (4, 2),
+    dtype: str = "float32",
+    peer: int = -1,
+    axis: str = "tp",
+) -> Event:
     """A collective."""
-    return Event("collective", name, f"layer.py:{len(shape)}", "F0.0", axis=axis, ranks=group, peer=peer, shape=shape, dtype=dtype)
+    return Event(
+        "collective",
+        name,
+        f"layer.py:{len(shape)}",
+        "F0.0",
+        axis=axis,
+        ranks=group,
+        peer=peer,
+        shape=shape,
+        dtype=dtype,
+    )
 
 
 def begins(action: str) -> Event:
@@ -31,14 +53,22 @@ def begins(action: str) -> Event:
     return Event("action", action, action=action)
 
 
-def sends(peer: int, action: str = "F0.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)) -> Event:
+def sends(
+    peer: int, action: str = "F0.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)
+) -> Event:
     """A message that leaves."""
-    return Event("send", "send", "executor.py:1", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32")
+    return Event(
+        "send", "send", "executor.py:1", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32"
+    )
 
 
-def takes(peer: int, action: str = "F1.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)) -> Event:
+def takes(
+    peer: int, action: str = "F1.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)
+) -> Event:
     """A message that comes."""
-    return Event("receive", "receive", "executor.py:2", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32")
+    return Event(
+        "receive", "receive", "executor.py:2", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32"
+    )
 
 
 def judged(*ranks: list[Event], overlap: bool = True) -> Matching:
@@ -50,15 +80,18 @@ def judged(*ranks: list[Event], overlap: bool = True) -> Matching:
 PAIR = (0, 1)
 
 
-@pytest.mark.parametrize("second, kind", [
-    ([meets(PAIR), meets(PAIR, "all_gather")], ""),
-    ([meets(PAIR, "all_gather"), meets(PAIR)], "operation"),
-    ([meets(PAIR)], "count"),
-    ([], "count"),
-    ([meets(PAIR), meets(PAIR, "all_gather", (4, 3))], "shape"),
-    ([meets(PAIR, dtype="bfloat16"), meets(PAIR, "all_gather")], "dtype"),
-    ([meets(PAIR, shape=(8,)), meets(PAIR, "all_gather")], ""),  # as many elements, another shape
-])
+@pytest.mark.parametrize(
+    "second, kind",
+    [
+        ([meets(PAIR), meets(PAIR, "all_gather")], ""),
+        ([meets(PAIR, "all_gather"), meets(PAIR)], "operation"),
+        ([meets(PAIR)], "count"),
+        ([], "count"),
+        ([meets(PAIR), meets(PAIR, "all_gather", (4, 3))], "shape"),
+        ([meets(PAIR, dtype="bfloat16"), meets(PAIR, "all_gather")], "dtype"),
+        ([meets(PAIR, shape=(8,)), meets(PAIR, "all_gather")], ""),  # as many elements, another shape
+    ],
+)
 def test_ranks_of_a_group_come_to_the_same_collectives_in_the_same_order(second: list[Event], kind: str) -> None:
     found = judged([meets(PAIR), meets(PAIR, "all_gather")], second)
     assert [problem.kind for problem in found.problems] == [kind] * bool(kind), found.text
@@ -70,19 +103,24 @@ def test_the_first_that_does_not_fit_is_shown_with_both_lines() -> None:
     assert "rank 0, F0.0: all_reduce of 3 float32 at layer.py:1" in found.text
     assert "rank 1, F0.0: all_reduce of 2x2 float32 at layer.py:2" in found.text
     assert judged([meets(PAIR, "broadcast", peer=0)], [meets(PAIR, "broadcast", peer=1)]).problems[0].kind == "source"
-    assert judged([meets(PAIR, "all_to_all", (5, 4))], [meets(PAIR, "all_to_all", (3, 4))]).problems == (), "each rank sends rows of its own"
+    assert judged([meets(PAIR, "all_to_all", (5, 4))], [meets(PAIR, "all_to_all", (3, 4))]).problems == (), (
+        "each rank sends rows of its own"
+    )
     assert judged([meets(PAIR, "all_to_all", (5, 4))], [meets(PAIR, "all_to_all", (5, 3))]).problems[0].kind == "shape"
 
 
-@pytest.mark.parametrize("second, kind", [
-    ([takes(0)], ""),
-    ([], "count"),
-    ([takes(0, shape=(2, 4))], "shape"),
-    ([sends(0)], "direction"),
-    ([replace(takes(0), dtype="float16")], "dtype"),
-    ([takes(0, axis="pp_backward")], "count"),  # another group: nobody sends there
-    ([takes(0), takes(0, "F1.1")], "count"),
-])
+@pytest.mark.parametrize(
+    "second, kind",
+    [
+        ([takes(0)], ""),
+        ([], "count"),
+        ([takes(0, shape=(2, 4))], "shape"),
+        ([sends(0)], "direction"),
+        ([replace(takes(0), dtype="float16")], "dtype"),
+        ([takes(0, axis="pp_backward")], "count"),  # another group: nobody sends there
+        ([takes(0), takes(0, "F1.1")], "count"),
+    ],
+)
 def test_every_message_has_two_ends_that_mean_the_same(second: list[Event], kind: str) -> None:
     found = judged([sends(1)], second)
     assert {problem.kind for problem in found.problems} == ({kind} if kind else set()), found.text
@@ -90,19 +128,40 @@ def test_every_message_has_two_ends_that_mean_the_same(second: list[Event], kind
 
 def test_ranks_that_receive_before_they_send_wait_in_a_circle() -> None:
     ranks = (0, 1, 2)
-    circle = [[takes((rank - 1) % 3, "F1.0", ranks=ranks), begins("F1.0"), sends((rank + 1) % 3, "F1.0", ranks=ranks)] for rank in ranks]
+    circle = [
+        [takes((rank - 1) % 3, "F1.0", ranks=ranks), begins("F1.0"), sends((rank + 1) % 3, "F1.0", ranks=ranks)]
+        for rank in ranks
+    ]
     found = judged(*circle)
     assert [problem.kind for problem in found.problems] == ["waiting"]
-    assert "rank 0 waits for rank 2 waits for rank 1 waits for rank 0" in found.text and len(found.problems[0].both) == 3
-    early = [[takes((rank - 1) % 3, "F1.1", ranks=ranks), begins("F1.0"), sends((rank + 1) % 3, "F1.0", ranks=ranks), begins("F1.1")]
-             for rank in ranks]
+    assert (
+        "rank 0 waits for rank 2 waits for rank 1 waits for rank 0" in found.text and len(found.problems[0].both) == 3
+    )
+    early = [
+        [
+            takes((rank - 1) % 3, "F1.1", ranks=ranks),
+            begins("F1.0"),
+            sends((rank + 1) % 3, "F1.0", ranks=ranks),
+            begins("F1.1"),
+        ]
+        for rank in ranks
+    ]
     assert judged(*early).problems == (), "what is needed an action later may be on its way meanwhile"
-    assert [problem.kind for problem in judged(*early, overlap=False).problems] == ["waiting"], "without overlap it holds the rank at once"
+    assert [problem.kind for problem in judged(*early, overlap=False).problems] == ["waiting"], (
+        "without overlap it holds the rank at once"
+    )
 
 
 def test_sends_hold_a_rank_until_the_action_after_them_is_over() -> None:
-    both = [[sends(1 - rank, axis=("pp", "pp_backward")[rank]), begins("F0.1"), takes(1 - rank, "F1.0", axis=("pp_backward", "pp")[rank]),
-             begins("F1.0")] for rank in PAIR]
+    both = [
+        [
+            sends(1 - rank, axis=("pp", "pp_backward")[rank]),
+            begins("F0.1"),
+            takes(1 - rank, "F1.0", axis=("pp_backward", "pp")[rank]),
+            begins("F1.0"),
+        ]
+        for rank in PAIR
+    ]
     assert [problem.kind for problem in judged(*both).problems] == ["waiting"]
     later = [[events[0], events[2], events[1], events[3]] for events in both]
     assert judged(*later).problems == ()
@@ -123,7 +182,11 @@ def test_groups_of_one_list_of_ranks_are_one_but_for_those_made_apart() -> None:
 def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
     lists = axis_ranks(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
     line = line_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
-    assert isinstance(line, Line) and [getattr(step, "group", step) for step in line.steps] == [("", (2, 3)), ("", (3, 7)), "F0.1"]
+    assert isinstance(line, Line) and [getattr(step, "group", step) for step in line.steps] == [
+        ("", (2, 3)),
+        ("", (3, 7)),
+        "F0.1",
+    ]
     assert line.steps[1].peer == 7
 
 
@@ -160,9 +223,13 @@ def test_what_a_pass_takes_holds_it_where_it_begins() -> None:
     first = next(event for event in events if event.kind == "receive")
     taker = next(number for number, event in enumerate(events) if event.kind == "action" and event.name == first.action)
     assert first.action == "B0.0" and events.index(first) < taker
-    begun = events[:taker + 1]
+    begun = events[: taker + 1]
     # What the other stage needs for its forward passes leaves when the gradient of one of them has come.
-    late = [event for event in begun if event.kind != "send"] + [event for event in begun if event.kind == "send"] + events[taker + 1:]
+    late = (
+        [event for event in begun if event.kind != "send"]
+        + [event for event in begun if event.kind == "send"]
+        + events[taker + 1 :]
+    )
     found = match(replace(run, traces=(replace(run.traces[0], events=tuple(late)), *run.traces[1:])))
     assert [problem.kind for problem in found.problems] == ["waiting"], found.text
 
@@ -181,7 +248,7 @@ def with_events(run: DryRun, place: int, change: str, where: int) -> DryRun:
     else:
         events[at] = replace(events[at], dtype="int8")
     changed: Trace = replace(trace, events=tuple(events))
-    return replace(run, traces=(*run.traces[:place], changed, *run.traces[place + 1:]))
+    return replace(run, traces=(*run.traces[:place], changed, *run.traces[place + 1 :]))
 
 
 def test_any_collective_or_message_that_one_rank_leaves_out_or_changes_is_noticed() -> None:

@@ -20,8 +20,15 @@ from tests.helpers.world import Worlds
 from tests.parity.defects import planted
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
-GOOD = (("tp2 sp pp2 mb2", "qk-norm"), ("pp2 vpp2 mb2", "windows"), ("dp2 zero overlap-reduce overlap-gather bucket600", "sinks-mqa"),
-        ("tp2 sp ep2 dp2 alltoall", "moe-shared"), ("cp2 tp2 sp mb4", "mla-q"), ("tp2 sp mb2", "bert"), ("pp2 vpp3", "t5-v1.0"))
+GOOD = (
+    ("tp2 sp pp2 mb2", "qk-norm"),
+    ("pp2 vpp2 mb2", "windows"),
+    ("dp2 zero overlap-reduce overlap-gather bucket600", "sinks-mqa"),
+    ("tp2 sp ep2 dp2 alltoall", "moe-shared"),
+    ("cp2 tp2 sp mb4", "mla-q"),
+    ("tp2 sp mb2", "bert"),
+    ("pp2 vpp3", "t5-v1.0"),
+)
 # What is planted, in which layout: where it begins, and in which module.
 WRONG = (
     ("ids of another rank are embedded too", ("tp2", "gpt"), "forward", "embedding.word_embeddings"),
@@ -29,11 +36,26 @@ WRONG = (
     ("positions begin at zero on every rank", ("cp2", "gpt"), "forward", "embedding.position_embeddings"),
     ("late chunks do not look at other ranks' keys", ("cp2", "gpt"), "forward", "decoder.layers.0.self_attention"),
     ("rows come back one off", ("tp2 etp1 ep2", "moe"), "forward", "decoder.layers.0.mlp"),
-    ("norm gradients are not summed under sequence parallelism", ("tp2 sp", "gpt"), "backward", "decoder.final_layernorm"),
-    ("gradients of key/value head copies are not summed", ("tp4 mb4", "mqa"), "backward", "decoder.layers.1.self_attention.linear_qkv"),
+    (
+        "norm gradients are not summed under sequence parallelism",
+        ("tp2 sp", "gpt"),
+        "backward",
+        "decoder.final_layernorm",
+    ),
+    (
+        "gradients of key/value head copies are not summed",
+        ("tp4 mb4", "mqa"),
+        "backward",
+        "decoder.layers.1.self_attention.linear_qkv",
+    ),
     ("the norm counts the tied matrix on both stages", ("pp2", "gpt"), "norm", ""),
     ("gradients are clipped by each rank's own norm", ("tp2", "gpt"), "update", ""),
-    ("a row layer adds its bias on every rank before the sum", ("tp2", "gpt"), "forward", "decoder.layers.0.self_attention.linear_proj"),
+    (
+        "a row layer adds its bias on every rank before the sum",
+        ("tp2", "gpt"),
+        "forward",
+        "decoder.layers.0.self_attention.linear_proj",
+    ),
     ("one rank's new parameters never arrive", ("dp2 zero", "sgd"), "forward", "embedding.word_embeddings"),
 )
 
@@ -48,7 +70,11 @@ def small(layout: str, model: str) -> Shrunk:
 def checked(world: Worlds, layout: str, model: str, function: Any = rehearse_bytes, *arguments: Any) -> Parity:
     """What is said of a row of the table. function: what ranks run."""
     one = small(layout, model)
-    ranks = world(one.world_size).run(function, *arguments, one.config) if one.world_size > 1 else [function(*arguments, one.config)]
+    ranks = (
+        world(one.world_size).run(function, *arguments, one.config)
+        if one.world_size > 1
+        else [function(*arguments, one.config)]
+    )
     return compare(rehearse(one.serial), [rehearsal_of(rank) for rank in ranks])
 
 
@@ -64,7 +90,9 @@ def agrees(world: Worlds, layout: str, model: str) -> None:
     assert found.same and found.start is None, (found.start, [str(one) for one in found.problems])
     names = {kind: [one.name for one in found.checked if one.kind == kind] for kind in ("norm", "gradient", "weight")}
     assert len(names["norm"]) == 2 and len(names["gradient"]) > 10
-    assert all(name.endswith("router.expert_bias") for name in {*names["weight"]} ^ {*names["gradient"]}), "only what follows the load has no gradient"
+    assert all(name.endswith("router.expert_bias") for name in {*names["weight"]} ^ {*names["gradient"]}), (
+        "only what follows the load has no gradient"
+    )
     assert found.compared > 100 or "hybrid" in layout, "hardly any activation was compared"
 
 
@@ -80,7 +108,9 @@ def test_every_row_of_the_table_computes_the_same_step(world: Worlds, layout: st
 
 
 @pytest.mark.parametrize("name, row, during, module", WRONG, ids=[name for name, *_ in WRONG])
-def test_a_planted_mistake_is_found_where_it_was_made(world: Worlds, name: str, row: tuple[str, str], during: str, module: str) -> None:
+def test_a_planted_mistake_is_found_where_it_was_made(
+    world: Worlds, name: str, row: tuple[str, str], during: str, module: str
+) -> None:
     found = checked(world, *row, rehearse_planted, name)
     assert not found.same and found.start is not None
     assert (found.start.during, found.start.module) == (during, module), found.start
@@ -88,18 +118,31 @@ def test_a_planted_mistake_is_found_where_it_was_made(world: Worlds, name: str, 
 
 def test_what_came_before_the_first_difference_is_told(world: Worlds) -> None:
     says = checked(world, "pp2", "gpt", rehearse_planted, "a stage skips a layer").start.says
-    assert "which a message brings from stage 0 to stage 1" in says and "the output of decoder.layers.0, just before it, agrees" in says
+    assert (
+        "which a message brings from stage 0 to stage 1" in says
+        and "the output of decoder.layers.0, just before it, agrees" in says
+    )
     says = checked(world, "cp2", "gpt", rehearse_planted, "late chunks do not look at other ranks' keys").start.says
-    assert "the input of decoder.layers.0.self_attention.linear_proj" in says and "linear_qkv, just before it, agrees" in says
+    assert (
+        "the input of decoder.layers.0.self_attention.linear_proj" in says
+        and "linear_qkv, just before it, agrees" in says
+    )
 
 
-def alone(weight: float = 1.0, *, loss: float = 2.0, second: float | None = None, seen: tuple[Seen, ...] = ()) -> Rehearsal:
+def alone(
+    weight: float = 1.0, *, loss: float = 2.0, second: float | None = None, seen: tuple[Seen, ...] = ()
+) -> Rehearsal:
     """A made-up step of one parameter. second: its last row on this rank, if another."""
     value = torch.full((2, 2), weight, dtype=torch.float64)
     if second is not None:
         value[1] = second
-    step = Step({"lm loss": loss}, 1.0, list(seen), {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value)])},
-                {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value.clone())])})
+    step = Step(
+        {"lm loss": loss},
+        1.0,
+        list(seen),
+        {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value)])},
+        {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value.clone())])},
+    )
     return Rehearsal(0, {"tp": (0, 1), "cp": (0, 1), "dp": (0, 1), "pp": (0, 1), "ep": (0, 1)}, (step,))
 
 
@@ -108,14 +151,34 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
     near, far = compare(alone(1.0), [alone(1.0 + 1e-11)]), compare(alone(1.0), [alone(1.0 + 1e-9)])
     assert near.same and not far.same and far.problems[0].gap == pytest.approx(1e-9, rel=1e-3)
     replicas = compare(alone(), [alone(), alone(second=1.0 + 1e-15)])
-    assert [(one.kind, one.gap) for one in replicas.problems] == [("weight", float("inf"))] and "replica on rank 0" in replicas.problems[0].says
+    assert [(one.kind, one.gap) for one in replicas.problems] == [
+        ("weight", float("inf"))
+    ] and "replica on rank 0" in replicas.problems[0].says
     step = alone().steps[0]
-    half = replace(alone(), steps=(Step(step.losses, step.norm, [], step.gradients, {"fc.weight": Placed((2, 2), torch.float64, [
-        (Box((0, 0), (1, 2)), torch.ones(1, 2, dtype=torch.float64))])}),))
+    half = replace(
+        alone(),
+        steps=(
+            Step(
+                step.losses,
+                step.norm,
+                [],
+                step.gradients,
+                {
+                    "fc.weight": Placed(
+                        (2, 2), torch.float64, [(Box((0, 0), (1, 2)), torch.ones(1, 2, dtype=torch.float64))]
+                    )
+                },
+            ),
+        ),
+    )
     assert "2 of 4 elements are on no rank" in compare(alone(), [half]).problems[0].says
-    assert "nan" in compare(alone(), [alone(loss=float("nan"))]).problems[0].says, "what is not a number is not the same"
+    assert "nan" in compare(alone(), [alone(loss=float("nan"))]).problems[0].says, (
+        "what is not a number is not the same"
+    )
     losses = compare(alone(), [alone(), alone(loss=2.0 + 1e-15)]).problems
-    assert [one.gap for one in losses] == [float("inf")] and "on rank 1" in losses[0].says, "ranks that disagree are apart, however little"
+    assert [one.gap for one in losses] == [float("inf")] and "on rank 1" in losses[0].says, (
+        "ranks that disagree are apart, however little"
+    )
 
 
 def fail_on_the_second_rank(word: str) -> int:

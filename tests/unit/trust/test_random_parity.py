@@ -39,15 +39,26 @@ Case = tuple[dict[str, Any], int]
 def from_the_table(random: Random) -> Case:
     """Any network of the table of layouts, under words that no row may have put together."""
     model, words, ranks = random.choice(sorted(MODELS)), [], 1
-    for axis, sizes in {"tp": (1, 1, 2, 2, 4), "pp": (1, 1, 2, 2, 3, 4), "cp": (1, 1, 1, 2, 4), "dp": (1, 1, 2, 2, 4)}.items():
+    for axis, sizes in {
+        "tp": (1, 1, 2, 2, 4),
+        "pp": (1, 1, 2, 2, 3, 4),
+        "cp": (1, 1, 1, 2, 4),
+        "dp": (1, 1, 2, 2, 4),
+    }.items():
         size = random.choice([size for size in sizes if ranks * size <= MOST_RANKS])
         ranks *= size
         words += [f"{axis}{size}"] * (size > 1)
     if ranks > 1 and "num_experts" in MODELS[model]:
         words += random.choice(([], ["ep2"], ["ep2"], ["ep4"])) + random.choice(([], [], ["etp1"], ["etp2"]))
     if any(word.startswith("pp") for word in words):
-        words += random.choice(([], [], ["vpp2"], ["vpp2"], ["first-layers1"], ["last-layers1"], ["vpp2", "group4"], ["chunk-layers1"]))
-    words += random.sample(sorted(LAYOUT_WORDS), random.randint(0, 5)) + random.choice(([], ["mb2"])) + random.choice(([], ["bucket600"]))
+        words += random.choice(
+            ([], [], ["vpp2"], ["vpp2"], ["first-layers1"], ["last-layers1"], ["vpp2", "group4"], ["chunk-layers1"])
+        )
+    words += (
+        random.sample(sorted(LAYOUT_WORDS), random.randint(0, 5))
+        + random.choice(([], ["mb2"]))
+        + random.choice(([], ["bucket600"]))
+    )
     ranks, changes = read_layout(" ".join(words))
     return {**tiny.BASE, "adam_eps": 1e-6, **MODELS[model], **changes}, ranks
 
@@ -81,7 +92,11 @@ def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
     except ConfigError:
         pass  # a feature that is not run dry, which says so
     try:
-        done = world(small.world_size).run(rehearse_bytes, small.config) if small.world_size > 1 else [rehearse_bytes(small.config)]
+        done = (
+            world(small.world_size).run(rehearse_bytes, small.config)
+            if small.world_size > 1
+            else [rehearse_bytes(small.config)]
+        )
     except (PoolFailed, RankFailed) as error:
         return f"does not run: {error}"
     found = compare(rehearse(small.serial), [rehearsal_of(one) for one in done])
@@ -96,7 +111,9 @@ def report(world: Worlds, cases: list[Case]) -> str:
             said = wrong(world, values, ranks)
         except Exception as error:  # noqa: BLE001 - the others are to be looked at too
             said = f"raises {type(error).__name__}: {error}"
-        lines += [f"{ranks} ranks with { {name: value for name, value in values.items() if tiny.BASE.get(name) != value} }\n  {said}"] * bool(said)
+        lines += [
+            f"{ranks} ranks with { {name: value for name, value in values.items() if tiny.BASE.get(name) != value} }\n  {said}"
+        ] * bool(said)
     return "\n".join(lines)
 
 

@@ -29,7 +29,9 @@ def passes(action: Action, place: int) -> Sequence[Event]:
 
 def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> Planned:
     """The plan of a run whose pipeline positions need so many bytes, on a machine of 1 GiB."""
-    return plan(config_of(flags, 2), 2, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes, peaks=peaks))
+    return plan(
+        config_of(flags, 2), 2, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes, peaks=peaks)
+    )
 
 
 class Tags(HTMLParser):
@@ -71,10 +73,19 @@ def test_the_fullest_rank_is_marked_and_explained() -> None:
 def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
     flags = "--pipeline-model-parallel-size 8 --num-layers 8"
     planned = plan(config_of(flags, 64), 64, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes))
-    many = replace(planned.run, traces=tuple(replace(trace, peak=trace.peak + more * 2**20) for more in range(20) for trace in planned.run.traces),
-                   stands_for=planned.run.stands_for * 20)
+    many = replace(
+        planned.run,
+        traces=tuple(
+            replace(trace, peak=trace.peak + more * 2**20) for more in range(20) for trace in planned.run.traces
+        ),
+        stands_for=planned.run.stands_for * 20,
+    )
     lines = text(replace(planned, run=many)).splitlines()
-    assert len(lines) <= 30 and max(map(len, lines)) <= 180 and any(line.startswith("and 152 kinds with less") for line in lines)
+    assert (
+        len(lines) <= 30
+        and max(map(len, lines)) <= 180
+        and any(line.startswith("and 152 kinds with less") for line in lines)
+    )
 
 
 def test_the_json_has_the_numbers_of_the_plan() -> None:
@@ -90,7 +101,13 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) 
     written = page(planned_of(peaks), COMMAND)
     tags = Tags()
     tags.feed(written)
-    assert tags.open == [] and tags.points_to == [] and "http" not in written and "$" not in written and "@import" not in written
+    assert (
+        tags.open == []
+        and tags.points_to == []
+        and "http" not in written
+        and "$" not in written
+        and "@import" not in written
+    )
     assert 'name="viewport"' in written and "prefers-color-scheme: dark" in written and written.isascii()
     assert ("FITS" in written and "DOES NOT FIT" not in written) == (peaks[1] <= GIB)
 
@@ -102,14 +119,25 @@ def test_the_page_has_a_title_the_command_and_axes() -> None:
     assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
     memory, schedule = memory_picture(planned.run.worst, planned.hardware.budget()), schedule_picture(planned)
     labels = re.compile(r'<text class="tick[^>]*>([^<]+)</text>')
-    assert labels.findall(memory)[:6] == ["0 MiB", "200 MiB", "400 MiB", "0", "5", "10"] and "operations of the step" in memory
+    assert (
+        labels.findall(memory)[:6] == ["0 MiB", "200 MiB", "400 MiB", "0", "5", "10"]
+        and "operations of the step" in memory
+    )
     assert labels.findall(schedule) == ["pp 0", "pp 1", "0", "10 s", "20 s", "time since the step began"]
     # A label stands where its number lies: the peak of 512 MiB between those of 400 and 600.
     (high,) = (float(y) for y in re.findall(r'y="([\d.]+)">400 MiB', memory))
     assert TALL * (1 - 512 / (1.05 * 512)) < high - 4 == pytest.approx(TALL * (1 - 400 / (1.05 * 512)), abs=0.1)
 
 
-@pytest.mark.parametrize("top, found", [(27.0, [0, 10, 20]), (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0.0221, [0, 0.005, 0.01, 0.015, 0.02]), (6, [0, 2, 4, 6])])
+@pytest.mark.parametrize(
+    "top, found",
+    [
+        (27.0, [0, 10, 20]),
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.0221, [0, 0.005, 0.01, 0.015, 0.02]),
+        (6, [0, 2, 4, 6]),
+    ],
+)
 def test_ticks_are_round_numbers(top: float, found: list[float]) -> None:
     assert ticks(top) == pytest.approx(found)
 
@@ -128,8 +156,12 @@ def test_every_action_of_the_schedule_is_drawn_at_its_time() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
     drawn = schedule_picture(planned)
     titles = re.findall(r"<title>rank (\d): (\S+), (\d) s</title>", drawn)
-    wanted = {(str(rank), str(action), "1" if action.op == "F" else "2") for rank, row in enumerate(planned.run.whole_plan)
-              for action in row if action.op in "FB"}
+    wanted = {
+        (str(rank), str(action), "1" if action.op == "F" else "2")
+        for rank, row in enumerate(planned.run.whole_plan)
+        for action in row
+        if action.op in "FB"
+    }
     assert len(titles) == len(wanted) and set(titles) == wanted
 
 
@@ -145,23 +177,41 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         return run_of(config, ranks, passes, peaks=[int(peak)])
 
     setting = setting_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2)
-    planned = advised(plan(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry), setting, dry,
-                      true_vocab_size=VOCABULARY)
+    planned = advised(
+        plan(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
+        setting,
+        dry,
+        true_vocab_size=VOCABULARY,
+    )
     said = [(one.words, one.fits) for one in planned.advice]
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    assert said == [(f"--use-distributed-optimizer {full}", True), ("--use-distributed-optimizer", False), (full, False)]
+    assert said == [
+        (f"--use-distributed-optimizer {full}", True),
+        ("--use-distributed-optimizer", False),
+        (full, False),
+    ]
     assert planned.advice[0].peak == int(3.0 * GIB * 2 / 3 * 0.5) and planned.advice[0].slower > 0
-    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in text(planned) and ", FITS" in text(planned)
+    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in text(planned) and ", FITS" in text(
+        planned
+    )
 
 
 def test_changes_that_were_made_already_are_not_advised() -> None:
     flags = "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective"
     words = [line for line, _ in edits(setting_of(flags, 4), config_of(flags, 4))]
-    assert words == ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-                     "--tensor-model-parallel-size 4 --sequence-parallel", "--pipeline-model-parallel-size 2"]
+    assert words == [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+    ]
 
 
 def test_numbers_have_units() -> None:
-    assert [bytes_text(size) for size in (12, 3 * 2**10, 5 * 2**20, 1.5 * GIB)] == ["12 B", "3.00 KiB", "5.00 MiB", "1.50 GiB"]
+    assert [bytes_text(size) for size in (12, 3 * 2**10, 5 * 2**20, 1.5 * GIB)] == [
+        "12 B",
+        "3.00 KiB",
+        "5.00 MiB",
+        "1.50 GiB",
+    ]
     assert [seconds_text(size) for size in (2e-6, 0.0123, 1.5, 2000)] == ["2 us", "12.3 ms", "1.5 s", "2,000 s"]
     assert [count_text(size) for size in (12, 1300, 1.75e11)] == ["12", "1.3 k", "175 B"]

@@ -26,7 +26,11 @@ from megatron.training.loop import Session
 
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.futures.Future)
-_SHELLS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")  # of torch, where FSDP2 adds its own
+_SHELLS = (
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)  # of torch, where FSDP2 adds its own
 _OURS = ("megatron", "pretrain_", "tests.")
 
 
@@ -66,7 +70,11 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
 def roots(session: Session) -> dict[str, Any]:
     """Everything that a run holds: the parts of its session, by the names that the inventory uses, and the generators that
     belong to nobody."""
-    randomness = {"torch": torch.get_rng_state(), "numpy": repr(np.random.get_state()), "python": repr(random.getstate())}
+    randomness = {
+        "torch": torch.get_rng_state(),
+        "numpy": repr(np.random.get_state()),
+        "python": repr(random.getstate()),
+    }
     parts = {name: value for name, value in vars(session).items() if name not in ("config", "mesh", "log")}
     return {**parts, "randomness": randomness}
 
@@ -92,12 +100,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 pass
     elif isinstance(value, types.MethodType):
         yield "", value.__self__
-    elif type(value).__module__.startswith((*_OURS, "torch.optim", "torch.nn", "functools")) or isinstance(value, torch.nn.Module):
+    elif type(value).__module__.startswith((*_OURS, "torch.optim", "torch.nn", "functools")) or isinstance(
+        value, torch.nn.Module
+    ):
         if hasattr(value, "func"):
             yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items() if name not in _SHELLS)
         for kind in type(value).__mro__:
-            for name in [kind.__dict__["__slots__"]] if isinstance(kind.__dict__.get("__slots__"), str) else kind.__dict__.get("__slots__", ()):
+            for name in (
+                [kind.__dict__["__slots__"]]
+                if isinstance(kind.__dict__.get("__slots__"), str)
+                else kind.__dict__.get("__slots__", ())
+            ):
                 if hasattr(value, name):
                     yield f".{name}", getattr(value, name)
 

@@ -57,15 +57,18 @@ def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequenc
             for low in range(skipped, stop, rows):
                 piece = batch.slice(low, min(rows, stop - low))
                 texts = [_bytes_of(piece.column(key)) for key in keys]
-                start, end = (SourcePosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows))
+                start, end = (
+                    SourcePosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows)
+                )
                 size = sum(len(text) for column in texts for text in column if text is not None)
                 yield Chunk(source.kind, texts, start, end, size, consumed)
             if span.stop is not None and at + batch.num_rows >= span.stop:
                 return
 
 
-def _parquet_batches(source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str],
-                     first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+def _parquet_batches(
+    source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str], first: int
+) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """(batch, its first row, bytes of the file behind it), from the row group on in which row `first` lies."""
     from pyarrow import parquet
 
@@ -84,8 +87,9 @@ def _parquet_batches(source: InputFile, file: pyarrow.NativeFile, keys: Sequence
             row = after
 
 
-def _arrow_batches(source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str],
-                   first: int) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+def _arrow_batches(
+    source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str], first: int
+) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """The same of an IPC stream or file, whose batches must all be read to find the row `first`."""
     from pyarrow import ipc
 
@@ -108,8 +112,10 @@ def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str
     for key in keys:
         result = schema.get_all_field_indices(key)
         if len(result) != 1:
-            raise DataError(f"{source.path} has {len(result) or 'no'} columns {key!r}; it has {', '.join(schema.names)}: "
-                            "name one of them with --json-keys")
+            raise DataError(
+                f"{source.path} has {len(result) or 'no'} columns {key!r}; it has {', '.join(schema.names)}: "
+                "name one of them with --json-keys"
+            )
         kind = schema.field(result[0]).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):

@@ -84,8 +84,11 @@ class Encoder:
         try:
             columns = [self._column(column) for column in documents]
         except ValueError:
-            bad = [place for place in range(len(records.numbers))
-                   if not all(self._can_read(column[place]) for column in documents)]
+            bad = [
+                place
+                for place in range(len(records.numbers))
+                if not all(self._can_read(column[place]) for column in documents)
+            ]
             if not bad:
                 raise
             retained = sorted(set(range(len(records.numbers))).difference(bad))

@@ -20,8 +20,9 @@ HEAD_BYTES = 2**16
 
 Format = Literal["auto", "jsonl", "txt", "parquet", "arrow"]
 TextDocuments = Literal["file", "line"]
-ENDINGS: Mapping[str, Format] = MappingProxyType({".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet",
-                                                  ".arrow": "arrow", ".feather": "arrow"})
+ENDINGS: Mapping[str, Format] = MappingProxyType(
+    {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+)
 
 
 def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[InputFile]:
@@ -51,13 +52,23 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
 
 def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[InputFile]:
     """All files of a folder and its subfolders; with "auto", all must have an ending of ours."""
-    paths = sorted(path for place, _, names in os.walk(folder) for name in names if not name.startswith(".")
-                   and os.path.isfile(path := os.path.join(place, name)))
+    paths = sorted(
+        path
+        for place, _, names in os.walk(folder)
+        for name in names
+        if not name.startswith(".") and os.path.isfile(path := os.path.join(place, name))
+    )
     unknown = [path for path in paths if format == "auto" and _ending(path)[0] not in ENDINGS]
     if not paths or unknown:
-        raise DataError(f"--input {folder}: " + (
-            f"{len(unknown)} of the {len(paths)} files of this folder do not say by their ending what they are, first {unknown[0]}; give "
-            f"--input-format for all, or a pattern, as in '{os.path.join(folder, '**', '*.jsonl')}'" if paths else "this folder holds no file"))
+        raise DataError(
+            f"--input {folder}: "
+            + (
+                f"{len(unknown)} of the {len(paths)} files of this folder do not say by their ending what they are, first {unknown[0]}; give "
+                f"--input-format for all, or a pattern, as in '{os.path.join(folder, '**', '*.jsonl')}'"
+                if paths
+                else "this folder holds no file"
+            )
+        )
     return [_source(path, format, text_documents) for path in paths]
 
 
@@ -74,8 +85,10 @@ def _demand_json(path: str) -> None:
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     if head and head[:1] != b"{":
-        raise DataError(f"--input {path} does not begin with a JSON object, and its ending says nothing else; name plain text "
-                        ".txt, or say --input-format txt (or jsonl, to read it as JSON lines nevertheless)")
+        raise DataError(
+            f"--input {path} does not begin with a JSON object, and its ending says nothing else; name plain text "
+            ".txt, or say --input-format txt (or jsonl, to read it as JSON lines nevertheless)"
+        )
 
 
 def _source(path: str, format: Format, text_documents: TextDocuments) -> InputFile:

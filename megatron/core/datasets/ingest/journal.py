@@ -70,8 +70,10 @@ def locked(prefix: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise DataError(f"another process is writing to --output-prefix {prefix}; wait for its end, or choose "
-                                "another prefix") from error
+                raise DataError(
+                    f"another process is writing to --output-prefix {prefix}; wait for its end, or choose "
+                    "another prefix"
+                ) from error
             # The one who had it may have removed the name between our two calls.
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue
@@ -100,11 +102,17 @@ def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
     try:
         content = json.loads(path.read_bytes())
         if content["version"] != VERSION:
-            raise DataError(f"{path} has version {content['version']!r}; this programme knows version {VERSION}: {RESTART}")
+            raise DataError(
+                f"{path} has version {content['version']!r}; this programme knows version {VERSION}: {RESTART}"
+            )
         before, totals = content["command"], content["totals"]
         dropped = {reason: Dropped(**drop) for reason, drop in totals.pop("dropped").items()}
-        state = JournalState(SourcePosition(**content["place"]), [BuilderProgress(**marks) for marks in content["marks"]],
-                      Totals(**totals, dropped=dropped), content["done"])
+        state = JournalState(
+            SourcePosition(**content["place"]),
+            [BuilderProgress(**marks) for marks in content["marks"]],
+            Totals(**totals, dropped=dropped),
+            content["done"],
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -124,12 +132,22 @@ def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> N
         else:
             differences.append(f"{name}: {json.dumps(before.get(name))} then, {json.dumps(now[name])} now")
     if differences:
-        raise DataError("\n".join([f"{path} is of a run that was stopped, and that was not the same:",
-                                   *(f"  {line}" for line in differences), f"  give the same command to go on; or {RESTART}"]))
+        raise DataError(
+            "\n".join(
+                [
+                    f"{path} is of a run that was stopped, and that was not the same:",
+                    *(f"  {line}" for line in differences),
+                    f"  give the same command to go on; or {RESTART}",
+                ]
+            )
+        )
 
 
 def _changed_inputs(before: list, now: list) -> list[str]:
     if [entry[0] for entry in before] != [entry[0] for entry in now]:
-        return [f"input: {len(before)} files then, {len(now)} files now, or others" if len(before) != len(now)
-                else "input: other files, or in another order"]
+        return [
+            f"input: {len(before)} files then, {len(now)} files now, or others"
+            if len(before) != len(now)
+            else "input: other files, or in another order"
+        ]
     return [f"input: {new[0]} has changed since then" for old, new in zip(before, now) if old != new]

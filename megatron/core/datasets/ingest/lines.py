@@ -14,7 +14,14 @@ import xxhash
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, STANDARD_INPUT, Chunk, InputFile, InputSpan, SourcePosition
+from megatron.core.datasets.ingest.source import (
+    CHUNK_BYTES,
+    STANDARD_INPUT,
+    Chunk,
+    InputFile,
+    InputSpan,
+    SourcePosition,
+)
 
 COMPRESSED_PIECE = 2**11  # zstd can blow this up to 64 MB, if it wants to do harm
 
@@ -112,7 +119,9 @@ def read_document(number: int, span: InputSpan, place: SourcePosition) -> Iterat
         return
     with opened(span.source) as (file, _):
         content = file.read()
-    yield Chunk("document", [[content]], SourcePosition(number), SourcePosition(number, 1, 1), len(content), span.source.size)
+    yield Chunk(
+        "document", [[content]], SourcePosition(number), SourcePosition(number, 1, 1), len(content), span.source.size
+    )
 
 
 def count_bytes(source: InputFile) -> int:
@@ -155,5 +164,7 @@ def _skip_again(file: BinaryIO, place: SourcePosition, digest: xxhash.xxh3_128) 
         digest.update(content)
         left -= len(content)
     if left or (place.unit and digest.hexdigest() != place.digest):
-        raise DataError(f"standard input does not begin with the {place.unit} bytes that the run to be continued read; "
-                        "give it the same text, or begin anew with --restart")
+        raise DataError(
+            f"standard input does not begin with the {place.unit} bytes that the run to be continued read; "
+            "give it the same text, or begin anew with --restart"
+        )

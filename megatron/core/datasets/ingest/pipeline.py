@@ -1,7 +1,7 @@
 """From sources to finished pairs: one for each key, that go on where a killed run stopped.
 
-    spans -> chunks -> [ workers ] -> ids in the order of the input -> IndexedDatasetBuilder, one for each key
-                                                                   \\-> journal, every few seconds
+spans -> chunks -> [ workers ] -> ids in the order of the input -> IndexedDatasetBuilder, one for each key
+                                                               \\-> journal, every few seconds
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.datasets.indexed import BuilderProgress, DataError, IndexedDatasetBuilder, best_dtype, bin_path, idx_path
+from megatron.core.datasets.indexed import (
+    BuilderProgress,
+    DataError,
+    IndexedDatasetBuilder,
+    best_dtype,
+    bin_path,
+    idx_path,
+)
 from megatron.core.datasets.ingest import journal
 from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
 from megatron.core.datasets.ingest.inputs import identity, name_record, read_spans, spans_of
@@ -131,8 +138,9 @@ def _command(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
 
 
 @contextmanager
-def _builders(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype,
-              marks: Sequence[BuilderProgress] | None) -> Iterator[list[IndexedDatasetBuilder]]:
+def _builders(
+    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress] | None
+) -> Iterator[list[IndexedDatasetBuilder]]:
     """A builder for each key. When the block raises, what they wrote stays if the journal names it, else it goes."""
     builders: list[IndexedDatasetBuilder] = []
     try:
@@ -146,15 +154,20 @@ def _builders(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype,
         raise
 
 
-def _builder(order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None) -> IndexedDatasetBuilder:
+def _builder(
+    order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None
+) -> IndexedDatasetBuilder:
     try:
-        return IndexedDatasetBuilder(pair, dtype, tokenizer=mark, shard=order.shard, level=order.level, partial=PARTIAL,
-                                     marks=marks)
+        return IndexedDatasetBuilder(
+            pair, dtype, tokenizer=mark, shard=order.shard, level=order.level, partial=PARTIAL, marks=marks
+        )
     except DataError as error:
         raise DataError(f"{error}; {journal.RESTART}" if marks else str(error)) from error
 
 
-def _finish_again(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress]) -> None:
+def _finish_again(
+    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress]
+) -> None:
     """Finish the pairs of a run that died after its last document.
 
     A builder renames the ids first and the index last, and only when all files of the pair are complete. So a pair
@@ -176,8 +189,13 @@ def _finish_again(order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, 
 class _Writer:
     """Puts encoded chunks into the pairs, in order, and keeps the account and the journal."""
 
-    def __init__(self, order: PreprocessOptions, command: Mapping[str, Any], builders: Sequence[IndexedDatasetBuilder],
-                 state: JournalState | None) -> None:
+    def __init__(
+        self,
+        order: PreprocessOptions,
+        command: Mapping[str, Any],
+        builders: Sequence[IndexedDatasetBuilder],
+        state: JournalState | None,
+    ) -> None:
         self.totals = state.totals if state else Totals(empty=[0] * len(order.job.keys))
         self._order, self._command, self._builders = order, command, builders
         self._place = state.place if state else SourcePosition()
@@ -221,8 +239,11 @@ class _Writer:
         bad = {reason: drop for reason, drop in self.totals.dropped.items() if reason != BLANK}
         if bad and self._order.on_bad_line == "fail":
             named = [f"{place}: {reason}" for reason, drop in bad.items() for place in drop.places]
-            raise DataError(("; " if len(named) == 1 else "\n").join(
-                [*named, "mend the line, or leave such lines out with --on-bad-line skip"]))
+            raise DataError(
+                ("; " if len(named) == 1 else "\n").join(
+                    [*named, "mend the line, or leave such lines out with --on-bad-line skip"]
+                )
+            )
 
     def _save(self, done: bool) -> None:
         marks = [builder.flush() for builder in self._builders]
@@ -233,6 +254,8 @@ class _Writer:
 def describe_drops(totals: Totals) -> str:
     """How many lines were left out, and for each reason how many and where the first of them are."""
     reasons = sorted(totals.dropped.items(), key=lambda item: -item[1].count)
-    message = "; ".join(f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"
-                     for reason, drop in reasons)
+    message = "; ".join(
+        f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"
+        for reason, drop in reasons
+    )
     return f"{sum(drop.count for drop in totals.dropped.values())} lines left out" + f": {message}" * bool(message)

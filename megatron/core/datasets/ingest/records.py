@@ -49,8 +49,11 @@ class RecordBatch:
         for place in sorted(gone):
             drops[reason].add(self.numbers[place])
         retained = [place for place in range(len(self.numbers)) if place not in gone]
-        return RecordBatch([[column[place] for place in retained] for column in self.texts],
-                       [self.numbers[place] for place in retained], drops)
+        return RecordBatch(
+            [[column[place] for place in retained] for column in self.texts],
+            [self.numbers[place] for place in retained],
+            drops,
+        )
 
 
 def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:

@@ -34,7 +34,9 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
             window = text[low : low + WINDOW] if len(text) > WINDOW else text
             result = spans(window)
             if keep_newlines and result:
-                ends = [start for start, _ in result[1:]] + [len(window if low + WINDOW < len(text) else window.rstrip())]
+                ends = [start for start, _ in result[1:]] + [
+                    len(window if low + WINDOW < len(text) else window.rstrip())
+                ]
                 result = [(start, end) for (start, _), end in zip(result, ends)]
             sentences += [window[start:end] for start, end in result]
         return sentences
@@ -65,17 +67,21 @@ def _spans(language: str) -> Callable[[str], list[tuple[int, int]]]:
             raise ConfigError(
                 f"--lang {language}: NLTK has no Punkt tables of that language. Only English comes along; on a machine "
                 "with a network run python -m nltk.downloader -d FOLDER punkt_tab, copy FOLDER to this machine and set "
-                "NLTK_DATA to it") from error
+                "NLTK_DATA to it"
+            ) from error
     return lambda text: list(splitter.span_tokenize(text))
 
 
 def _read_tables(folder: Path, parameters: PunktParameters) -> PunktParameters:
     """Fill Punkt's parameters from its four tables."""
+
     def lines(name: str) -> list[str]:
         return (folder / name).read_text(encoding="utf-8").splitlines()
 
     parameters.abbrev_types.update(lines("abbrev_types.txt"))
     parameters.sent_starters.update(lines("sent_starters.txt"))
     parameters.collocations.update(tuple(line.split("\t")) for line in lines("collocations.tab"))
-    parameters.ortho_context.update((word, int(flags)) for word, _, flags in (line.partition("\t") for line in lines("ortho_context.tab")))
+    parameters.ortho_context.update(
+        (word, int(flags)) for word, _, flags in (line.partition("\t") for line in lines("ortho_context.tab"))
+    )
     return parameters

@@ -102,6 +102,7 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int
     room = threading.Semaphore(DEPTH * count)
     unwanted = threading.Event()
     with _started(job, count) as workers:
+
         def sent() -> Iterator[Chunk]:
             for number, chunk in enumerate(chunks):
                 while not room.acquire(timeout=LOOK_AGAIN):

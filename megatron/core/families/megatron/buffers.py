@@ -45,7 +45,9 @@ def spans(sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: i
     return found if bucket == len(buckets) else None
 
 
-def bucket_sizes(sizes: Sequence[tuple[str, int]], largest: int | None, alone: Collection[str], alignment: int = ALIGNED) -> list[int]:
+def bucket_sizes(
+    sizes: Sequence[tuple[str, int]], largest: int | None, alone: Collection[str], alignment: int = ALIGNED
+) -> list[int]:
     """Elements of each bucket as Megatron cuts them. largest: where one ends; alone: parameters with a bucket of their own."""
     found: list[int] = []
     start, filled = 0, False
@@ -69,7 +71,9 @@ def largest_bucket(arguments: dict[str, object], ranks: int) -> int | None:
     return given if isinstance(given, int) else max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * ranks)
 
 
-def joined_spans(sizes: Sequence[tuple[str, int]], total: int, largest: int | None, shared: Collection[str]) -> Iterator[dict[str, Span]]:
+def joined_spans(
+    sizes: Sequence[tuple[str, int]], total: int, largest: int | None, shared: Collection[str]
+) -> Iterator[dict[str, Span]]:
     """The layouts that a buffer may have whose buckets were joined without their padding; as spans of the one that results.
 
     total: its elements; shared: word embeddings, which have a bucket of their own where two stages hold them.
@@ -83,7 +87,10 @@ def joined_spans(sizes: Sequence[tuple[str, int]], total: int, largest: int | No
                 if inside is None:
                     continue
                 before = [sum(buckets[:number]) for number in range(len(buckets))]
-                layout = {name: Span(0, before[span.bucket] + span.start, before[span.bucket] + span.stop) for name, span in inside.items()}
+                layout = {
+                    name: Span(0, before[span.bucket] + span.start, before[span.bucket] + span.stop)
+                    for name, span in inside.items()
+                }
                 if layout not in tried:
                     tried.append(layout)
                     yield layout

@@ -17,16 +17,25 @@ from megatron.core.families.megatron.buffers import Unreadable
 from megatron.core.parallel.boxes import Box
 
 # Names of siblings stand in the order in which their parent defines them.
-_ORDER = {word: place for place, word in enumerate((
-    "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder mtp layers enorm hnorm eh_proj transformer_layer "
-    "mtp_model_layer input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
-    "linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm "
-    "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm final_norm "
-    "lm_head dense layer_norm output_layer pooler binary_head softmax_offset layer_norm_weight layer_norm_bias weight bias").split())}
+_ORDER = {
+    word: place
+    for place, word in enumerate(
+        (
+            "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder mtp layers enorm hnorm eh_proj transformer_layer "
+            "mtp_model_layer input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
+            "linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm "
+            "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm final_norm "
+            "lm_head dense layer_norm output_layer pooler binary_head softmax_offset layer_norm_weight layer_norm_bias weight bias"
+        ).split()
+    )
+}
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)")
 _LAYER = re.compile(r"^(encoder|decoder|mtp)\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12])\.(weight|bias)$")
-_NORMS = ((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."), (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."))
+_NORMS = (
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+)
 _WORDS = "embedding.word_embeddings.weight"
 
 
@@ -88,16 +97,33 @@ class Ranks:
     def of(arguments: Mapping[str, Any], layers: int) -> Ranks:
         """From the arguments of a run. Raises `Unreadable` for one whose stages cannot be known."""
         tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
-        odd = [name for name in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-                                 "num_layers_at_start_in_bf16") if arguments.get(name)]
+        odd = [
+            name
+            for name in (
+                "pipeline_model_parallel_layout",
+                "account_for_embedding_in_pipeline_split",
+                "account_for_loss_in_pipeline_split",
+                "num_layers_at_start_in_bf16",
+            )
+            if arguments.get(name)
+        ]
         if pipeline > 1 and odd:
             raise Unreadable(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
         native = not fused or bool(arguments.get("moe_use_legacy_grouped_gemm"))
         grouped = ("native" if native else "fused") if arguments.get("moe_grouped_gemm") else ""
-        return Ranks(tensor, pipeline, int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
-                     int(arguments.get("expert_model_parallel_size") or 1), int(arguments.get("expert_tensor_parallel_size") or tensor),
-                     fused, grouped, layers, arguments.get("decoder_first_pipeline_num_layers"), arguments.get("decoder_last_pipeline_num_layers"))
+        return Ranks(
+            tensor,
+            pipeline,
+            int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
+            int(arguments.get("expert_model_parallel_size") or 1),
+            int(arguments.get("expert_tensor_parallel_size") or tensor),
+            fused,
+            grouped,
+            layers,
+            arguments.get("decoder_first_pipeline_num_layers"),
+            arguments.get("decoder_last_pipeline_num_layers"),
+        )
 
     def stage_of(self, layer: int) -> tuple[int, int]:
         """(pipeline rank, chunk) of a layer of the decoder."""
@@ -118,8 +144,9 @@ class Ranks:
         return layer // each % self.pipeline, layer // each // self.pipeline
 
 
-def locals_of(model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: int, expert: int, expert_tensor: int,
-              tied: bool) -> list[list[Local]]:
+def locals_of(
+    model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: int, expert: int, expert_tensor: int, tied: bool
+) -> list[list[Local]]:
     """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
     found: list[list[Local]] = [[] for _ in range(ranks.chunks)]
     for one in model:
@@ -133,8 +160,10 @@ def locals_of(model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: i
             found[stage[1]] += make(part, one, ranks, *sizes)
     if ranks.pipeline > 1 and tied and pipeline == ranks.pipeline - 1:
         words = next(one for one in model if one.key == _WORDS)
-        found[-1] += [replace(one, name="output_layer.weight", shared=True)
-                      for one in _plain(words, words, ranks, tensor, ranks.tensor, 0)]
+        found[-1] += [
+            replace(one, name="output_layer.weight", shared=True)
+            for one in _plain(words, words, ranks, tensor, ranks.tensor, 0)
+        ]
     if ranks.pipeline > 1 and tied:
         found[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in found[0]]
     return [sorted(chunk, key=lambda one: _place(one.name)) for chunk in found]
@@ -147,7 +176,9 @@ def _place(name: str) -> tuple[int, ...]:
         counted = re.fullmatch(r"(weight|bias)?(\d+)", word)
         if word not in _ORDER and not counted:
             raise Unreadable(f"the place of {name} in the order of parameters is not known here")
-        places.append(_ORDER[word] if word in _ORDER else int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0))
+        places.append(
+            _ORDER[word] if word in _ORDER else int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0)
+        )
     return tuple(places)
 
 
@@ -198,7 +229,9 @@ def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
     shape = boxes[0].shape[lead:]
     rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]
     whole = shape if len(boxes) == 1 else (len(boxes) * shape[0], *shape[1:])
-    parts = tuple(Part(key, box, Box((row, *(0,) * (len(shape) - 1)) if shape else (), shape)) for row, box in zip(rows, boxes))
+    parts = tuple(
+        Part(key, box, Box((row, *(0,) * (len(shape) - 1)) if shape else (), shape)) for row, box in zip(rows, boxes)
+    )
     return Local(name, whole, parts)
 
 
@@ -207,7 +240,7 @@ def _experts(part: Global, one: Global, ranks: Ranks, rank: int, size: int, expe
     lead = 1 if _STACKED.match(one.key) else 0
     count = one.shape[lead] // ranks.expert
     mine = range(expert * count, (expert + 1) * count)
-    layer, (linear, kind) = part.key[:part.key.index(".mlp.experts.")], _EXPERTS.search(part.key).groups()
+    layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], _EXPERTS.search(part.key).groups()
     if ranks.grouped == "native":
         return [_native(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
     found = []
@@ -216,7 +249,9 @@ def _experts(part: Global, one: Global, ranks: Ranks, rank: int, size: int, expe
         name = f"{linear}.{kind}{number}" if ranks.grouped else f"local_experts.{number}.{linear}.{kind}"
         if not boxes:
             raise Unreadable(f"{one.key} is not saved expert by expert")
-        found.append(_stacked(f"{layer}.mlp.experts.{name}", one.key, _shards(boxes, lead + 1, rank, size, one), lead + 1))
+        found.append(
+            _stacked(f"{layer}.mlp.experts.{name}", one.key, _shards(boxes, lead + 1, rank, size, one), lead + 1)
+        )
     return found
 
 
@@ -226,6 +261,9 @@ def _native(name: str, one: Global, part: Global, lead: int, mine: range, rank: 
     if not boxes:
         raise Unreadable(f"{one.key} is not saved by expert ranks")
     boxes = _shards(boxes, lead + 1, rank, size, one)
-    rows, columns = boxes[0].shape[lead + 1:]
-    parts = tuple(Part(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True) for number, box in enumerate(boxes))
+    rows, columns = boxes[0].shape[lead + 1 :]
+    parts = tuple(
+        Part(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True)
+        for number, box in enumerate(boxes)
+    )
     return Local(name, (len(mine), columns, len(boxes) * rows), parts)

@@ -1,9 +1,9 @@
 """Experts in Megatron's old format: one entry an expert, or all in two flat matrices; ours are stacked.
 
-    mlp.experts.local_experts.E.linear_fc1.weight     [outputs, inputs]       one after the other
-    mlp.experts.linear_fc1.weightE                    [outputs, inputs]       Transformer Engine's grouped products
-    mlp.experts.weight1                               [h, e * outputs], read as [e, h, outputs]
-    mlp.experts.weight2                               [e * inputs, h], read as [e, inputs, h]
+mlp.experts.local_experts.E.linear_fc1.weight     [outputs, inputs]       one after the other
+mlp.experts.linear_fc1.weightE                    [outputs, inputs]       Transformer Engine's grouped products
+mlp.experts.weight1                               [h, e * outputs], read as [e, h, outputs]
+mlp.experts.weight2                               [e * inputs, h], read as [e, inputs, h]
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ONE = re.compile(r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$")
+_ONE = re.compile(
+    r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$"
+)
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)$")
 _FLAT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])$")
 
@@ -64,7 +66,9 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
             found[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))
         else:
             found[name] = tensor
-    return found | {name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()}
+    return found | {
+        name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()
+    }
 
 
 def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
@@ -76,5 +80,7 @@ def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequen
             found[name] = shards
             continue
         for expert in range(len(shards[0])):
-            found[f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"] = [shard[expert].clone() for shard in shards]
+            found[f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"] = [
+                shard[expert].clone() for shard in shards
+            ]
     return found

@@ -32,11 +32,16 @@ from megatron.core.parallel.boxes import whole
 
 _WORDS = "embedding.word_embeddings.weight"
 # Norms that Transformer Engine keeps with the product behind them, where a layer has that.
-_FUSED = ((".input_layernorm.", ".self_attention.linear_qkv."), (".pre_mlp_layernorm.", ".mlp.linear_fc1."),
-          (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj."),
-          (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj."))
+_FUSED = (
+    (".input_layernorm.", ".self_attention.linear_qkv."),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1."),
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj."),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj."),
+)
 _LAYER = re.compile(r"^((?:encoder|decoder)\.layers)\.(\d+)\.")
-_STATEFUL = re.compile(r"\.(linear_\w+|eh_proj)\.weight$|^output_layer\.weight$")  # modules that expect `_extra_state` beside
+_STATEFUL = re.compile(
+    r"\.(linear_\w+|eh_proj)\.weight$|^output_layer\.weight$"
+)  # modules that expect `_extra_state` beside
 _EXPERTS = re.compile(r"\.mlp\.experts\.(linear_fc\d\.)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 # How a distributed checkpoint is read: layers carry their number in the name.
@@ -46,8 +51,15 @@ _CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "ch
 class _Export:
     """What both formats ask of a source. Raises `CheckpointError` when Megatron has no such network, or cannot read it so."""
 
-    def __init__(self, source: Source, folder: str | Path, iteration: int, tensor_size: int, fused_norms: bool,
-                 problems: Callable[[_Export], list[str]]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        folder: str | Path,
+        iteration: int,
+        tensor_size: int,
+        fused_norms: bool,
+        problems: Callable[[_Export], list[str]],
+    ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
         self.layout = Layout.of(source.settings, 3.0)
         self.model = from_values(ModelConfig, source.settings).resolve()
@@ -74,11 +86,19 @@ class _Export:
     def common(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
         """Entries beside the tensors."""
         rows = self.source.formats[f"model.{_WORDS}"].shape[0]
-        args = arguments_of(self.model, self.source.settings, {
-            "padded_vocab_size": padded(rows, self.source.settings, self.tensor_size), "iteration": self.iteration,
-            "tensor_model_parallel_size": self.tensor_size, "pipeline_model_parallel_size": pipeline_size, "ckpt_format": ckpt_format,
-            "transformer_impl": "transformer_engine" if self.fused else "local",
-            "moe_grouped_gemm": None if ckpt_format == "torch_dist" else False})  # whole tensors serve both
+        args = arguments_of(
+            self.model,
+            self.source.settings,
+            {
+                "padded_vocab_size": padded(rows, self.source.settings, self.tensor_size),
+                "iteration": self.iteration,
+                "tensor_model_parallel_size": self.tensor_size,
+                "pipeline_model_parallel_size": pipeline_size,
+                "ckpt_format": ckpt_format,
+                "transformer_impl": "transformer_engine" if self.fused else "local",
+                "moe_grouped_gemm": None if ckpt_format == "torch_dist" else False,
+            },
+        )  # whole tensors serve both
         return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
 
     def finish(self) -> Path:
@@ -90,27 +110,49 @@ class _Export:
         return self.target
 
 
-def write_torch_dist(source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, fused_norms: bool = True) -> Path:
+def write_torch_dist(
+    source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, fused_norms: bool = True
+) -> Path:
     """Write the weights of a GPT so that Megatron Core reads them under any layout. Returns the iteration's folder.
 
     tensor_size: ranks that shall divide the padded vocabulary. Memory holds one tensor. Raises `CheckpointError` when Megatron has
     no such network, or the folder has that iteration already.
     """
-    export = _Export(source, folder, iteration, tensor_size, fused_norms, lambda export: [] if export.model.architecture == "gpt" else
-                     ["a BERT is written in the format torch, and not in torch_dist"])
+    export = _Export(
+        source,
+        folder,
+        iteration,
+        tensor_size,
+        fused_norms,
+        lambda export: (
+            []
+            if export.model.architecture == "gpt"
+            else ["a BERT is written in the format torch, and not in torch_dist"]
+        ),
+    )
     names = {_distributed_name(name, export): name for name in export.names}
-    states = [key for theirs, name in names.items() if _STATEFUL.search(name) and name != "output_layer.weight"
-              for key in _states(theirs, export)]
-    write_tensors(export.made, {theirs: lambda name=name: export.shards(name, 1)[0] for theirs, name in names.items()},
-                  {theirs: _format(name, export) for theirs, name in names.items()}, states,
-                  {**export.common(1, "torch_dist"), "content_metadata": _CONTENT})
+    states = [
+        key
+        for theirs, name in names.items()
+        if _STATEFUL.search(name) and name != "output_layer.weight"
+        for key in _states(theirs, export)
+    ]
+    write_tensors(
+        export.made,
+        {theirs: lambda name=name: export.shards(name, 1)[0] for theirs, name in names.items()},
+        {theirs: _format(name, export) for theirs, name in names.items()},
+        states,
+        {**export.common(1, "torch_dist"), "content_metadata": _CONTENT},
+    )
     return export.finish()
 
 
 def _format(name: str, export: _Export) -> Tensor:
     """A parameter's shape and dtype as it is written, without its values."""
     one = export.source.formats[f"model.{name}"]
-    rows = padded(one.shape[0], export.source.settings, export.tensor_size) if is_over_vocabulary(name) else one.shape[0]
+    rows = (
+        padded(one.shape[0], export.source.settings, export.tensor_size) if is_over_vocabulary(name) else one.shape[0]
+    )
     return torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta")
 
 
@@ -118,9 +160,12 @@ def _distributed_name(name: str, export: _Export) -> str:
     """A parameter's name among the tensors of a distributed checkpoint."""
     if export.fused:
         name = _with_fused_norm(name, export.names)
-    elif not export.model.mla.multi_latent_attention:  # local layers are stored under Transformer Engine's names, even before experts
+    elif (
+        not export.model.mla.multi_latent_attention
+    ):  # local layers are stored under Transformer Engine's names, even before experts
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
-            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+        )
     return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
 
 
@@ -131,33 +176,53 @@ def _states(theirs: str, export: _Export) -> list[str]:
     return [f"{module}._extra_state/shard_{shard}" for shard in shards]
 
 
-def write_legacy(source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, pipeline_size: int = 1,
-                 fused_norms: bool = True) -> Path:
+def write_legacy(
+    source: Source,
+    folder: str | Path,
+    *,
+    iteration: int = 0,
+    tensor_size: int = 1,
+    pipeline_size: int = 1,
+    fused_norms: bool = True,
+) -> Path:
     """Write the weights of a GPT or a BERT for so many tensor and pipeline ranks. Returns the iteration's folder.
 
     Experts stand one after the other, as without `--moe-grouped-gemm`. Raises `CheckpointError` when Megatron has no such network,
     the ranks cannot share it, or the folder has that iteration already.
     """
+
     def problems(export: _Export) -> list[str]:
-        found = [f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks" for name in export.names
-                 if (reason := divided_over(name, tensor_size, export.layout))]
+        found = [
+            f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks"
+            for name in export.names
+            if (reason := divided_over(name, tensor_size, export.layout))
+        ]
         if export.model.mtp.mtp_num_layers:
-            found.append("layers of multi-token prediction have other names in each release's files of ranks; write torch_dist")
+            found.append(
+                "layers of multi-token prediction have other names in each release's files of ranks; write torch_dist"
+            )
         if export.layers % pipeline_size:
             found.append(f"{export.layers} layers cannot be divided over {pipeline_size} pipeline ranks")
         return found
 
     export = _Export(source, folder, iteration, tensor_size, fused_norms, problems)
     for p in range(pipeline_size):
-        held = {name: export.shards(name, tensor_size) for name in export.names if _stage(name, export.layers, pipeline_size) == p}
+        held = {
+            name: export.shards(name, tensor_size)
+            for name in export.names
+            if _stage(name, export.layers, pipeline_size) == p
+        }
         if p and p == pipeline_size - 1 and export.model.ties_embeddings:
             held["output_layer.weight"] = export.shards(_WORDS, tensor_size)
         for t in range(tensor_size):
             place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
             place.mkdir()
             model: dict[str, Tensor | None] = {
-                _of_stage(_with_fused_norm(name, export.names) if fused_norms else name, export.layers // pipeline_size): shards[t]
-                for name, shards in with_experts_apart(held).items()}
+                _of_stage(
+                    _with_fused_norm(name, export.names) if fused_norms else name, export.layers // pipeline_size
+                ): shards[t]
+                for name, shards in with_experts_apart(held).items()
+            }
             model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
             if p == pipeline_size - 1 and export.model.architecture == "gpt":
                 model["output_layer._extra_state"] = None  # of a tied one too

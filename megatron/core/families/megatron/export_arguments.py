@@ -16,11 +16,33 @@ from megatron.core.families.megatron.expressible import fuses_gelu
 
 _PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 # What Megatron's `--use-checkpoint-args` takes from a checkpoint, in every release since 0.8.
-_TAKEN = frozenset((
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "max_position_embeddings",
-    "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "add_bias_linear", "add_qkv_bias", "squared_relu",
-    "swiglu", "untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "num_experts", "moe_layer_freq",
-    "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size"))
+_TAKEN = frozenset(
+    (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "max_position_embeddings",
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_percent",
+        "rotary_interleaved",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "squared_relu",
+        "swiglu",
+        "untie_embeddings_and_output_weights",
+        "apply_layernorm_1p",
+        "normalization",
+        "num_experts",
+        "moe_layer_freq",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_shared_expert_intermediate_size",
+    )
+)
 _OURS = frozenset(("architecture", "openai_gelu", "true_vocab_size"))  # said otherwise there, or not at all
 
 
@@ -32,14 +54,27 @@ def padded(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
 
 def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[str, Any]) -> types.SimpleNamespace:
     """The namespace of a run of Megatron's that has this network. model: resolved; settings: of the run; more: wins over both."""
-    kept = {name: value for name, value in {**settings, **to_values(model)}.items()
-            if value is None or isinstance(value, (bool, int, float, str, tuple, list))}
+    kept = {
+        name: value
+        for name, value in {**settings, **to_values(model)}.items()
+        if value is None or isinstance(value, (bool, int, float, str, tuple, list))
+    }
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
-    return types.SimpleNamespace(**{
-        **{name: _plain(name, value, model.depth()) for name, value in kept.items()}, "group_query_attention": grouped,
-        "bias_gelu_fusion": fuses_gelu(model), "add_position_embedding": True, "use_rotary_position_embeddings": False,
-        "consumed_train_samples": 0, "consumed_valid_samples": 0, "use_mcore_models": True, "no_save_optim": True, "no_save_rng": True,
-        **more})
+    return types.SimpleNamespace(
+        **{
+            **{name: _plain(name, value, model.depth()) for name, value in kept.items()},
+            "group_query_attention": grouped,
+            "bias_gelu_fusion": fuses_gelu(model),
+            "add_position_embedding": True,
+            "use_rotary_position_embeddings": False,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "use_mcore_models": True,
+            "no_save_optim": True,
+            "no_save_rng": True,
+            **more,
+        }
+    )
 
 
 def flags_beside(model: ModelConfig) -> str:
@@ -48,9 +83,13 @@ def flags_beside(model: ModelConfig) -> str:
     Empty when it takes all of this one. model: resolved.
     """
     values, usual, idle = to_values(model), to_values(ModelConfig()), unused(model)
-    words = [f"{spelling(name)}{_shown(values[name])}" for name in network_fields()
-             if name not in _TAKEN | _OURS | idle and values[name] != usual[name]
-             and not (name == "rope_type" and values[name] == "rope" and not model.mla.multi_latent_attention)]
+    words = [
+        f"{spelling(name)}{_shown(values[name])}"
+        for name in network_fields()
+        if name not in _TAKEN | _OURS | idle
+        and values[name] != usual[name]
+        and not (name == "rope_type" and values[name] == "rope" and not model.mla.multi_latent_attention)
+    ]
     if model.add_bias_linear and not model.swiglu and not fuses_gelu(model):
         words.append("--no-bias-gelu-fusion")
     if model.moe.moe_grouped_gemm and not model.add_bias_linear and model.activation in ("silu", "gelu"):

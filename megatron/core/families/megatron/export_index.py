@@ -18,7 +18,12 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -37,8 +42,13 @@ class _OneByOne(DefaultSavePlanner):
         return empty
 
 
-def write_tensors(folder: Path, values: Mapping[str, Callable[[], Tensor]], formats: Mapping[str, Tensor], states: Sequence[str],
-                  common: Mapping[str, Any]) -> None:
+def write_tensors(
+    folder: Path,
+    values: Mapping[str, Callable[[], Tensor]],
+    formats: Mapping[str, Tensor],
+    states: Sequence[str],
+    common: Mapping[str, Any],
+) -> None:
     """Write tensors into a folder that is there, by the names of the format.
 
     values: each tensor, made when it is asked for; formats: the same without storage (of the device `meta`); states: keys of
@@ -46,7 +56,11 @@ def write_tensors(folder: Path, values: Mapping[str, Callable[[], Tensor]], form
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is there
-        checkpoint.save({**formats, **dict.fromkeys(states)}, planner=_OneByOne(values), no_dist=True,
-                        storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1))
+        checkpoint.save(
+            {**formats, **dict.fromkeys(states)},
+            planner=_OneByOne(values),
+            no_dist=True,
+            storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
+        )
     torch.save(dict(common), folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="ascii")

@@ -17,31 +17,90 @@ from megatron.core.config.network import network_fields, unused
 ANY: Collection[Any] | None = None
 # Setting -> the values beside its default of which Megatron has a counterpart.
 COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
-    **dict.fromkeys((
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
-        "max_position_embeddings", "true_vocab_size", "untie_embeddings_and_output_weights", "normalization", "norm_epsilon",
-        "apply_layernorm_1p", "add_bias_linear", "add_qkv_bias", "swiglu", "quick_geglu", "squared_relu", "openai_gelu",
-        "activation_func_clamp_value", "glu_linear_offset", "qk_layernorm", "qk_l2_norm", "softmax_scale", "window_size",
-        "window_attn_skip_freq", "bert_binary_head", "rotary_base", "rotary_percent", "rotary_interleaved",
-        "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "mrope_section", "no_rope_freq",
-        "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
-        "mtp_use_repeated_layer", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-        "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
-        "moe_shared_expert_intermediate_size"), ANY),
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+            "num_query_groups",
+            "max_position_embeddings",
+            "true_vocab_size",
+            "untie_embeddings_and_output_weights",
+            "normalization",
+            "norm_epsilon",
+            "apply_layernorm_1p",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "swiglu",
+            "quick_geglu",
+            "squared_relu",
+            "openai_gelu",
+            "activation_func_clamp_value",
+            "glu_linear_offset",
+            "qk_layernorm",
+            "qk_l2_norm",
+            "softmax_scale",
+            "window_size",
+            "window_attn_skip_freq",
+            "bert_binary_head",
+            "rotary_base",
+            "rotary_percent",
+            "rotary_interleaved",
+            "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling",
+            "rope_scaling_factor",
+            "mrope_section",
+            "no_rope_freq",
+            "multi_latent_attention",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+            "mtp_num_layers",
+            "mtp_use_repeated_layer",
+            "num_experts",
+            "moe_layer_freq",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_router_score_function",
+            "moe_router_pre_softmax",
+            "moe_router_topk_scaling_factor",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_enable_expert_bias",
+            "moe_shared_expert_intermediate_size",
+        ),
+        ANY,
+    ),
     "architecture": ("bert",),  # a T5 is read, and not written
-    "position_embedding_type": ("rope", "mrope", "none"), "rope_type": ("rope",), "softmax_type": ("off-by-one",)}
+    "position_embedding_type": ("rope", "mrope", "none"),
+    "rope_type": ("rope",),
+    "softmax_type": ("off-by-one",),
+}
 
 # The same with latent attention, which alone has YaRN there.
-LATENT: Mapping[str, Collection[Any] | None] = {"rope_type": ("rope", "yarn"), "rotary_scaling_factor": ANY, "mscale": ANY, "mscale_all_dim": ANY}
+LATENT: Mapping[str, Collection[Any] | None] = {
+    "rope_type": ("rope", "yarn"),
+    "rotary_scaling_factor": ANY,
+    "mscale": ANY,
+    "mscale_all_dim": ANY,
+}
 
 
 def without_counterpart(model: ModelConfig) -> list[str]:
     """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
     values, usual, idle = to_values(model), _defaults(ModelConfig), unused(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
-    lines = [f"{spelling(name)}{_value(values[name])}: Megatron builds no such network" for name in network_fields()
-             if name not in idle and values[name] != usual[name]
-             and (name not in table or (allowed := table[name]) is not None and values[name] not in allowed)]
+    lines = [
+        f"{spelling(name)}{_value(values[name])}: Megatron builds no such network"
+        for name in network_fields()
+        if name not in idle
+        and values[name] != usual[name]
+        and (name not in table or (allowed := table[name]) is not None and values[name] not in allowed)
+    ]
     return lines + [line for line, holds in _together(model).items() if holds]
 
 
@@ -49,13 +108,19 @@ def _together(model: ModelConfig) -> dict[str, bool]:
     """What is there by itself, and not with another part of the network."""
     ahead = bool(model.mtp.mtp_num_layers)
     return {
-        "--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates":
-            model.activation == "gelu_tanh" and not fuses_gelu(model),
-        "--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear":
-            bool(model.moe.num_experts and model.moe.moe_shared_expert_intermediate_size and model.add_bias_linear),
-        "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases":
-            ahead and model.window is not None and model.window_attn_skip_freq is not None,
-        "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead and model.rotates and model.rope.no_rope_freq is not None}
+        "--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates": model.activation
+        == "gelu_tanh"
+        and not fuses_gelu(model),
+        "--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear": bool(
+            model.moe.num_experts and model.moe.moe_shared_expert_intermediate_size and model.add_bias_linear
+        ),
+        "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases": ahead
+        and model.window is not None
+        and model.window_attn_skip_freq is not None,
+        "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead
+        and model.rotates
+        and model.rope.no_rope_freq is not None,
+    }
 
 
 def fuses_gelu(model: ModelConfig) -> bool:

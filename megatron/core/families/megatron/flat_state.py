@@ -22,13 +22,15 @@ from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable, spans
 from megatron.core.families.megatron.definition_order import Global, Local, Ranks, locals_of
 from megatron.core.families.megatron.stored import Chunk, Flat, Stored
 
-_BUCKET = re.compile(r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
-                     r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>param|exp_avg|exp_avg_sq)$")
+_BUCKET = re.compile(
+    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>param|exp_avg|exp_avg_sq)$"
+)
 _FLAT = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.(.+)$")
 _OTHERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|inv_freq$")
 _LAYERS = re.compile(r"^(?:encoder|decoder)\.layers\.(\d+)\.")
-_COMPARED = 2 ** 16  # elements; larger parameters are not read twice to compare their weights
+_COMPARED = 2**16  # elements; larger parameters are not read twice to compare their weights
 Entries = dict[str, Stored]
 Read = Callable[[Stored, Chunk | Flat], Tensor]
 
@@ -74,8 +76,11 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
     read: the values of a box. tied: words and output layer are one matrix. Raises `Unreadable` when it cannot be known what
     belongs to which parameter.
     """
-    model = [Global(key, stored.shape, tuple(chunk.box for chunk in stored.chunks)) for key, stored in tensors.items()
-             if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))]
+    model = [
+        Global(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
+        for key, stored in tensors.items()
+        if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+    ]
     ranks = Ranks.of(arguments, _num_layers(model))
     buffers = _buffers(tensors)
     chunks: dict[str, dict[tuple[int, ...], Flat]] = {}
@@ -83,17 +88,30 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
         members = _members(model, ranks, chain, group, number, tensors, tied=tied)
         layout = spans([(one.name, one.size) for one in members], buffer.sizes)
         if layout is None:
-            raise Unreadable(f"buffer {number} of group {group} has {sum(buffer.sizes)} elements in {len(buffer.sizes)} buckets, and the "
-                             f"{len(members)} parameters of its rank do not fill them in an order that is known here; {WAY_OUT}")
+            raise Unreadable(
+                f"buffer {number} of group {group} has {sum(buffer.sizes)} elements in {len(buffer.sizes)} buckets, and the "
+                f"{len(members)} parameters of its rank do not fill them in an order that is known here; {WAY_OUT}"
+            )
         for slot, buckets in buffer.buckets.items():
             for one in members:
                 for part in one.parts:
-                    flat = Flat(part.box, buckets[layout[one.name].bucket], (layout[one.name].start,), one.shape, part.inside.offset,
-                                part.inside.shape, transposed=part.transposed)
+                    flat = Flat(
+                        part.box,
+                        buckets[layout[one.name].bucket],
+                        (layout[one.name].start,),
+                        one.shape,
+                        part.inside.offset,
+                        part.inside.shape,
+                        transposed=part.transposed,
+                    )
                     chunks.setdefault(f"optimizer.state.{slot}.{part.key}", {}).setdefault(part.box.offset, flat)
     keys = {one.key for one in model}
-    found = {key: Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
-             for key, boxes in chunks.items() for name in [_STATE.match(key)[1]] if name in keys}
+    found = {
+        key: Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+        for key, boxes in chunks.items()
+        for name in [_STATE.match(key)[1]]
+        if name in keys
+    }
     _demand_same_weights(found, tensors, read)
     return found
 
@@ -115,27 +133,49 @@ def _buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer
             found.setdefault(place, {}).setdefault(match["slot"], {})[int(match["bucket"])] = stored
     buffers = {}
     for place, slots in found.items():
-        if slots.keys() != {"param", "exp_avg", "exp_avg_sq"} or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1:
-            raise Unreadable(f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}")
-        buffers[place] = Buffer({slot: [buckets[number] for number in sorted(buckets)] for slot, buckets in slots.items()})
+        if (
+            slots.keys() != {"param", "exp_avg", "exp_avg_sq"}
+            or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1
+        ):
+            raise Unreadable(
+                f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}"
+            )
+        buffers[place] = Buffer(
+            {slot: [buckets[number] for number in sorted(buckets)] for slot, buckets in slots.items()}
+        )
     return buffers
 
 
-def _members(model: Sequence[Global], ranks: Ranks, chain: int, group: int, number: int, tensors: Mapping[str, Stored], *,
-             tied: bool) -> list[Local]:
+def _members(
+    model: Sequence[Global],
+    ranks: Ranks,
+    chain: int,
+    group: int,
+    number: int,
+    tensors: Mapping[str, Stored],
+    *,
+    tied: bool,
+) -> list[Local]:
     """The parameters of one buffer, in the order of definition."""
     experts_apart = ranks.expert > 1
     expert, expert_tensor = 0, 0
     if experts_apart and chain > 0:
-        expert_tensor, expert, pipeline = (group % ranks.expert_tensor, group // ranks.expert_tensor % ranks.expert,
-                                           group // (ranks.expert_tensor * ranks.expert))
+        expert_tensor, expert, pipeline = (
+            group % ranks.expert_tensor,
+            group // ranks.expert_tensor % ranks.expert,
+            group // (ranks.expert_tensor * ranks.expert),
+        )
         tensor = 0
     else:
         tensor, pipeline = group % ranks.tensor, group // ranks.tensor
         expert_tensor = tensor
     if pipeline >= ranks.pipeline:
-        raise Unreadable(f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}")
-    chunks = locals_of(model, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor, tied=tied)
+        raise Unreadable(
+            f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}"
+        )
+    chunks = locals_of(
+        model, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor, tied=tied
+    )
     found = []
     for chunk in chunks:
         here = [one for one in chunk if not experts_apart or one.is_expert == (chain > 0)]
@@ -151,7 +191,9 @@ def _demand_same_weights(found: Entries, tensors: Mapping[str, Stored], read: Re
     for key, stored in found.items():
         weight = tensors[_STATE.match(key)[1]]
         theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
-        missing = [chunk for chunk in weight.chunks if chunk.box.offset not in {one.box.offset for one in stored.chunks}]
+        missing = [
+            chunk for chunk in weight.chunks if chunk.box.offset not in {one.box.offset for one in stored.chunks}
+        ]
         if missing:
             raise Unreadable(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
         if not key.startswith("optimizer.state.param."):

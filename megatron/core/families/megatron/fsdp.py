@@ -25,7 +25,9 @@ _MOMENT = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq
 STEP = re.compile(r"^optimizer\.(state|param_to_group_meta)\..+\.step$")
 COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 _HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
-_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$")
+_EXPERT = re.compile(
+    r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$"
+)
 
 
 def is_fsdp(names: Collection[str]) -> bool:

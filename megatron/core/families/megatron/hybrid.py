@@ -27,8 +27,10 @@ def pairs_of(arguments: Mapping[str, Any]) -> str:
         return ""
     pattern = str(given).replace("|", "")
     if not re.fullmatch(r"(\*[-E])+", pattern):
-        raise CheckpointError(f"the checkpoint is of a hybrid network with the layers {given}; built here are pairs of attention (*) and "
-                              "an MLP (-) or experts (E)")
+        raise CheckpointError(
+            f"the checkpoint is of a hybrid network with the layers {given}; built here are pairs of attention (*) and "
+            "an MLP (-) or experts (E)"
+        )
     return pattern[1::2]
 
 

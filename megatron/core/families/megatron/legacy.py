@@ -48,7 +48,9 @@ class RankFile:
     @property
     def chunks(self) -> list[dict[str, Tensor]]:
         """The parameters of each chunk by their names."""
-        names = sorted((name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0))
+        names = sorted(
+            (name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0)
+        )
         return [flattened(self.content[name]) for name in names]
 
 
@@ -58,10 +60,24 @@ class LegacySource:
     run_settings: what the arguments say beside the network, for a run that goes on with it.
     """
 
-    def __init__(self, where: str, shards: Mapping[str, list[Held]], layout: Layout, settings: Mapping[str, Any],
-                 values: Mapping[str, Any], skipped: str, run_settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        where: str,
+        shards: Mapping[str, list[Held]],
+        layout: Layout,
+        settings: Mapping[str, Any],
+        values: Mapping[str, Any],
+        skipped: str,
+        run_settings: Mapping[str, Any],
+    ) -> None:
         """shards: what each tensor rank holds, by names of a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`)."""
-        self.where, self.settings, self.values, self.skipped, self.run_settings = where, settings, values, skipped, run_settings
+        self.where, self.settings, self.values, self.skipped, self.run_settings = (
+            where,
+            settings,
+            values,
+            skipped,
+            run_settings,
+        )
         self._shards, self._layout = shards, layout
         self._last: tuple[str, Tensor] | None = None
         self.formats = {}
@@ -73,7 +89,7 @@ class LegacySource:
         """A box of a parameter. Not to be written to: it may be a view of the file."""
         if self._last is None or self._last[0] != name:
             whole = merged(parameter_of(name), [shard.to("cpu") for shard in self._shards[name]], self._layout)
-            self._last = (name, whole[:self._rows(name, whole)])
+            self._last = (name, whole[: self._rows(name, whole)])
         return self._last[1][box.slices()]
 
     def _rows(self, name: str, whole: Tensor) -> int:
@@ -105,30 +121,50 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> L
         del parts["output_layer.weight"]  # the last stage's copy of a tied matrix
     rows = sum(tensor.shape[0] for tensor in parts["embedding.word_embeddings.weight"])
     if (settings.get("true_vocab_size") or 0) > rows:
-        raise CheckpointError(f"{folder} has {rows} rows of word embeddings, fewer than the tokenizer's "
-                              f"{settings['true_vocab_size']} ids; it is another tokenizer's")
+        raise CheckpointError(
+            f"{folder} has {rows} rows of word embeddings, fewer than the tokenizer's "
+            f"{settings['true_vocab_size']} ids; it is another tokenizer's"
+        )
     if any(tensor.shape[0] != word.shape[0] for tensor in parts["embedding.word_embeddings.weight"]):
         raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
     shards = {f"model.{name}": tensors for name, tensors in parts.items()}
     values = values_of(first)
     states, skipped = _optimizer(files, parts) if values else ({}, "")
     if states and "run.optimizer_steps" not in values:
-        states, skipped = {}, "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
-    return LegacySource(str(folder), shards | states, Layout.of(settings, version), settings, values, skipped, run_settings_of(arguments))
+        states, skipped = (
+            {},
+            "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen",
+        )
+    return LegacySource(
+        str(folder),
+        shards | states,
+        Layout.of(settings, version),
+        settings,
+        values,
+        skipped,
+        run_settings_of(arguments),
+    )
 
 
-def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]) -> tuple[dict[str, list[Held]], str]:
+def _optimizer(
+    files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]
+) -> tuple[dict[str, list[Held]], str]:
     """Name in a saved state -> what each tensor rank holds of it, for all that the optimizer keeps; or why that is left out."""
     try:
-        states = {place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
-                  for place, file in files.items()}
+        states = {
+            place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
+            for place, file in files.items()
+        }
     except Unreadable as error:
         return {}, f"the optimizer's state is left out: {error}"
     found: dict[str, list[Held]] = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
         tensors, problems = _joined(files, {place: state.get(slot, []) for place, state in states.items()})
         if problems or not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
-            return {}, f"the optimizer's state is left out: {(problems or ['it is of other parameters than the model'])[0]}"
+            return (
+                {},
+                f"the optimizer's state is left out: {(problems or ['it is of other parameters than the model'])[0]}",
+            )
         found |= {f"optimizer.{slot}.{name}": shards for name, shards in tensors.items() if name in parts}
     return found, ""
 
@@ -140,7 +176,10 @@ def is_legacy(folder: str | Path) -> bool:
 
 def legacy_arguments(folder: str | Path) -> dict[str, Any]:
     """The arguments of the run that saved a folder, by one rank's file; empty when it has none."""
-    file = next((path / name for path in sorted(Path(folder).glob("mp_rank_*")) for name in _FILES if (path / name).is_file()), None)
+    file = next(
+        (path / name for path in sorted(Path(folder).glob("mp_rank_*")) for name in _FILES if (path / name).is_file()),
+        None,
+    )
     content = {} if file is None else read_torch_file(file)
     return attributes(content.get("args")) if isinstance(content, dict) else {}
 
@@ -170,8 +209,12 @@ def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
             files[tensor, pipeline] = RankFile(file, tensor, pipeline, content)
     if files and not problems:
         tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
-        problems += [f"the file of tensor rank {t}, pipeline rank {p} is missing" for p in range(pipeline)
-                     for t in range(tensor) if (t, p) not in files]
+        problems += [
+            f"the file of tensor rank {t}, pipeline rank {p} is missing"
+            for p in range(pipeline)
+            for t in range(tensor)
+            if (t, p) not in files
+        ]
         problems += _against_arguments(files[min(files)], tensor, pipeline)
     if problems or not files:
         raise CheckpointError(f"{folder} is no complete checkpoint of Megatron's", problems)
@@ -181,15 +224,18 @@ def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
 def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[str]:
     """Ranks at the end of an axis that are missing leave no hole; the arguments tell."""
     arguments = attributes(file.content.get("args"))
-    sizes = {"tensor": (tensor, arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")),
-             "pipeline": (pipeline, arguments.get("pipeline_model_parallel_size"))}
+    sizes = {
+        "tensor": (tensor, arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")),
+        "pipeline": (pipeline, arguments.get("pipeline_model_parallel_size")),
+    }
     for axis, (found, expected) in sizes.items():
         if expected and int(expected) != found:
             yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {found} {axis} ranks"
 
 
-def _joined(files: Mapping[tuple[int, int], RankFile],
-            chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]) -> tuple[dict[str, list[Held]], list[str]]:
+def _joined(
+    files: Mapping[tuple[int, int], RankFile], chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]
+) -> tuple[dict[str, list[Held]], list[str]]:
     """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit.
 
     chunks: tensors of each rank's pipeline chunks by their names: weights, or something of the optimizer for each.
@@ -207,16 +253,25 @@ def _joined(files: Mapping[tuple[int, int], RankFile],
         for p in range(pipeline):
             here = [chunks[t, p][chunk] if chunk < len(chunks[t, p]) else {} for t in range(tensor)]
             for t, other in enumerate(here[1:], 1):
-                problems += [f"{name}: not on every tensor rank of pipeline rank {p} (look at {files[t, p].path})"
-                             for name in sorted(here[0].keys() ^ other.keys())]
+                problems += [
+                    f"{name}: not on every tensor rank of pipeline rank {p} (look at {files[t, p].path})"
+                    for name in sorted(here[0].keys() ^ other.keys())
+                ]
             if problems:
                 continue
             for name in here[0].keys() & renamed.keys():
-                ours = _LAYER.sub(lambda match: f".layers.{int(match[1]) + before.get(_stack(renamed[name]), 0)}.", renamed[name])
+                ours = _LAYER.sub(
+                    lambda match: f".layers.{int(match[1]) + before.get(_stack(renamed[name]), 0)}.", renamed[name]
+                )
                 found.setdefault(ours, [part[name] for part in here])
             for stack in ("encoder", "decoder"):
-                layers = {int(match[1]) for name in here[0].keys() & renamed.keys() if _stack(renamed[name]) == stack
-                          for match in [_LAYER.search(renamed[name])] if match}
+                layers = {
+                    int(match[1])
+                    for name in here[0].keys() & renamed.keys()
+                    if _stack(renamed[name]) == stack
+                    for match in [_LAYER.search(renamed[name])]
+                    if match
+                }
                 before[stack] = before.get(stack, 0) + len(layers)
     return in_pairs(found, arguments), problems
 

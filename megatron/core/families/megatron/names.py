@@ -49,16 +49,20 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^lm_head\.(output_layer\.)?(weight|bias)$", r"output_layer.\2"),
 )
 # Copies of what stands elsewhere, and states of kernels; nothing of the model is lost with them.
-_DROPPED = re.compile(r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*)?|rotary_pos_emb\.inv_freq|inv_freq)$"
-                      r"|^(module\.)?position_embeddings\.weight$")
+_DROPPED = re.compile(
+    r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*)?|rotary_pos_emb\.inv_freq|inv_freq)$"
+    r"|^(module\.)?position_embeddings\.weight$"
+)
 _HEADS = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 _KEYS_AND_VALUES = re.compile(r"\.cross_attention\.linear_kv\.(weight|bias)$")
 _GATED = re.compile(r"\.mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.linear_fc(1|2)\.(weight|bias)$")
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.(weight|bias)$")
-_ROWS = re.compile(r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
-                   r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias)|\.linear_(q|q_up|kv_up)_proj\.(weight|bias)"
-                   r"|\.softmax_offset|\.eh_proj\.weight)$")
+_ROWS = re.compile(
+    r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
+    r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias)|\.linear_(q|q_up|kv_up)_proj\.(weight|bias)"
+    r"|\.softmax_offset|\.eh_proj\.weight)$"
+)
 _COLUMNS = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
 _VOCABULARY = re.compile(r"^(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))$")
 
@@ -81,10 +85,16 @@ class Layout:
         """From the settings of a model."""
         heads = int(settings["num_attention_heads"])
         grouped = settings.get("group_query_attention")
-        return Layout(heads, int(settings.get("num_query_groups") or heads) if grouped else heads,
-                      bool(settings.get("swiglu") or settings.get("quick_geglu")), version,
-                      (int(settings.get("q_lora_rank") or 0),
-                       int(settings.get("kv_lora_rank") or 0) + int(settings.get("qk_pos_emb_head_dim") or 0)))
+        return Layout(
+            heads,
+            int(settings.get("num_query_groups") or heads) if grouped else heads,
+            bool(settings.get("swiglu") or settings.get("quick_geglu")),
+            version,
+            (
+                int(settings.get("q_lora_rank") or 0),
+                int(settings.get("kv_lora_rank") or 0) + int(settings.get("qk_pos_emb_head_dim") or 0),
+            ),
+        )
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -107,8 +117,10 @@ def our_names(names: Sequence[str]) -> dict[str, str]:
         if _DROPPED.search(name):
             continue
         in_decoder = ".decoder." in name or name.startswith("decoder.")
-        words = {"stack": "encoder" if bert or t5 else "decoder",
-                 "after_attention": "pre_cross_attn_layernorm" if t5 and in_decoder else "pre_mlp_layernorm"}
+        words = {
+            "stack": "encoder" if bert or t5 else "decoder",
+            "after_attention": "pre_cross_attn_layernorm" if t5 and in_decoder else "pre_mlp_layernorm",
+        }
         ours = name
         for pattern, replacement in _RENAMED:
             ours = re.sub(pattern, replacement.format(**words) if "{" in replacement else replacement, ours)
@@ -186,7 +198,9 @@ def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: 
     if not first:
         return shards[0] if bias else torch.cat(list(shards), dim=2)
     if layout.gated:
-        return torch.cat([torch.cat(list(half), dim=1) for half in zip(*(shard.chunk(2, dim=1) for shard in shards))], dim=1)
+        return torch.cat(
+            [torch.cat(list(half), dim=1) for half in zip(*(shard.chunk(2, dim=1) for shard in shards))], dim=1
+        )
     return torch.cat(list(shards), dim=1)
 
 

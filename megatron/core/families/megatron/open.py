@@ -47,8 +47,10 @@ def open_megatron(path: str | Path, given: Mapping[str, Any] | None = None) -> S
     """
     folder = find_megatron(path)
     if folder is None:
-        raise CheckpointError(f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
-                              "that says torch_dist")
+        raise CheckpointError(
+            f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
+            "that says torch_dist"
+        )
     source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
     _demand_its_network(source)
     return source
@@ -71,11 +73,22 @@ def _demand_its_network(source: Source) -> None:
     except ConfigError as error:
         raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
     found = {name: one.shape for name, one in source.formats.items() if name.startswith("model.")}
-    problems = [f"{name.removeprefix('model.')}: no parameter of this network" for name in found if name not in expected]
-    problems += [f"{name.removeprefix('model.')} is missing" for name in expected if name not in found and model.architecture == "gpt"]
+    problems = [
+        f"{name.removeprefix('model.')}: no parameter of this network" for name in found if name not in expected
+    ]
+    problems += [
+        f"{name.removeprefix('model.')} is missing"
+        for name in expected
+        if name not in found and model.architecture == "gpt"
+    ]
     compared = found.keys() & expected.keys() if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys() else ()
-    problems += [f"{name.removeprefix('model.')}: {tuple(found[name])} in the checkpoint, {tuple(expected[name])} by its arguments"
-                 for name in compared if name.removeprefix("model.") not in VOCABULARY and tuple(found[name]) != tuple(expected[name])]
+    problems += [
+        f"{name.removeprefix('model.')}: {tuple(found[name])} in the checkpoint, {tuple(expected[name])} by its arguments"
+        for name in compared
+        if name.removeprefix("model.") not in VOCABULARY and tuple(found[name]) != tuple(expected[name])
+    ]
     if problems:
         more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
-        raise CheckpointError(f"{source.where} holds a network that is not built here, or has other arguments", problems[:_MOST] + more)
+        raise CheckpointError(
+            f"{source.where} holds a network that is not built here, or has other arguments", problems[:_MOST] + more
+        )

@@ -22,8 +22,12 @@ import torch
 from megatron.core.dist_checkpointing.store import CheckpointError
 
 # Beginnings of the names that a record may stand in for. Nothing of these modules is imported.
-_INERT = re.compile(r"(megatron|fp16|apex|transformer_engine|argparse|types|numpy|deepspeed|signal|pathlib|enum)\.[\w.]+")
-_TORCH_DECIDES = re.compile(r"(torch|collections|builtins|__builtin__|_codecs)\.[\w.]+")  # it knows which of these are harmless
+_INERT = re.compile(
+    r"(megatron|fp16|apex|transformer_engine|argparse|types|numpy|deepspeed|signal|pathlib|enum)\.[\w.]+"
+)
+_TORCH_DECIDES = re.compile(
+    r"(torch|collections|builtins|__builtin__|_codecs)\.[\w.]+"
+)  # it knows which of these are harmless
 _PROTOCOL = 2
 _PICKLES_BEFORE = 3  # pickles before the content in a file from before torch 1.6: magic number, protocol, system
 
@@ -77,7 +81,9 @@ def attributes(value: Any) -> dict[str, Any]:
     """The attributes of a pickled namespace, as a record keeps them; a dict is taken as it is."""
     if isinstance(value, dict):
         return dict(value)
-    return {name: item for name, item in vars(value).items() if name != "arguments"} if isinstance(value, Record) else {}
+    return (
+        {name: item for name, item in vars(value).items() if name != "arguments"} if isinstance(value, Record) else {}
+    )
 
 
 def _stand_ins(names: Iterable[str]) -> list[Any]:
@@ -87,8 +93,10 @@ def _stand_ins(names: Iterable[str]) -> list[Any]:
 def _refuse_strangers(names: set[str], where: str | Path) -> None:
     strangers = sorted(name for name in names if not _INERT.fullmatch(name) and not _TORCH_DECIDES.fullmatch(name))
     if strangers:
-        raise CheckpointError(f"{where} names {', '.join(strangers[:5])}, which has no place in a checkpoint; nothing of it "
-                              "was run. If you trust where the file is from, load it there and save its tensors alone")
+        raise CheckpointError(
+            f"{where} names {', '.join(strangers[:5])}, which has no place in a checkpoint; nothing of it "
+            "was run. If you trust where the file is from, load it there and save its tensors alone"
+        )
 
 
 def _names_in_zip(path: Path) -> set[str]:

@@ -21,11 +21,17 @@ def values_of(common: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(iteration, int) or not isinstance(samples, int):
         return {}
     skipped = arguments.get("skipped_train_samples") or 0
-    values: dict[str, Any] = {"run.progress": {
-        "iteration": iteration, "consumed_train_samples": samples, "skipped_train_samples": skipped,
-        "consumed_valid_samples": arguments.get("consumed_valid_samples") or 0, "schedule_samples": samples - skipped,
-        "consumed_tokens": samples * int(arguments.get("seq_length") or 0),
-        "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0)}}
+    values: dict[str, Any] = {
+        "run.progress": {
+            "iteration": iteration,
+            "consumed_train_samples": samples,
+            "skipped_train_samples": skipped,
+            "consumed_valid_samples": arguments.get("consumed_valid_samples") or 0,
+            "schedule_samples": samples - skipped,
+            "consumed_tokens": samples * int(arguments.get("seq_length") or 0),
+            "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0),
+        }
+    }
     steps = set(_steps(common.get("optimizer")))
     if len(steps) == 1:
         values["run.optimizer_steps"] = steps.pop()

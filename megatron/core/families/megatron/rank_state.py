@@ -25,12 +25,16 @@ from megatron.core.families.megatron.pickles import read_torch_file
 
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # What a state dict holds beside parameters.
-_BUFFERS = re.compile(r"(^|[._])(extra_state(/.*)?|inv_freq|expert_bias|local_tokens_per_expert|global_tokens_per_expert)$")
+_BUFFERS = re.compile(
+    r"(^|[._])(extra_state(/.*)?|inv_freq|expert_bias|local_tokens_per_expert|global_tokens_per_expert)$"
+)
 _EXPERT = re.compile(r"\.experts\.")
 _SHARED = re.compile(r"(word_embeddings|word_embeddings_for_head|output_layer)\.weight$")
 _COMPARED = 4096  # elements at each end of a parameter
 
-State = dict[str, list[dict[str, Tensor]]]  # slot -> for each chunk of the rank: their name -> tensor, shaped as the parameter
+State = dict[
+    str, list[dict[str, Tensor]]
+]  # slot -> for each chunk of the rank: their name -> tensor, shaped as the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,19 @@ class Parameter:
         return f"{self.chunk}.{self.name}"
 
 
-def rank_state(path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]], arguments: Mapping[str, Any]) -> State:
+def rank_state(
+    path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]], arguments: Mapping[str, Any]
+) -> State:
     """What one rank holds, by kind of state and chunk. path: of its file; content: of it; chunks: its weights by their names.
 
     Raises `Unreadable` when it cannot be known what belongs to which parameter, and `CheckpointError` for a damaged file.
     """
-    parameters = [Parameter(number, name, tensor) for number, chunk in enumerate(chunks) for name, tensor in chunk.items()
-                  if not _BUFFERS.search(name)]
+    parameters = [
+        Parameter(number, name, tensor)
+        for number, chunk in enumerate(chunks)
+        for name, tensor in chunk.items()
+        if not _BUFFERS.search(name)
+    ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():
         found = _of_buffers(read_torch_file(flat), parameters, arguments, flat)
@@ -68,7 +78,9 @@ def rank_state(path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[
     return state
 
 
-def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> dict[str, dict[str, Tensor]]:
+def _of_numbers(
+    optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path
+) -> dict[str, dict[str, Tensor]]:
     """State of a plain optimizer: slot -> key of a parameter -> tensor."""
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
@@ -79,8 +91,10 @@ def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], p
         numbers = group["params"]
         members = [parameter for parameter in left if _belongs(parameter, group)]
         if len(members) != len(numbers):
-            raise Unreadable(f"{path}: group {place} of the optimizer has {len(numbers)} parameters where {len(members)} of the network "
-                             f"belong to it; {WAY_OUT}")
+            raise Unreadable(
+                f"{path}: group {place} of the optimizer has {len(numbers)} parameters where {len(members)} of the network "
+                f"belong to it; {WAY_OUT}"
+            )
         left = [parameter for parameter in left if parameter not in members]
         rounded = iter(masters[place] if masters else ())
         for number, member in zip(numbers, members):
@@ -107,13 +121,17 @@ def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
 def same_ends(master: Tensor, weight: Tensor) -> bool:
     """Whether fp32 weights are a parameter's: their first and last elements, so that large files are not read twice."""
     mine, theirs = master.reshape(-1), weight.reshape(-1)
-    return all(torch.equal(mine[part].to(weight.dtype), theirs[part]) for part in (slice(_COMPARED), slice(-_COMPARED, None)))
+    return all(
+        torch.equal(mine[part].to(weight.dtype), theirs[part]) for part in (slice(_COMPARED), slice(-_COMPARED, None))
+    )
 
 
 def _fitting(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
         shown = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
-        raise Unreadable(f"{path}: the optimizer's state of {parameter.name} is {shown}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}")
+        raise Unreadable(
+            f"{path}: the optimizer's state of {parameter.name} is {shown}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}"
+        )
     return tensor
 
 
@@ -123,14 +141,18 @@ def _same_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
     return master
 
 
-def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> dict[str, dict[str, Tensor]]:
+def _of_buffers(
+    content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path
+) -> dict[str, dict[str, Tensor]]:
     """State of a distributed optimizer: slot -> key of a parameter -> view of the buffer."""
     states = content if isinstance(content, list) else [content]
     left, found = list(parameters), {slot: {} for slot in SLOTS.values()}
     for number, state in enumerate(states):
         if state is None:
             continue
-        if not isinstance(state, Mapping) or not all(isinstance(part, Mapping) for place, part in state.items() if isinstance(place, int)):
+        if not isinstance(state, Mapping) or not all(
+            isinstance(part, Mapping) for place, part in state.items() if isinstance(place, int)
+        ):
             raise CheckpointError(f"{path} is damaged: it holds no buffers by number")
         members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
         for place in sorted(place for place in state if isinstance(place, int)):
@@ -138,7 +160,10 @@ def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mappin
                 here = _of_format(members, formats, place, state)
                 layout = _layout_of(buffer, here, arguments, path)
                 for name, slot in SLOTS.items():
-                    found[slot] |= {one.key: buffer[name][layout[one.key].start:layout[one.key].stop].view(one.weight.shape) for one in here}
+                    found[slot] |= {
+                        one.key: buffer[name][layout[one.key].start : layout[one.key].stop].view(one.weight.shape)
+                        for one in here
+                    }
                 left = [one for one in left if one not in here]
                 members = [one for one in members if one not in here]
     if left:
@@ -157,14 +182,20 @@ def _of_format(members: Sequence[Parameter], formats: Any, place: int, state: Ma
 
 def _layout_of(buffer: Any, members: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> dict[str, Span]:
     """Where the members lie in a buffer: the layout by which its fp32 weights are those of the model."""
-    if not isinstance(buffer, Mapping) or any(not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS):
-        raise Unreadable(f"{path} holds no buffers of {', '.join(SLOTS)}, but those of a release that this does not read; {WAY_OUT}")
+    if not isinstance(buffer, Mapping) or any(
+        not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS
+    ):
+        raise Unreadable(
+            f"{path} holds no buffers of {', '.join(SLOTS)}, but those of a release that this does not read; {WAY_OUT}"
+        )
     weights, sizes = buffer["param"], [(one.key, one.weight.numel()) for one in members]
     ranks = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
     shared = {one.key for one in members if _SHARED.search(one.name)}
     total = int(buffer.get("numel_unpadded") or weights.numel())
     for layout in joined_spans(sizes, total, largest_bucket(dict(arguments), ranks), shared):
-        if all(same_ends(weights[layout[one.key].start:layout[one.key].stop], one.weight) for one in members):
+        if all(same_ends(weights[layout[one.key].start : layout[one.key].stop], one.weight) for one in members):
             return layout
-    raise Unreadable(f"{path}: its buffer of {total} elements does not hold the {sum(size for _, size in sizes)} of this model's "
-                     f"weights in an order that is known here; {WAY_OUT}")
+    raise Unreadable(
+        f"{path}: its buffer of {total} elements does not hold the {sum(size for _, size in sizes)} of this model's "
+        f"weights in an order that is known here; {WAY_OUT}"
+    )

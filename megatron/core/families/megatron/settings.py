@@ -49,11 +49,15 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments say beside the model that a run goes on with: tokenizer and sequence length."""
     names = (_known(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
-    return {name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))}
+    return {
+        name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))
+    }
 
 
 def _known(config: type) -> frozenset[str]:
-    return frozenset(field.name for field, _ in flag_fields(config)) | ({"true_vocab_size"} if config is ModelConfig else set())
+    return frozenset(field.name for field, _ in flag_fields(config)) | (
+        {"true_vocab_size"} if config is ModelConfig else set()
+    )
 
 
 def _spelled(name: str, value: Any) -> Any:
@@ -61,7 +65,9 @@ def _spelled(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         if not all(isinstance(item, (bool, int, float, str)) for item in value):
             return None
-        return tuple(value) if name in _MANY else ",".join(map(str, value)) if name == "window_size" else str(list(value))
+        return (
+            tuple(value) if name in _MANY else ",".join(map(str, value)) if name == "window_size" else str(list(value))
+        )
     if not isinstance(value, (bool, int, float, str)):
         return None
     return (value,) if name in _MANY else str(value) if name in _PATTERNS else value
@@ -70,8 +76,11 @@ def _spelled(name: str, value: Any) -> Any:
 def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
     """Whether the MLP's GELU is Megatron's fused one, which is the tanh formula (its default where MLPs have biases)."""
     others = ("swiglu", "squared_relu", "quick_geglu", "geglu", "num_experts")
-    return bool(arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True)
-                and not any(arguments.get(name) for name in others))
+    return bool(
+        arguments.get("bias_gelu_fusion")
+        and arguments.get("add_bias_linear", True)
+        and not any(arguments.get(name) for name in others)
+    )
 
 
 def _is_of_core(arguments: Mapping[str, Any]) -> bool:
@@ -88,7 +97,11 @@ def _unused(found: Mapping[str, Any]) -> frozenset[str]:
         frozenset(("padded_vocab_size",)): False,  # padding belongs to that run's layout
         frozenset(("num_query_groups",)): bool(found.get("group_query_attention")) and not latent,
         frozenset(("add_qkv_bias",)): not found.get("add_bias_linear", True),  # implied by biases everywhere
-        _known(MoEConfig): experts, _known(MLAConfig): latent, _known(MTPConfig): bool(found.get("mtp_num_layers")), _YARN: yarn}
+        _known(MoEConfig): experts,
+        _known(MLAConfig): latent,
+        _known(MTPConfig): bool(found.get("mtp_num_layers")),
+        _YARN: yarn,
+    }
     return frozenset().union(*(names for names, used in groups.items() if not used))
 
 
@@ -99,27 +112,37 @@ def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], 
     contradict the tensors, or when the number of heads cannot be known.
     """
     shown, hidden_size = _shown(shapes), shapes[_WORDS][1]
-    wrong = [f"{name}: {settings[name]} in the settings, {value} in the tensors" for name, value in shown.items()
-             if name != "bert_binary_head" and settings.get(name, value) != value]
+    wrong = [
+        f"{name}: {settings[name]} in the settings, {value} in the tensors"
+        for name, value in shown.items()
+        if name != "bert_binary_head" and settings.get(name, value) != value
+    ]
     if wrong:
         raise CheckpointError(f"{where} contradicts itself", wrong)
     halves = () if shown["architecture"] == "t5" else ("encoder_num_layers", "decoder_num_layers")
     whole = {**{name: value for name, value in settings.items() if name not in halves}, **shown}
     if "num_attention_heads" not in whole:
         if hidden_size != 16 * _PUBLISHED_HEAD_SIZE:
-            raise CheckpointError(f"{where} does not say how many attention heads the model has, and its tensors cannot show "
-                                  "it; give --num-attention-heads")
+            raise CheckpointError(
+                f"{where} does not say how many attention heads the model has, and its tensors cannot show "
+                "it; give --num-attention-heads"
+            )
         whole["num_attention_heads"] = hidden_size // _PUBLISHED_HEAD_SIZE
     return whole
 
 
 def _shown(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What parameters tell of their network."""
-    depths = {stack: len({found[1] for name in shapes for found in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if found})
-              for stack in ("encoder", "decoder")}
+    depths = {
+        stack: len({found[1] for name in shapes for found in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if found})
+        for stack in ("encoder", "decoder")
+    }
     kind = "t5" if all(depths.values()) else "bert" if depths["encoder"] else "gpt"
-    found: dict[str, Any] = {"architecture": kind, "num_layers": depths["encoder"] or depths["decoder"],
-                             "hidden_size": shapes[_WORDS][1]}
+    found: dict[str, Any] = {
+        "architecture": kind,
+        "num_layers": depths["encoder"] or depths["decoder"],
+        "hidden_size": shapes[_WORDS][1],
+    }
     if kind == "t5":
         found |= {"encoder_num_layers": depths["encoder"], "decoder_num_layers": depths["decoder"]}
     if kind == "bert":

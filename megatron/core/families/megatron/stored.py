@@ -74,7 +74,9 @@ def values_of_chunk(chunk: Chunk | Flat, stored: Stored, folder: Path) -> Tensor
     """The values of one box."""
     if isinstance(chunk, Flat):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
-        values = assembled(chunk.stored, folder, row).reshape(chunk.shape)[Box(chunk.inside, chunk.part or chunk.shape).slices()]
+        values = assembled(chunk.stored, folder, row).reshape(chunk.shape)[
+            Box(chunk.inside, chunk.part or chunk.shape).slices()
+        ]
         return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)
     path = folder / chunk.file
     try:
@@ -87,5 +89,7 @@ def values_of_chunk(chunk: Chunk | Flat, stored: Stored, folder: Path) -> Tensor
         raise CheckpointError(f"{path} ends early: {stored.key} lies behind its end")
     values = read_torch_bytes(content, f"{path} ({stored.key})")
     if not isinstance(values, Tensor) or values.numel() != chunk.box.size or values.dtype != stored.dtype:
-        raise CheckpointError(f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises")
+        raise CheckpointError(
+            f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises"
+        )
     return values.reshape(chunk.box.shape)

@@ -38,7 +38,9 @@ from megatron.core.parallel.boxes import Box
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)$")
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
-_STATES = re.compile(r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state")
+_STATES = re.compile(
+    r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state"
+)
 
 
 class TorchDistSource:
@@ -47,9 +49,23 @@ class TorchDistSource:
     run_settings: what its arguments say beside the network, for a run that goes on with it.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[str, Stored], layout: Layout, settings: Mapping[str, Any],
-                 values: Mapping[str, Any], skipped: str, run_settings: Mapping[str, Any]) -> None:
-        self.where, self.settings, self.values, self.skipped, self.run_settings = str(folder), settings, values, skipped, run_settings
+    def __init__(
+        self,
+        folder: Path,
+        parts: Mapping[str, Stored],
+        layout: Layout,
+        settings: Mapping[str, Any],
+        values: Mapping[str, Any],
+        skipped: str,
+        run_settings: Mapping[str, Any],
+    ) -> None:
+        self.where, self.settings, self.values, self.skipped, self.run_settings = (
+            str(folder),
+            settings,
+            values,
+            skipped,
+            run_settings,
+        )
         self._folder, self._parts, self._layout = folder, parts, layout
         self._last: tuple[str, Tensor] | None = None
         self.formats: dict[str, Format] = {}
@@ -62,7 +78,7 @@ class TorchDistSource:
         """A box of a tensor, in the dtype it was saved in."""
         if self._last is None or self._last[0] != name:
             ours = merged(name, [assembled(self._parts[name], self._folder)], self._layout)
-            self._last = (name, ours[:self._rows(name, ours)])
+            self._last = (name, ours[: self._rows(name, ours)])
         return self._last[1][box.slices()]
 
     def _rows(self, name: str, ours: Tensor) -> int:
@@ -86,20 +102,26 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     parts = in_pairs(_by_our_names(tensors), attributes(common.get("args")))
     words = parts.get("model.embedding.word_embeddings.weight")
     if words is None:
-        raise CheckpointError(f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ...")
+        raise CheckpointError(
+            f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ..."
+        )
     shapes = {parameter_of(name): stored.shape for name, stored in parts.items() if name.startswith("model.")}
     arguments = attributes(common.get("args"))
     settings = completed(settings_of(arguments, given or {}), shapes, where=str(folder))
     if not settings.get("untie_embeddings_and_output_weights", "model.output_layer.weight" in parts):
         parts = {name: stored for name, stored in parts.items() if parameter_of(name) != "output_layer.weight"}
     if (settings.get("true_vocab_size") or 0) > words.shape[0]:
-        raise CheckpointError(f"{folder} has {words.shape[0]} rows of word embeddings, fewer than the tokenizer's "
-                              f"{settings['true_vocab_size']} ids; it is another tokenizer's")
+        raise CheckpointError(
+            f"{folder} has {words.shape[0]} rows of word embeddings, fewer than the tokenizer's "
+            f"{settings['true_vocab_size']} ids; it is another tokenizer's"
+        )
     values = values_of({**common, "optimizer": [common.get("optimizer"), *_groups(texts, folder)]})
     if any(name.startswith("optimizer.") for name in parts) and "run.optimizer_steps" not in values:
         parts = {name: stored for name, stored in parts.items() if not name.startswith("optimizer.")}
         skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
-    return TorchDistSource(folder, parts, Layout.of(settings, 3.0), settings, values, skipped, run_settings_of(arguments))
+    return TorchDistSource(
+        folder, parts, Layout.of(settings, 3.0), settings, values, skipped, run_settings_of(arguments)
+    )
 
 
 def is_torch_dist(folder: str | Path) -> bool:
@@ -123,7 +145,9 @@ def is_torch_dist(folder: str | Path) -> bool:
 def torch_dist_arguments(folder: str | Path) -> dict[str, Any]:
     """The arguments of the run that saved a folder; empty when it has none."""
     folder = Path(folder)
-    tensors, texts = ({}, {}) if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)
+    tensors, texts = (
+        ({}, {}) if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)
+    )
     return attributes(_common(folder, texts, tensors).get("args"))
 
 
@@ -175,7 +199,11 @@ def _entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chu
                 chunks = []
                 for chunk in entry.chunks:
                     info = places[name, tuple(chunk.offsets)]
-                    chunks.append(Chunk(Box(tuple(chunk.offsets), tuple(chunk.sizes)), info.relative_path, info.offset, info.length))
+                    chunks.append(
+                        Chunk(
+                            Box(tuple(chunk.offsets), tuple(chunk.sizes)), info.relative_path, info.offset, info.length
+                        )
+                    )
                 tensors[name] = Stored(name, tuple(entry.size), _dtype(entry.properties), tuple(chunks))
             elif (name, None) in places:
                 info = places[name, None]
@@ -209,9 +237,14 @@ def _dtype(properties: Any) -> torch.dtype:
 def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """What is no tensor: arguments, counters, the optimizer's groups."""
     if is_fsdp((*texts, *tensors)):
-        steps = [*(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
-                 *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name))]
-        return {**{name: _object(texts[name], folder, name) for name in COMMON if name in texts}, "optimizer": [{"step": step} for step in steps]}
+        steps = [
+            *(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+            *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
+        ]
+        return {
+            **{name: _object(texts[name], folder, name) for name in COMMON if name in texts},
+            "optimizer": [{"step": step} for step in steps],
+        }
     if (folder / "common.pt").is_file():
         found = read_torch_file(folder / "common.pt")
         return found if isinstance(found, dict) else {}
@@ -223,19 +256,26 @@ def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stor
     return {}
 
 
-def _with_state(tensors: Mapping[str, Stored], texts: Mapping[str, Chunk], folder: Path,
-                arguments: Mapping[str, Any]) -> tuple[dict[str, Stored], str]:
+def _with_state(
+    tensors: Mapping[str, Stored], texts: Mapping[str, Chunk], folder: Path, arguments: Mapping[str, Any]
+) -> tuple[dict[str, Stored], str]:
     """Entries in which all state of the optimizer is there by parameter; or without it, and why it is left out."""
     tied = not arguments.get("untie_embeddings_and_output_weights", "output_layer.weight" in tensors)
     try:
         if gathered := next((name for name in texts if ".param_state" in name), ""):
-            raise Unreadable(f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}")
+            raise Unreadable(
+                f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
+            )
         found = {**tensors, **unflattened(tensors)}
         if is_flat(tensors):
-            found |= by_parameter(tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied)
+            found |= by_parameter(
+                tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied
+            )
         return found, ""
     except Unreadable as error:
-        return {key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)}, f"the optimizer's state is left out: {error}"
+        return {
+            key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)
+        }, f"the optimizer's state is left out: {error}"
 
 
 def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -250,8 +290,11 @@ def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         else:
             found[f"{prefix}{key}"] = stored
     renamed = our_names([parameter_of(name) for name in found])
-    return {f"{name[:len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored for name, stored in found.items()
-            if parameter_of(name) in renamed}
+    return {
+        f"{name[: len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored
+        for name, stored in found.items()
+        if parameter_of(name) in renamed
+    }
 
 
 def _parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Stored]]:

@@ -32,7 +32,9 @@ def set_chunks(monkeypatch, size):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 100, 2**20])
-def test_every_kind_of_file_becomes_the_same_pair_in_chunks_of_any_size(tool, folder, tmp_path, monkeypatch, kind, size):
+def test_every_kind_of_file_becomes_the_same_pair_in_chunks_of_any_size(
+    tool, folder, tmp_path, monkeypatch, kind, size
+):
     set_chunks(monkeypatch, size)
     tool.main([*write_inputs(kind, folder), "--output-prefix", str(tmp_path / "o"), *BYTES])
     assert pair_at(tmp_path / "o_text_document") == bytes_of(kind)
@@ -42,7 +44,9 @@ def test_several_kinds_and_workers_give_the_same_pair(tool, folder, tmp_path, mo
     set_chunks(monkeypatch, 150)
     inputs = [write_inputs(kind, folder)[1:] for kind in ("gz", "parquet", "arrow file")]
     for workers in ("2", "3"):
-        tool.main(["--input", *sum(inputs, []), "--workers", workers, "--output-prefix", str(tmp_path / workers), *BYTES])
+        tool.main(
+            ["--input", *sum(inputs, []), "--workers", workers, "--output-prefix", str(tmp_path / workers), *BYTES]
+        )
         documents = [[[*text.encode(), 256]] if text else [] for text in TEXTS] * 3
         assert pair_at(tmp_path / f"{workers}_text_document") == pair_of(documents)
 
@@ -55,7 +59,10 @@ def test_shards_that_are_joined_have_the_bytes_of_one_run(tool, merger, folder, 
         tool.main([*words, "--shard", f"{index}/{count}", "--output-prefix", str(tmp_path / "parts" / "o"), *BYTES])
     merger.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "whole")])
     assert pair_at(tmp_path / "whole") == bytes_of(kind)
-    message = [json.loads((tmp_path / f"parts/o-{index:05d}-of-{count:05d}_text_document.json").read_text()) for index in range(count)]
+    message = [
+        json.loads((tmp_path / f"parts/o-{index:05d}-of-{count:05d}_text_document.json").read_text())
+        for index in range(count)
+    ]
     assert [facts["shard"] for facts in message] == [[index, count] for index in range(count)]
     assert count > 2 or min(facts["documents"] for facts in message) > 2, "each shard has its share"
 
@@ -63,7 +70,9 @@ def test_shards_that_are_joined_have_the_bytes_of_one_run(tool, merger, folder, 
 def test_more_shards_than_lines_are_joined_too(tool, merger, folder, tmp_path):
     source = files(folder, {"a.jsonl": b'{"text": "a"}\n{"text": "bb"}\n\n{"text": ""}'})
     for index in range(30):
-        tool.main(["--input", *source, "--shard", f"{index}/30", "--output-prefix", str(tmp_path / "parts" / "o"), *BYTES])
+        tool.main(
+            ["--input", *source, "--shard", f"{index}/30", "--output-prefix", str(tmp_path / "parts" / "o"), *BYTES]
+        )
     merger.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "whole")])
     assert pair_at(tmp_path / "whole") == pair_of([[[97, 256]], [[98, 98, 256]], []])
 
@@ -81,8 +90,19 @@ def test_a_bad_record_of_a_shard_is_named_by_its_number_in_the_file(tool, folder
     else:
         files(folder, {name: gzip.compress(content) if kind == "gz" else content})
     for index in range(3):
-        tool.main(["--input", str(folder / name), "--shard", f"{index}/3", "--on-bad-line", "skip", "--output-prefix",
-                   str(tmp_path / "o"), *BYTES])
+        tool.main(
+            [
+                "--input",
+                str(folder / name),
+                "--shard",
+                f"{index}/3",
+                "--on-bad-line",
+                "skip",
+                "--output-prefix",
+                str(tmp_path / "o"),
+                *BYTES,
+            ]
+        )
     message = capsys.readouterr().out
     assert [f"{name}:{number + 1})" in message for number in bad] == [True] * 3, message
 
@@ -110,7 +130,7 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bytes(tool, folder, tmp
     set_chunks(monkeypatch, 150)
     words = [*write_inputs(kind, folder), *BYTES, *shard]
     tool.main([*words, "--output-prefix", str(tmp_path / "whole")])
-    expected, = (pair_at(str(path)[:-4]) for path in tmp_path.glob("whole*.idx"))
+    (expected,) = (pair_at(str(path)[:-4]) for path in tmp_path.glob("whole*.idx"))
     for attempt in range(100):
         with pytest.MonkeyPatch.context() as patch:
             stop_after(patch, (1, 2, 5)[attempt % 3])
@@ -119,7 +139,7 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bytes(tool, folder, tmp
                 break
             except Stop:
                 assert not list(tmp_path.glob("o*.idx"))
-    result, = (pair_at(str(path)[:-4]) for path in tmp_path.glob("o*.idx"))
+    (result,) = (pair_at(str(path)[:-4]) for path in tmp_path.glob("o*.idx"))
     assert result == expected
     assert not list(tmp_path.glob("*.partial"))
 
@@ -160,12 +180,18 @@ def unfinished(tool, tmp_path, words):
             tool.main([*words, "--output-prefix", str(tmp_path / "o"), "--journal-interval", "0"])
 
 
-@pytest.mark.parametrize("change, message", [
-    (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "tokenizer: .*ByteTokenizer.* then, .*NullTokenizer"),
-    (["--tokenizer-type", "ByteTokenizer"], "append-eod: true then, false now"),
-    ([*BYTES, "--json-keys", "id"], r'json-keys: \["text"\] then, \["id"\] now'),
-    ([*BYTES, "--split-sentences"], "there|split-sentences: null then"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
+            "tokenizer: .*ByteTokenizer.* then, .*NullTokenizer",
+        ),
+        (["--tokenizer-type", "ByteTokenizer"], "append-eod: true then, false now"),
+        ([*BYTES, "--json-keys", "id"], r'json-keys: \["text"\] then, \["id"\] now'),
+        ([*BYTES, "--split-sentences"], "there|split-sentences: null then"),
+    ],
+)
 def test_another_command_does_not_go_on_with_what_is_unfinished(tool, folder, tmp_path, change, message):
     words = write_inputs("jsonl", folder)
     unfinished(tool, tmp_path, [*words, *BYTES])
@@ -175,10 +201,10 @@ def test_another_command_does_not_go_on_with_what_is_unfinished(tool, folder, tm
     assert pair_at(tmp_path / "o_text_document") == bytes_of("jsonl"), "what was done is not lost"
 
 
-@pytest.mark.parametrize("touch", [
-    lambda path: path.write_bytes(path.read_bytes() + b'{"text": "more"}\n'),
-    lambda path: os.utime(path, (1, 1)),
-])
+@pytest.mark.parametrize(
+    "touch",
+    [lambda path: path.write_bytes(path.read_bytes() + b'{"text": "more"}\n'), lambda path: os.utime(path, (1, 1))],
+)
 def test_input_that_has_changed_is_named_and_read_anew_on_request(tool, folder, tmp_path, touch):
     source = folder / "a.jsonl"
     source.write_bytes(b"".join(b'{"text": "%d"}\n' % number for number in range(40)))
@@ -216,7 +242,9 @@ def test_how_bad_lines_are_met_may_change_when_a_run_goes_on(tool, folder, tmp_p
     assert pair_at(tmp_path / "o_text_document") == pair_of([[[*str(n).encode(), 256]] for n in range(40) if n != 20])
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1, "command": {}}', b"[" * 100000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1, "command": {}}', b"[" * 100000]
+)
 def test_a_damaged_journal_is_named(tool, folder, tmp_path, content):
     words = [*write_inputs("jsonl", folder), "--output-prefix", str(tmp_path / "o"), *BYTES]
     (tmp_path / "o.journal.partial").write_bytes(content)
@@ -249,22 +277,27 @@ def test_standard_input_must_be_the_same_when_a_run_goes_on(tool, tmp_path, monk
 
 def give(monkeypatch, content):
     """Put bytes on standard input."""
+
     class Standard:
         buffer = io.BytesIO(content)
+
     monkeypatch.setattr(lines.sys, "stdin", Standard)
 
 
-@pytest.mark.parametrize("kind, damage", [
-    ("zst", lambda content: content[:-3]),
-    ("zst", lambda content: content[:5]),
-    ("zst", lambda content: b"no" + content),
-    ("parquet", lambda content: content[:-9]),
-    ("parquet", lambda content: content[:40] + b"\xff" * 300 + content[340:]),
-    ("arrow stream", lambda content: content[: len(content) // 2]),
-    ("arrow file", lambda content: content[: len(content) // 2]),
-    ("arrow stream", lambda content: b"\xff" * 8 + content[8:]),
-    ("parquet", lambda content: b""),
-])
+@pytest.mark.parametrize(
+    "kind, damage",
+    [
+        ("zst", lambda content: content[:-3]),
+        ("zst", lambda content: content[:5]),
+        ("zst", lambda content: b"no" + content),
+        ("parquet", lambda content: content[:-9]),
+        ("parquet", lambda content: content[:40] + b"\xff" * 300 + content[340:]),
+        ("arrow stream", lambda content: content[: len(content) // 2]),
+        ("arrow file", lambda content: content[: len(content) // 2]),
+        ("arrow stream", lambda content: b"\xff" * 8 + content[8:]),
+        ("parquet", lambda content: b""),
+    ],
+)
 def test_damaged_files_are_named(tool, folder, tmp_path, kind, damage):
     words = write_inputs(kind, folder)
     path = sorted(folder.iterdir())[0]
@@ -275,7 +308,9 @@ def test_damaged_files_are_named(tool, folder, tmp_path, kind, damage):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])
-@pytest.mark.parametrize("key, message", [("body", "has no columns 'body'; it has id, text"), ("id", "column 'id' holds int64, not text")])
+@pytest.mark.parametrize(
+    "key, message", [("body", "has no columns 'body'; it has id, text"), ("id", "column 'id' holds int64, not text")]
+)
 def test_a_column_that_is_missing_or_not_text_is_named(tool, folder, tmp_path, kind, key, message):
     with pytest.raises(SystemExit, match=message):
         tool.main([*write_inputs(kind, folder), "--json-keys", key, "--output-prefix", str(tmp_path / "o"), *BYTES])
@@ -285,9 +320,13 @@ def test_rows_without_text_and_of_broken_utf8_are_bad_records(tool, folder, tmp_
     broken = pyarrow.array([b"fine", b"\xff", None], pyarrow.binary()).view(pyarrow.string())
     with pyarrow.ipc.new_stream(folder / "a.arrow", pyarrow.schema([("text", pyarrow.string())])) as writer:
         writer.write_batch(pyarrow.record_batch([broken], ["text"]))
-    tool.main(["--input", str(folder / "a.arrow"), "--on-bad-line", "skip", "--output-prefix", str(tmp_path / "o"), *BYTES])
+    tool.main(
+        ["--input", str(folder / "a.arrow"), "--on-bad-line", "skip", "--output-prefix", str(tmp_path / "o"), *BYTES]
+    )
     message = capsys.readouterr().out
-    assert "1 not UTF-8 (" in message and "a.arrow:2)" in message and "1 the value of 'text' is not text (" in message, message
+    assert (
+        "1 not UTF-8 (" in message and "a.arrow:2)" in message and "1 the value of 'text' is not text (" in message
+    ), message
 
 
 def test_a_frame_that_blows_up_is_unpacked_in_pieces(folder):

@@ -12,21 +12,33 @@ from megatron.core.datasets.ingest.records import PLACES, read_records
 from megatron.core.datasets.ingest.source import Chunk, SourcePosition
 
 # JSON values of all kinds, objects with the keys in question more often than others.
-ANY = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)
-                   | st.dictionaries(st.sampled_from(["text", "b", ""]), inner, max_size=3), max_leaves=6)
-TEXT = st.text(st.sampled_from("a\n\0\u2028\ufeff\ud800\udc00\U0001f30d\\\""), max_size=6) | st.text(max_size=6)
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "b", ""]), inner, max_size=3),
+    max_leaves=6,
+)
+TEXT = st.text(st.sampled_from('a\n\0\u2028\ufeff\ud800\udc00\U0001f30d\\"'), max_size=6) | st.text(max_size=6)
 DOCUMENTS = st.fixed_dictionaries({"text": TEXT | ANY}, optional={"b": TEXT | ANY})
 
 
 @st.composite
 def broken_lines(draw):
     """Lines of JSON, some of them with bytes changed, cut out or put in; also lines of anything."""
-    line = draw(st.builds(lambda value, ascii: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"),
-                          DOCUMENTS, st.booleans()) | st.binary(max_size=20))
+    line = draw(
+        st.builds(
+            lambda value, ascii: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"),
+            DOCUMENTS,
+            st.booleans(),
+        )
+        | st.binary(max_size=20)
+    )
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
         low = draw(st.integers(0, len(line)))
-        line = line[:low] + draw(st.binary(max_size=2) | st.sampled_from([b'"', b"\\u", b"\\ud800", b"{", b"}", b"\0"])) \
-            + line[low + draw(st.integers(0, 2)):]
+        line = (
+            line[:low]
+            + draw(st.binary(max_size=2) | st.sampled_from([b'"', b"\\u", b"\\ud800", b"{", b"}", b"\0"]))
+            + line[low + draw(st.integers(0, 2)) :]
+        )
     return draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf"])) + line.replace(b"\n", b" ")
 
 
@@ -48,7 +60,14 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
     content = b"\n".join(lines) + b"\n" * ends
     rows = content.split(b"\n")
     rows = rows[:-1] if not rows[-1] else rows
-    chunk = Chunk("jsonl", content, SourcePosition(records=100), SourcePosition(records=100 + len(rows)), len(content), len(content))
+    chunk = Chunk(
+        "jsonl",
+        content,
+        SourcePosition(records=100),
+        SourcePosition(records=100 + len(rows)),
+        len(content),
+        len(content),
+    )
     records = read_records(chunk, keys)
     expected = [(number, texts) for number, line in enumerate(rows, 101) if (texts := plainly(line, keys)) is not None]
     assert records.numbers == [number for number, _ in expected]
@@ -60,7 +79,7 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
 
 def test_all_bad_lines_are_counted_and_the_first_are_named():
     content = b"{}\n" * 7 + b'{"text": "a"}\n' + b"{}\n"
-    drop, = read_records(Chunk("jsonl", content, SourcePosition(), SourcePosition(), 0, 0), ("text",)).drops.values()
+    (drop,) = read_records(Chunk("jsonl", content, SourcePosition(), SourcePosition(), 0, 0), ("text",)).drops.values()
     assert (drop.count, drop.records) == (8, [1, 2, 3, 4, 5][:PLACES])
 
 

@@ -88,8 +88,23 @@ def test_sentences_are_sequences_and_the_last_one_has_the_end_of_document(tool, 
             document[-1] = [*document[-1], tokenizer.eod]
     assert documents[2] == [] and len(documents[0]) > 30
     for workers in ["1", "2"][: 1 + append_eod]:
-        tool.main(["--input", str(source), "--output-prefix", str(tmp_path / workers), "--split-sentences", "--workers", workers,
-                   "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files[0], "--merge-file", files[1],
-                   *["--append-eod"] * append_eod])
+        tool.main(
+            [
+                "--input",
+                str(source),
+                "--output-prefix",
+                str(tmp_path / workers),
+                "--split-sentences",
+                "--workers",
+                workers,
+                "--tokenizer-type",
+                "GPT2BPETokenizer",
+                "--vocab-file",
+                files[0],
+                "--merge-file",
+                files[1],
+                *["--append-eod"] * append_eod,
+            ]
+        )
         assert pair_at(tmp_path / f"{workers}_text_sentence") == pair_of(documents)
     assert json.loads((tmp_path / "1_text_sentence.json").read_text())["level"] == "sentence"

@@ -9,8 +9,13 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
-TEXTS = [*("", " ", "na\u00efve \u6771\u4eac \U0001f30d", "two\nlines\r\n", "\0 \u2028 \x85", "\\u00e9 \"quoted\" \\"),
-         *("x" * number for number in range(1, 40)), "a document of many letters " * 30, "", "the last"]
+TEXTS = [
+    *("", " ", "na\u00efve \u6771\u4eac \U0001f30d", "two\nlines\r\n", "\0 \u2028 \x85", '\\u00e9 "quoted" \\'),
+    *("x" * number for number in range(1, 40)),
+    "a document of many letters " * 30,
+    "",
+    "the last",
+]
 # Texts that plain text files can hold, one a line: none is blank, none has an end of line.
 LINES = [text for text in TEXTS if text.strip() and "\n" not in text]
 KINDS = ["jsonl", "gz", "zst", "lines", "lines.gz", "documents", "parquet", "arrow stream", "arrow file"]
@@ -24,12 +29,21 @@ def texts_of(kind):
 def write_inputs(kind, folder):
     """Files of a kind that hold the documents, and the flags with which they are read."""
     texts, half = texts_of(kind), len(texts_of(kind)) // 2
-    rows = [json.dumps({"id": number, "text": text}, ensure_ascii=number % 2 == 0).encode() + b"\n" for number, text in enumerate(texts)]
+    rows = [
+        json.dumps({"id": number, "text": text}, ensure_ascii=number % 2 == 0).encode() + b"\n"
+        for number, text in enumerate(texts)
+    ]
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     if kind == "jsonl":  # the last line of the last file has no end
-        return ["--input", *files(folder, {"a.jsonl": b"".join(rows[:half]), "b.json": b"".join(rows[half:]).rstrip(b"\n")})]
+        return [
+            "--input",
+            *files(folder, {"a.jsonl": b"".join(rows[:half]), "b.json": b"".join(rows[half:]).rstrip(b"\n")}),
+        ]
     if kind == "gz":  # of two members
-        return ["--input", *files(folder, {"a.jsonl.gz": gzip.compress(b"".join(rows[:half])) + gzip.compress(b"".join(rows[half:]))})]
+        return [
+            "--input",
+            *files(folder, {"a.jsonl.gz": gzip.compress(b"".join(rows[:half])) + gzip.compress(b"".join(rows[half:]))}),
+        ]
     if kind == "zst":  # of two frames, the second in a file of its own too
         frames = [zstandard.compress(b"".join(part)) for part in (rows[:7], rows[7:half], rows[half:])]
         return ["--input", *files(folder, {"a.jsonl.zst": frames[0] + frames[1], "b.jsonl.zst": frames[2]})]
@@ -64,10 +78,14 @@ def pair_of(documents, letter="H", code=8):
         starts.append(starts[-1] + len(ids) * struct.calcsize(letter))
     for document in documents:
         bounds.append(bounds[-1] + len(document))
-    return (b"".join(struct.pack(f"<{len(ids)}{letter}", *ids) for ids in sequences),
-            b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(bounds))
-            + struct.pack(f"<{len(sequences)}i", *map(len, sequences)) + struct.pack(f"<{len(sequences)}q", *starts[:-1])
-            + struct.pack(f"<{len(bounds)}q", *bounds))
+    return (
+        b"".join(struct.pack(f"<{len(ids)}{letter}", *ids) for ids in sequences),
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(sequences), len(bounds))
+        + struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+        + struct.pack(f"<{len(sequences)}q", *starts[:-1])
+        + struct.pack(f"<{len(bounds)}q", *bounds),
+    )
 
 
 def bytes_of(kind):
