@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.arguments import parse_args
-from megatron.training.place import launcher_place
+from megatron.training.cli.arguments import parse_args
+from megatron.training.launch.launch_info import launcher_place
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
@@ -23,12 +23,12 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.sentence_kinds import bert_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
-from megatron.training.batch import Batch, Loss, LossFunction
-from megatron.training.data import Datasets
+from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.data.bert_loss import pair_loss
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
+from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.pair_loss import pair_loss
 from megatron.training.run import Run
 
 

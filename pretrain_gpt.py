@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.training.arguments import parse_args
-from megatron.training.place import launcher_place
+from megatron.training.cli.arguments import parse_args
+from megatron.training.launch.launch_info import launcher_place
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
@@ -21,13 +21,13 @@ from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Losses
 from megatron.inference.samples import continuations, read_prompts
-from megatron.training.batch import Batch, Loss, LossFunction, language_loss
-from megatron.training.data import Datasets
+from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
+from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
-from megatron.training.stages import Samples
+from megatron.training.trainer import Samples
 
 
 def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:

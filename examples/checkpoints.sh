@@ -55,7 +55,7 @@ import sys
 import torch
 import transformers
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 
 tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="examples/data/demo-vocab.json",

@@ -22,22 +22,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.model import ModelConfig, RopeConfig
-from megatron.core.config.optim import OptimizerConfig, ScheduleConfig
-from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.run import RunConfig, TrainConfig
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import RunConfig, TrainConfig
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.training.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.report.timers import Timers
 from megatron.training.run import Run
-from megatron.training.stages import build_trainer
 from megatron.training.step import train_step
-from megatron.training.timers import Timers
+from megatron.training.trainer import build_trainer
 
 TENSOR, PIPELINE, SHARDED = 1, 1, True
 STEPS = 50

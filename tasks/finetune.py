@@ -29,21 +29,21 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
-from megatron.training.batch import Batch, Loss, LossFunction
-from megatron.training.checkpointing import Checkpoint, owning
-from megatron.training.compiling import Compiler
-from megatron.training.data import all_once
-from megatron.training.dialects import open_checkpoint
+from megatron.training.accelerate.compile import Compiler
+from megatron.training.checkpoint.checkpointing import Checkpoint, owning
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.data.sample_order import FILL, needs_text, read
 from megatron.training.evaluate import evaluate
-from megatron.training.guard import Guard
-from megatron.training.metrics import Meter
-from megatron.training.reading import FILL, needs_text, read
-from megatron.training.recording import record_steps
+from megatron.training.health.bad_steps import Guard
+from megatron.training.health.exit_conditions import Watch
+from megatron.training.loader import all_once
+from megatron.training.report.metrics import Meter
+from megatron.training.report.run_record import record_steps
+from megatron.training.report.writers import Writers
 from megatron.training.run import Run
-from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
-from megatron.training.watch import Watch
-from megatron.training.writers import Writers
+from megatron.training.trainer import Trainer, build_trainer
 from tasks.flags import TaskConfig
 from tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
 from tasks.race import CHOICES, read_race

@@ -14,8 +14,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.training.arguments import parse_args
-from megatron.training.place import launcher_place
+from megatron.training.cli.arguments import parse_args
+from megatron.training.launch.launch_info import launcher_place
 from tasks.flags import ZERO_SHOT, TaskConfig, defaults_of, value_of
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
@@ -29,10 +29,10 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.training.entry import entry
-from megatron.training.failures import locating
+from megatron.training.health.failures import locating
+from megatron.training.health.watchdog import Watchdog
 from megatron.training.initialize import initialize_megatron
-from megatron.training.recording import recorded
-from megatron.training.watchdog import Watchdog
+from megatron.training.report.run_record import recorded
 from tasks.finetune import finetune
 from tasks.zeroshot import run_zero_shot
 

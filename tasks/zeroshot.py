@@ -19,22 +19,22 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids, frame
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import Answer, BatchSize, Request, loglikelihoods
-from megatron.training.batch import Batch, LossFunction, masked_loss
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.compiling import Compiler
-from megatron.training.data import all_once
+from megatron.training.accelerate.compile import Compiler
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.inference_model import Stage
+from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.sample_order import needs_text
 from megatron.training.evaluate import evaluate, resting
-from megatron.training.loaded import Stage
-from megatron.training.reading import needs_text
+from megatron.training.loader import all_once
 from megatron.training.run import Run
-from megatron.training.stages import Trainer, build_trainer
+from megatron.training.trainer import Trainer, build_trainer
 from tasks.detokenize import detokenized
 from tasks.flags import TaskConfig
 

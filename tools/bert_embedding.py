@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, spans_of
 from megatron.core.datasets.ingest.records import BLANK, read_records
@@ -40,8 +40,8 @@ from megatron.core.datasets.marks import bare_ids
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.loaded import Kind, load_network
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 POOLINGS = ("mean", "first", "pooled")
 _HEADER_BYTES = 128

@@ -23,10 +23,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.tokenizers.build import size_before_a_run
-from megatron.training.preflight import examine
-from megatron.trust.command import ENTRIES, Command, read_command
-from megatron.trust.edits import WORLD, Answer, Broken, Given, fewest_edits
-from megatron.trust.rule_page import page
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, Command, read_command
+from megatron.trust.flags.repair import WORLD, Answer, Broken, Given, fewest_edits
+from megatron.trust.flags.rule_page import page
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -135,7 +135,7 @@ def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
 
 def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
-    from megatron.trust.built import check_build  # needs torch, which no other answer waits for
+    from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
 
     setting = setting.as_started()
     config, _ = examine(setting.config, setting.world_size)

@@ -25,10 +25,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import RunConfig
-from megatron.training.preflight import examine
-from megatron.trust.command import ENTRIES, read_command
-from megatron.trust.shrink import Shrunk, shrink
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, read_command
+from megatron.trust.parity.proxy_config import Shrunk, shrink
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -75,7 +75,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
 
 def compared(small: Shrunk, limit: float) -> dict[str, Any]:
     """What both rehearsals say of each other, as plain values."""
-    from megatron.trust.parity import checked_on_ranks  # needs torch, which no other answer waits for
+    from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
 
     found = checked_on_ranks(small, limit)
     if isinstance(found, str):

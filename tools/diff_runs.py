@@ -21,9 +21,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.training.ledger import plain
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.ledger import Apart, Difference, History, Input, difference, read_history
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.report.run_log import plain
+from megatron.trust.compare.runs import Apart, Difference, History, Input, difference, read_history
 
 WIDEST = 60  # characters of one value
 

@@ -23,18 +23,18 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError, from_namespace
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.arguments import read_flags
-from megatron.training.device_checks import kernel_need
+from megatron.training.cli.arguments import read_flags
+from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.preflight import examine, fitted
 from megatron.training.initialize import join, shut_down
-from megatron.training.place import world_size
-from megatron.training.preflight import examine, fitted
-from megatron.trust.command import ENTRIES, split_command
+from megatron.training.launch.launch_info import world_size
 from megatron.trust.doctor import Row, Subject, examine_all
+from megatron.trust.flags.command import ENTRIES, split_command
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
 STAND_IN = (

@@ -23,16 +23,16 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.paths import SPLITS
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.arguments import config_of, read_args
-from megatron.training.explain import Explanation, Microbatch, Shown, Sighting, Start
-from megatron.training.reading import needs_text
+from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.data.inspect_samples import Explanation, Microbatch, Shown, Sighting, Start
+from megatron.training.data.sample_order import needs_text
 
 SHOWN_TEXT = 72
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # as the entry scripts have it

@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
-from megatron.core.config.inference import InferenceConfig
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.families.hf import is_folder
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.base import read_text
@@ -40,9 +40,9 @@ from megatron.inference.engine import Engine
 from megatron.inference.generate import prompt_ids
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
-from megatron.training.dialects import open_checkpoint
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, Kind, Loaded, architecture_of, load_network
 from megatron.training.entry import entry
-from megatron.training.loaded import FORMATS, GPT, Kind, Loaded, architecture_of, load_network
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

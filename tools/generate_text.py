@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
-from megatron.training.loaded import GPT, load_network
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 

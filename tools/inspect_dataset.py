@@ -25,8 +25,8 @@ from tqdm import tqdm
 if importlib.util.find_spec("megatron") is None:  # run from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.pair_check import document_lengths, problems_of
@@ -34,7 +34,7 @@ from megatron.core.datasets.sidecar import tokenizer_name
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 BAR = 50
 SHOWN = 2000

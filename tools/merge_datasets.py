@@ -23,7 +23,7 @@ if importlib.util.find_spec("megatron") is None:  # run from a checkout that is 
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megatron.core.datasets.sidecar import Sidecar, tokenizer_name
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 SHOWN = 10  # missing shards that are named
 

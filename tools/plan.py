@@ -26,18 +26,18 @@ if __package__ in (None, ""):
 from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import size_before_a_run
-from megatron.training.preflight import examine
-from megatron.trust.command import ENTRIES, read_command
-from megatron.trust.cost import StepTime
-from megatron.trust.edits import Given
-from megatron.trust.hardware import PROFILES, Hardware, hardware_of, to_json
-from megatron.trust.layouts import search
-from megatron.trust.matching import match
-from megatron.trust.planning import DryRunner, advised, plan
-from megatron.trust.report import found_plain, found_text, page, plain, text
-from megatron.trust.sketch import with_vocabulary
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, read_command
+from megatron.trust.flags.repair import Given
+from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.plan.cost import StepTime
+from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
+from megatron.trust.plan.layout_search import search
+from megatron.trust.plan.planner import DryRunner, advised, plan
+from megatron.trust.plan.report import found_plain, found_text, page, plain, text
+from megatron.trust.simulate.collective_matching import match
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -121,7 +121,7 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, Ru
 
 def dry_runner() -> DryRunner:
     """The dry run, which needs torch."""
-    from megatron.trust.dry_run import dry_run
+    from megatron.trust.simulate.dry_run import dry_run
 
     return dry_run
 
@@ -178,7 +178,7 @@ def plan_one(
 
 def write_profile(path: Path) -> None:
     """Measure, and write what was found."""
-    from megatron.trust.measure import measured
+    from megatron.trust.plan.measure import measured
 
     found = measured(say=note)
     if found is not None:

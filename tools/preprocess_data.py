@@ -24,8 +24,8 @@ from tqdm import tqdm
 if importlib.util.find_spec("megatron") is None:  # run from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, refuse
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodeOptions
 from megatron.core.datasets.ingest.inputs import find_sources

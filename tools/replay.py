@@ -26,8 +26,8 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.replay import Replayed, replay
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.replay import Replayed, replay
 
 PROVIDERS = {
     "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),

@@ -21,17 +21,17 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
-from megatron.core.config.inference import InferenceConfig
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.service import Service
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, load_network
 from megatron.training.entry import entry
-from megatron.training.loaded import FORMATS, GPT, load_network
-from megatron.training.place import has_desktop, launcher_place
-from megatron.training.watchdog import RankLost
+from megatron.training.health.watchdog import RankLost
+from megatron.training.launch.launch_info import has_desktop, launcher_place
 
 try:
     from megatron.inference.server.app import LOCAL, build_app

@@ -16,15 +16,15 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.rules import NEEDS, RULES, Setting, stages_of
-from megatron.core.config.run import RunConfig
+from megatron.core.config.rules.engine import NEEDS, RULES, Setting, stages_of
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import active_parameters, count_parameters
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play
 from megatron.core.tokenizers.build import size_before_a_run
-from megatron.training.arguments import read_flags
+from megatron.training.cli.arguments import read_flags
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 if CAN_DRAW:

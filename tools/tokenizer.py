@@ -23,8 +23,8 @@ if importlib.util.find_spec("megatron") is None:  # run from a checkout that is 
 
 from tqdm import tqdm
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.inputs import find_sources, read_spans, spans_of
 from megatron.core.datasets.ingest.records import read_records
@@ -34,7 +34,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
 from megatron.core.tokenizers.engines import num_processors
 from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

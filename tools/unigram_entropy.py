@@ -19,7 +19,7 @@ if importlib.util.find_spec("megatron") is None:  # run from a checkout that is 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.indexed import DataError, IndexedDataset
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 
 def token_counts(prefix: str) -> np.ndarray:

@@ -29,18 +29,18 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.marks import frame
 from megatron.core.datasets.templates import Template
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer, digest, fingerprint
 from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
+from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.entry import entry
-from megatron.training.loaded import GPT, load_network
-from megatron.training.place import launcher_place, world_size
+from megatron.training.launch.launch_info import launcher_place, world_size
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
 _NUMBERS_OF_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.rules import stages_of
-from megatron.core.config.run import RunConfig
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.inference.sampling import Sampling, draw
-from megatron.training.loaded import Loaded, Stage
+from megatron.training.checkpoint.inference_model import Loaded, Stage
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]

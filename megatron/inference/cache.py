@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are

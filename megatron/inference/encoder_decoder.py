@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import refuse
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives

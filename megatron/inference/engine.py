@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import get_args
 
 from megatron.core.config.flags import ConfigError, refuse
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer

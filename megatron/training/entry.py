@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.board import FIRST_FAILURE, Board
-from megatron.training.failures import described, name_of_rank
-from megatron.training.guard import BadStep
+from megatron.training.health.bad_steps import BadStep
+from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.health.failures import described, name_of_rank
+from megatron.training.health.replica_check import ReplicasDiffer
+from megatron.training.health.watchdog import LOST, RankLost
 from megatron.training.initialize import shut_down
-from megatron.training.place import Place, end_in_a_line_when_interrupted, launcher_place
-from megatron.training.sentinel import ReplicasDiffer
-from megatron.training.watch import NotFinite
-from megatron.training.watchdog import LOST, RankLost
+from megatron.training.launch.launch_info import Place, end_in_a_line_when_interrupted, launcher_place
+from megatron.training.launch.rendezvous import FIRST_FAILURE, Board
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds

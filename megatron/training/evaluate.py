@@ -9,9 +9,9 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import run
-from megatron.training.batch import Batch
-from megatron.training.stages import Trainer
+from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:

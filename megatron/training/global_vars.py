@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.report.timers import Timers
 from megatron.training.run import Run
-from megatron.training.timers import Timers
 
 _RUN: Run | None = None
 

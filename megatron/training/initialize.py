@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
-from megatron.core.kernels import recipes
+from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.table import select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, name_of, pick_device, synchronize
@@ -27,16 +27,16 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
-from megatron.training.board import join_ranks, lacks_board
-from megatron.training.device_checks import kernel_need
-from megatron.training.elastic import told
-from megatron.training.ledger import Ledger
-from megatron.training.place import launcher_place, world_size
-from megatron.training.preflight import fitted, preflight
-from megatron.training.recording import ledger_path
+from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.preflight import fitted, preflight
+from megatron.training.launch.elastic import told
+from megatron.training.launch.launch_info import launcher_place, world_size
+from megatron.training.launch.rendezvous import join_ranks, lacks_board
+from megatron.training.launch.spare_ranks import stand_by, tell_done
+from megatron.training.report.run_log import Ledger
+from megatron.training.report.run_record import ledger_path
+from megatron.training.report.timers import Timers
 from megatron.training.run import Run
-from megatron.training.standby import stand_by, tell_done
-from megatron.training.timers import Timers
 
 
 def initialize_megatron(args: argparse.Namespace) -> Run:

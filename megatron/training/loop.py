@@ -13,24 +13,29 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.config.rules import stages_of
-from megatron.core.config.run import RunConfig
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
-from megatron.training.checkpointing import Checkpoint, owning
-from megatron.training.compiling import Compiler
-from megatron.training.data import Data, DatasetProvider, build_data, take
+from megatron.training.accelerate.compile import Compiler
+from megatron.training.accelerate.cuda_graphs import Recordings
+from megatron.training.checkpoint.checkpointing import Checkpoint, owning
 from megatron.training.evaluate import evaluate, resting
-from megatron.training.failures import locating
-from megatron.training.graphs import Recordings
-from megatron.training.guard import BadStep, Guard, RollBack
-from megatron.training.interrupts import Interrupts
-from megatron.training.leak_probe import demand_no_leak
-from megatron.training.ledger import LogFile
-from megatron.training.metrics import (
+from megatron.training.health.bad_steps import BadStep, Guard, RollBack
+from megatron.training.health.causality_check import demand_no_leak
+from megatron.training.health.exit_conditions import NotFinite, Profile, Watch
+from megatron.training.health.failures import locating
+from megatron.training.health.interrupts import Interrupts
+from megatron.training.health.replica_check import ReplicasDiffer, Sentinel
+from megatron.training.health.rerun import ResultRejected, StepRerun
+from megatron.training.health.stragglers import Stragglers
+from megatron.training.health.watchdog import Watchdog
+from megatron.training.launch.launch_info import launcher_place
+from megatron.training.loader import Data, DatasetProvider, build_data, take
+from megatron.training.report.metrics import (
     Meter,
     Work,
     known_peak,
@@ -39,18 +44,13 @@ from megatron.training.metrics import (
     progress_line,
     theoretical_memory_line,
 )
-from megatron.training.place import launcher_place
-from megatron.training.recording import record_steps, recorded
-from megatron.training.rerun import ResultRejected, StepRerun
+from megatron.training.report.run_log import LogFile
+from megatron.training.report.run_record import record_steps, recorded
+from megatron.training.report.timers import times_scalars, times_text
+from megatron.training.report.writers import Writers
 from megatron.training.run import Run
-from megatron.training.sentinel import ReplicasDiffer, Sentinel
-from megatron.training.stages import ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 from megatron.training.step import train_step
-from megatron.training.stragglers import Stragglers
-from megatron.training.timers import times_scalars, times_text
-from megatron.training.watch import NotFinite, Profile, Watch
-from megatron.training.watchdog import Watchdog
-from megatron.training.writers import Writers
+from megatron.training.trainer import ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 
 
 def pretrain(

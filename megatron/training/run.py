@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -17,8 +17,8 @@ from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
-from megatron.training.ledger import Ledger
-from megatron.training.timers import Timers
+from megatron.training.report.run_log import Ledger
+from megatron.training.report.timers import Timers
 
 
 @dataclass(slots=True)

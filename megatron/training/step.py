@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.router import routers_of
-from megatron.training.batch import Batch
-from megatron.training.data import take
-from megatron.training.metrics import Loads, Step
-from megatron.training.regroup import Regrouped
-from megatron.training.stages import Trainer
+from megatron.training.data.batch import Batch
+from megatron.training.data.rebalance import Regrouped
+from megatron.training.loader import take
+from megatron.training.report.metrics import Loads, Step
+from megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel

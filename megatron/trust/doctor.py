@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
@@ -39,7 +39,7 @@ from megatron.core.parallel.device import free_memory, name_of, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.recording import code_version
+from megatron.training.report.run_record import code_version
 from megatron.trust.kernel_check import TOLERANCE, errors, errors_of_all
 
 Status = Literal["OK", "WARN", "FAIL"]

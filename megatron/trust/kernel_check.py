@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels import reference
 from megatron.core.kernels.linear_loss import Words
 from megatron.core.kernels.mask import MaskSpec, Scores

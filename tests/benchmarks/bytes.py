@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
-from megatron.trust.recorder import Recorder
+from megatron.trust.simulate.recorder import Recorder
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

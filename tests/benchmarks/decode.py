@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.training.loaded import GPT, load_network
+from megatron.training.checkpoint.inference_model import GPT, load_network
 
 SIZES = {"10m": (6, 256, 8, 8192), "124m": (12, 768, 12, 50257)}
 Ids = list[list[int]]

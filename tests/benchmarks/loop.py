@@ -50,7 +50,7 @@ def overhead(steps: int) -> None:
     """Train in this process and print how an iteration's CPU time is shared out."""
     import pretrain_gpt
     from megatron.training import loop, step
-    from megatron.training.arguments import read_args
+    from megatron.training.cli.arguments import read_args
     from megatron.training.initialize import initialize_megatron
 
     inside, whole, data = [0.0], [0.0], [0.0]

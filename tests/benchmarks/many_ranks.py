@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel import mesh
 from megatron.core.parallel.grid import axis_ranks
-from megatron.trust.built import mesh_of
+from megatron.trust.flags.parameter_counts import mesh_of
 
 CPU = torch.device("cpu")
 LARGE = ParallelConfig(

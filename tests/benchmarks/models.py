@@ -199,8 +199,8 @@ def loop_over(make: Callable[[Size], tuple[nn.Module, Loss]], size: Size, *, com
 def ours(size: Size, *, compiled: bool) -> Step:
     """One whole training step of ours: reduce, clip, schedule and counters included."""
     from megatron.core.parallel.device import keep_freed_memory
-    from megatron.training.batch import Batch
-    from megatron.training.compiling import Compiler
+    from megatron.training.accelerate.compile import Compiler
+    from megatron.training.data.batch import Batch
     from megatron.training.step import train_step
     from tests.helpers import tiny
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.distributed import ddp
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.mask import MaskSpec
@@ -57,8 +57,8 @@ from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.moe import Experts, MoELayer
 from megatron.core.transformer.passing import ForwardContext
-from megatron.training.stages import Trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.run import RunConfig
-from megatron.trust.dry_run import dry_run
+from megatron.core.config.settings.run import RunConfig
+from megatron.trust.simulate.dry_run import dry_run
 
 RANKS = 1024
 _COMMON: dict[str, Any] = {

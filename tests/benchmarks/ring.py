@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel import ring
 from megatron.core.context_parallel.attention import over_context
 from megatron.core.kernels.fused import attention

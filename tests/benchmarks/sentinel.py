@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from megatron.core.parallel.device import pick_device, synchronize
-from megatron.training.sentinel import Sentinel
+from megatron.training.health.replica_check import Sentinel
 from megatron.training.step import train_step
 from tests.helpers import tiny
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.training.arguments import read_args
+from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron, shut_down
 from megatron.training.loop import pretrain
 from tests.helpers.programme import TINY

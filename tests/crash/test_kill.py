@@ -14,8 +14,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import iteration_folder
-from megatron.trust.compare import compare_sources
-from megatron.trust.inventory import compared
+from megatron.trust.compare.checkpoints import compare_sources
+from megatron.trust.state_inventory import compared
 from tests.conftest import NOTES
 from tests.crash.lives import LAYOUTS, Lives
 

@@ -27,8 +27,8 @@ from megatron.core.distributed import ddp
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel.spec import spec_of
 from megatron.training import loop, step
-from megatron.training.arguments import read_args
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.cli.arguments import read_args
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.run import Run

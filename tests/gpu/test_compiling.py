@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.compiling import Compiler
+from megatron.training.accelerate.compile import Compiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.parity.table import MODELS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.graphs import Recordings
+from megatron.training.accelerate.cuda_graphs import Recordings
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.parity.table import MODELS

@@ -11,8 +11,8 @@ from megatron.core.kernels import linear_loss, reference
 from megatron.core.kernels.linear_loss import Words
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.table import CANDIDATES
-from megatron.training.device_checks import kernel_need
-from megatron.training.leak_probe import demand_no_leak
+from megatron.training.cli.device_checks import kernel_need
+from megatron.training.health.causality_check import demand_no_leak
 from megatron.trust.kernel_check import TOLERANCE, errors_of_all
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import fp8, fp8_native, recipes
-from megatron.core.kernels.recipes import recipe_of
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels.low_precision import fp8, fp8_native, recipes
+from megatron.core.kernels.low_precision.recipes import recipe_of
 from tests.helpers import tiny
 from tests.helpers.low_precision import operands
 from tests.helpers.training import train_on

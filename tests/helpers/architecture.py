@@ -61,7 +61,7 @@ SHIMS = ("megatron/core/parallel_state.py", "megatron/training/global_vars.py")
 LATE_IMPORTS = (
     "megatron/core/kernels/",
     "megatron/core/tokenizers/",
-    "megatron/training/writers.py",
+    "megatron/training/report/writers.py",
     "megatron/core/families/hf.py",
     "megatron/core/datasets/samplers.py",
     "megatron/core/datasets/storage.py",
@@ -70,25 +70,25 @@ LATE_IMPORTS = (
 )
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
 LATE_OWN = (
-    ("megatron/training/stages.py", "megatron.core.distributed.fsdp.FullySharded"),
-    ("megatron/training/arguments.py", "megatron.training.dialects.foreign_settings"),
-    ("megatron/training/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
-    ("megatron/training/preflight.py", "megatron.training.device_checks.machine_problems"),
-    ("megatron/training/preflight.py", "megatron.training.device_checks.device_type"),
+    ("megatron/training/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
+    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_settings"),
+    ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
+    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.machine_problems"),
+    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
     *(
-        ("megatron/training/arguments.py", f"megatron.training.preflight.{name}")
+        ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
         for name in ("LOCAL", "preflight", "examine")
     ),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.held_parameters"),
-    ("tools/check_config.py", "megatron.trust.built.check_build"),
-    ("tools/check_parity.py", "megatron.trust.parity.checked_on_ranks"),
-    ("tools/plan.py", "megatron.trust.dry_run.dry_run"),
-    ("tools/plan.py", "megatron.trust.measure.measured"),
+    ("tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
+    ("tools/check_parity.py", "megatron.trust.parity.parity.checked_on_ranks"),
+    ("tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
+    ("tools/plan.py", "megatron.trust.plan.measure.measured"),
 )
 FLAG_READERS = (
     "megatron/core/config/flags.py",
-    "megatron/training/arguments.py",
-    "megatron/training/help.py",
+    "megatron/training/cli/arguments.py",
+    "megatron/training/cli/help.py",
     "megatron/training/run.py",
     "megatron/training/initialize.py",
     "megatron/training/global_vars.py",
@@ -97,7 +97,7 @@ CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
 ENVIRONMENT_READERS = (
     "megatron/core/parallel/device.py",
     "megatron/training/initialize.py",
-    "megatron/training/place.py",
+    "megatron/training/launch/launch_info.py",
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 720, 80, 8
 CHANGING = {
@@ -459,7 +459,7 @@ def cuda_is_behind_the_device(tree: Tree) -> Offences:
 
 
 def environment_is_read_once(tree: Tree) -> Offences:
-    """Environment variables are read in training/place.py, training/initialize.py and parallel/device.py only."""
+    """Environment variables are read in training/launch/launch_info.py, training/initialize.py and parallel/device.py only."""
     for source in tree.values():
         if source.is_test or source.at(*ENVIRONMENT_READERS):
             continue

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.config.flags import flag_fields, from_values, to_values
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RunConfig
 from tests.helpers import tiny
 
 Changes = dict[str, Any]

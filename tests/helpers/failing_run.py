@@ -15,12 +15,12 @@ import torch
 
 import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
-from megatron.training.arguments import parse_args
-from megatron.training.batch import Batch, LossFunction
+from megatron.training.cli.arguments import parse_args
+from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
+from megatron.training.launch.launch_info import world_size
 from megatron.training.loop import pretrain
-from megatron.training.place import world_size
 from megatron.training.run import Run
 
 FAIL = os.environ.get("FAIL", "")

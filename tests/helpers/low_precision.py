@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.kernels import fp8
-from megatron.core.kernels.fp8 import Quantised
-from megatron.core.kernels.recipes import Operand, Recipe
+from megatron.core.kernels.low_precision import fp8
+from megatron.core.kernels.low_precision.fp8 import Quantised
+from megatron.core.kernels.low_precision.recipes import Operand, Recipe
 
 
 def operands(recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, tuple[Quantised, Quantised]]:

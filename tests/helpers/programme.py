@@ -11,12 +11,12 @@ import torch
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.training.arguments import read_args
-from megatron.training.data import DatasetProvider
+from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
+from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
-from megatron.training.stages import ForwardStep
+from megatron.training.trainer import ForwardStep
 
 VOCABULARY = 30  # and the end of document
 SEQUENCE = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.training import Held, Outcome, held_weights, outcome, train_on, weights_of
 

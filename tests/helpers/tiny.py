@@ -16,17 +16,17 @@ import pretrain_bert
 import pretrain_t5
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.batch import Batch, LossFunction, language_loss
+from megatron.training.data.batch import Batch, LossFunction, language_loss
+from megatron.training.report.timers import Timers
 from megatron.training.run import Run
-from megatron.training.stages import Trainer, build_trainer
-from megatron.training.timers import Timers
-from megatron.trust.rehearsal import batches, rows, samples  # noqa: F401 - from here tests take them
+from megatron.training.trainer import Trainer, build_trainer
+from megatron.trust.parity.short_run import batches, rows, samples  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work

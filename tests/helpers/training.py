@@ -13,9 +13,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import local_shards, spec_of
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.stages import Trainer
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -13,7 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.kernels import triton_loss, triton_norm, triton_permute, triton_pointwise
+from megatron.core.kernels.triton import loss as triton_loss
+from megatron.core.kernels.triton import norm as triton_norm
+from megatron.core.kernels.triton import permute as triton_permute
+from megatron.core.kernels.triton import pointwise as triton_pointwise
 
 STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
 GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig, RopeConfig
 from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 Weights = Mapping[str, Tensor]
 ACTIVATIONS = {

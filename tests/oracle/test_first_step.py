@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.parallel.spec import spec_of
-from megatron.training.preflight import examine
+from megatron.training.cli.preflight import examine
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.oracle.first_step import Microbatch, first_step

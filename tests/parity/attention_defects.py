@@ -18,7 +18,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import attention, qk_clip, rope
 from megatron.core.transformer.attention import SelfAttention
-from megatron.training import stages
+from megatron.training import trainer as stages
 from tests.parity.defect import Defect, collectives_with
 
 _stages_of, _recompute, _sink, _clip_rows = (

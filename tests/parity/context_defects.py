@@ -20,8 +20,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer import attention
 from megatron.core.transformer.build import Build
-from megatron.training import regroup
-from megatron.training.batch import Batch
+from megatron.training.data import rebalance as regroup
+from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 

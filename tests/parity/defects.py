@@ -42,7 +42,7 @@ from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import attention, stack
 from megatron.core.transformer.stack import Stack
-from megatron.training import stages
+from megatron.training import trainer as stages
 from megatron.training.step import StepWork
 from tests.helpers.training import Held, train_here
 from tests.parity.attention_defects import VARIANTS

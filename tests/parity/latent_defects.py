@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.model import MTPConfig
+from megatron.core.config.settings.model import MTPConfig
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import Segment
 from megatron.core.models import gpt
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import mla
 from megatron.core.transformer.mla import MultiLatentAttention
-from megatron.training.batch import Batch, Loss, language_loss, masked_loss
+from megatron.training.data.batch import Batch, Loss, language_loss, masked_loss
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.distributed import rounded
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.rounded import RoundedBucket
-from megatron.core.kernels.fp8 import Quantised, largest_of
-from megatron.core.kernels.recipes import OPERANDS, Operand
+from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
+from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel import low_precision
 from megatron.core.tensor_parallel.low_precision import Scaling, Way

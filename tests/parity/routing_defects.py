@@ -12,7 +12,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.router import Router
-from megatron.training.batch import Batch
+from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import iteration_folder
-from megatron.training.checkpointing import Checkpoint
-from megatron.trust.compare import compare_sources
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.trust.compare.checkpoints import compare_sources
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

@@ -14,9 +14,9 @@ from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.masking import MaskOptions
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.t5 import SpanOptions, T5Dataset
-from megatron.training.batch import Batch
-from megatron.training.stages import Trainer
+from megatron.training.data.batch import Batch
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 

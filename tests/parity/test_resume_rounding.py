@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.resuming import AFTER, BEFORE, resume_and_train, train_and_save
 from tests.helpers.training import outcome, train_on

@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.torch_dist import TorchDistSource
 from megatron.core.parallel.boxes import whole
-from megatron.training.arguments import read_args
+from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, LAST, RELEASES, RUN, SAVED

@@ -19,7 +19,7 @@ from megatron.core.families.megatron.export import flags_for_megatron, write_leg
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.torch_dist import _entries, _read_index
-from megatron.training.arguments import read_args
+from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, RUN

@@ -45,9 +45,9 @@ from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
-from megatron.training.dialects import FOREIGN, OURS, foreign_settings, open_checkpoint
-from megatron.training.exporting import export
-from megatron.training.place import end_in_a_line_when_interrupted
+from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"

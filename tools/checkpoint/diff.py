@@ -32,10 +32,10 @@ from megatron.core.dist_checkpointing.saved import Saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole
-from megatron.training.dialects import open_checkpoint
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.compare import Difference, Tolerance, compare_sources, settings_differences
-from megatron.trust.contents import counted, fits
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
+from megatron.trust.compare.contents import counted, fits
 
 
 def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:

@@ -35,11 +35,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.training import exporting
-from megatron.training.dialects import open_checkpoint
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.compare import compare_sources
-from megatron.trust.contents import size_words
+from megatron.training.checkpoint import export as exporting
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.checkpoints import compare_sources
+from megatron.trust.compare.contents import size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KNOWN = (

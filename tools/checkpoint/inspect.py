@@ -25,8 +25,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, walk
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.contents import OWN, Contents, Entry, as_json, counted, fits, own_contents, own_step, size_words
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import (
+    OWN,
+    Contents,
+    Entry,
+    as_json,
+    counted,
+    fits,
+    own_contents,
+    own_step,
+    size_words,
+)
 
 SHOWN = 100  # characters of a value
 
@@ -146,7 +156,7 @@ if __name__ == "__main__":  # importing torch takes longer than showing a checkp
         sys.exit()
 
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.training.dialects import find_foreign, open_checkpoint
+from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
 
 
 def foreign_contents(path: str, step: int | None) -> Contents:

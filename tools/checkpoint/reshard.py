@@ -34,10 +34,10 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
 from megatron.core.parallel.boxes import Box
-from megatron.training.dialects import open_checkpoint
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.compare import compare_sources
-from megatron.trust.contents import counted, size_words
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.checkpoints import compare_sources
+from megatron.trust.compare.contents import counted, size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = ("run.config", "run.tokenizer", "run.progress")  # values that weights keep; the others go with the optimizer

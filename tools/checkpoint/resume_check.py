@@ -41,9 +41,9 @@ from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, walk
 from megatron.core.parallel.boxes import Box
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.contents import fits
-from megatron.trust.inventory import Verdict, compared
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import fits
+from megatron.trust.state_inventory import Verdict, compared
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (

@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing.saved import Saved, open_saved, unknown_fi
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
 from megatron.core.parallel.boxes import whole
-from megatron.training.dialects import find_foreign, open_checkpoint
-from megatron.training.place import end_in_a_line_when_interrupted
-from megatron.trust.contents import counted, size_words
+from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import counted, size_words
 
 PART = 1 << 28  # bytes between two signs of life
 

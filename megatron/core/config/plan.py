@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config.flags import refuse
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.pattern import read_pattern
+from megatron.core.config.layer_pattern import read_pattern
+from megatron.core.config.settings.model import ModelConfig
 
 Placement = Literal["wrap", "v"]
 

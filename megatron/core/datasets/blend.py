@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.index_map import IndexCache, load_or_build
 from megatron.core.datasets.kinds import gpt_kind

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.data import DataConfig
+from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.conversations import Encoder, open_conversations
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache, load_or_build

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.data import FillConfig
 from megatron.core.config.flags import refuse, spelling
+from megatron.core.config.settings.data import FillConfig
 from megatron.core.datasets.marks import frame, named_tokens
 from megatron.core.tokenizers.base import Tokenizer
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.core.config.data import DataConfig
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import DataConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import chat_kind
 from megatron.core.datasets.fim import fill_in_the_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, Rearrange, TokenSource, WindowOptions

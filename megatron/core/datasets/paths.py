@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.storage import DataError, is_remote, size_of
 
 SPLITS = ("train", "valid", "test")

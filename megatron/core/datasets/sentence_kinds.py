@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import DataConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache

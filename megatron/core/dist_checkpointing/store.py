@@ -34,9 +34,9 @@ from typing import Any
 
 import xxhash
 
-from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import flag_fields, refuse
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.files import DISK, Files, read_file, remove_tree, write_file
 
 FORMAT_VERSION = 2

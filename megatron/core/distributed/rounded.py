@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import Bucket, Segment
-from megatron.core.kernels import fp8
-from megatron.core.kernels.fp8 import Quantised
-from megatron.core.kernels.recipes import Recipe
+from megatron.core.kernels.low_precision import fp8
+from megatron.core.kernels.low_precision.fp8 import Quantised
+from megatron.core.kernels.low_precision.recipes import Recipe
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis

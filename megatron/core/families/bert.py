@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Row, Variant, concat, same
 from megatron.core.families.settings import TANH_GELU, Keys, classes_of, kept
 

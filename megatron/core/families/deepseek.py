@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,

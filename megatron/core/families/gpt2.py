@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Row, same, transpose
 from megatron.core.families.settings import TANH_GELU, Keys, kept
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows
 from megatron.core.families.qwen import layer_kinds
 from megatron.core.families.rules import Family, Op, Row, same

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Op, Row, concat, same
 from megatron.core.families.settings import Keys, groups_in, kept, rope_in, rope_out, windows_in, windows_out
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows
 from megatron.core.families.rules import Family, Row, same
 from megatron.core.families.settings import Keys, kept

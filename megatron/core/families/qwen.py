@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,

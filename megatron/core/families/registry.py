@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.flags import from_values, spelling, to_values
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.network import network_fields, unused
 from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.network import network_fields, unused
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.bert import BERT, MEGATRON_BERT
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 
 Shape = tuple[int, ...]
 

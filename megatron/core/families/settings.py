@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
 IGNORED = frozenset(

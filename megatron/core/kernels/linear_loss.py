@@ -264,7 +264,7 @@ def _shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
 
 def _fused_shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
     """The same by Triton's kernels, which leave the logits in their format."""
-    kernels = import_module("megatron.core.kernels.triton_loss")
+    kernels = import_module("megatron.core.kernels.triton.loss")
     largest, sums, target = kernels.statistics(logits, block.row, words.valid)
     return _Shares(
         largest,

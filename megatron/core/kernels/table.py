@@ -16,20 +16,10 @@ from typing import Any
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.kernels import NAMED
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import (
-    deep_ep,
-    flash_attn,
-    flex,
-    fused,
-    grouped,
-    linear_loss,
-    permute,
-    reference,
-    torchao,
-    transformer_engine,
-)
+from megatron.core.config.settings.kernels import NAMED
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference
+from megatron.core.kernels.external import deep_ep, flash_attn, torchao, transformer_engine
 
 _FLAGS = {
     "attention": "attention-backend",
@@ -233,21 +223,21 @@ CANDIDATES = (
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),
-    Candidate("layer_norm", "triton", _late("triton_norm", "layer_norm"), _triton_unfit, _unmeasured),
+    Candidate("layer_norm", "triton", _late("triton.norm", "layer_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
-    Candidate("rms_norm", "triton", _late("triton_norm", "rms_norm"), _triton_unfit, _unmeasured),
+    Candidate("rms_norm", "triton", _late("triton.norm", "rms_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
-    Candidate("gated_activation", "triton", _late("triton_pointwise", "gated_activation"), _triton_unfit, _unmeasured),
+    Candidate("gated_activation", "triton", _late("triton.pointwise", "gated_activation"), _triton_unfit, _unmeasured),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
-    Candidate("rotary", "triton", _late("triton_pointwise", "rotary"), _triton_unfit, _unmeasured),
+    Candidate("rotary", "triton", _late("triton.pointwise", "rotary"), _triton_unfit, _unmeasured),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
     Candidate("permute", "torch", permute.permute, _always_fits),
-    Candidate("permute", "triton", _late("triton_permute", "permute"), _triton_unfit, _unmeasured),
+    Candidate("permute", "triton", _late("triton.permute", "permute"), _triton_unfit, _unmeasured),
     Candidate("residual_norm", "apart", None, _always_fits),
-    Candidate("residual_norm", "triton", _late("triton_norm", "residual_norm"), _triton_unfit, _unmeasured),
+    Candidate("residual_norm", "triton", _late("triton.norm", "residual_norm"), _triton_unfit, _unmeasured),
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _unmeasured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.run import TrainConfig
+from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.bert import TOKEN_TYPES
 from megatron.core.models.embedding import Embedding

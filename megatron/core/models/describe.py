@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, partition
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 
 Shape = tuple[int, ...]
 _EXPERTS = ".mlp.experts."

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import Split, rank_parameters
 
 AttentionCount = Literal["causal", "square"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Ownership, Segment
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import flat, intersect

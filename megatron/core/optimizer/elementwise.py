@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.config.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 
 
 class Elementwise(ABC):

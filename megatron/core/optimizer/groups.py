@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.parallel.spec import ParamSpec
 
 

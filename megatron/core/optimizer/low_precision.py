@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.formats import BLOCK, Blocks, Kept, Remainder, Wide, kept_as
 from megatron.core.parallel.rng import seed_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.groups import is_by_muon
 from megatron.core.optimizer.orthogonal import Iteration, orthogonalize, orthogonalize_together, scale_of

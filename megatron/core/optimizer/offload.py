@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.elementwise import Elementwise
 from megatron.core.parallel.device import Lane, host_memory

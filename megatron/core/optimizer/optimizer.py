@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.finalize import finalize
 from megatron.core.optimizer.adafactor import Adafactor

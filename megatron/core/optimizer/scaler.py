@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.config.optim import PrecisionConfig
+from megatron.core.config.settings.optim import PrecisionConfig
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 

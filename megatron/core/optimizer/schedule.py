@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flags import refuse
-from megatron.core.config.optim import OptimizerConfig, ScheduleConfig
-from megatron.core.config.run import TrainConfig
+from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
+from megatron.core.config.settings.run import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

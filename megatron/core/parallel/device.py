@@ -68,7 +68,7 @@ def backend_of(device: torch.device, wish: str = "auto") -> str:
     """The process-group backend for tensors on `device`."""
     if (
         wish == "nccl" and device.type == "cpu"
-    ):  # Megatron's default, which is in every script; training/preflight.py says so
+    ):  # Megatron's default, which is in every script; training/cli/preflight.py says so
         return "gloo"
     return wish if wish != "auto" else ("nccl" if device.type == "cuda" else "gloo")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import product
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import home, read_layout
+from megatron.core.config.settings.parallel import ParallelConfig
 
 RankLists = tuple[tuple[int, ...], ...]
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of, compute_in_batches
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import axis_ranks, block_ranks

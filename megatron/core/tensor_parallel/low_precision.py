@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.kernels.fp4 import rotated
-from megatron.core.kernels.fp8 import Quantised, largest_of
-from megatron.core.kernels.recipes import OPERANDS, Operand, Recipe
+from megatron.core.kernels.low_precision.fp4 import rotated
+from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
+from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand, Recipe
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.reference import wide
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh

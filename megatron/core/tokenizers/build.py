@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, refuse, spelling
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer, flat, marked, read_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer

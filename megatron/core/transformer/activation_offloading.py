@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.core.config.run import OffloadConfig
+from megatron.core.config.settings.run import OffloadConfig
 from megatron.core.parallel.offload import Offload, around, kept
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.moe import MoELayer

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.run import RecomputeConfig
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RecomputeConfig
 from megatron.core.context_parallel.attention import over_context
 from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.recipes import recipe_of
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh

@@ -265,7 +265,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ByLibrary:
-    """Tokens travel as a library sends them (kernels/deep_ep.py). Experts are whole."""
+    """Tokens travel as a library sends them (kernels/external/deep_ep.py). Experts are whole."""
 
     num_experts: int
     ep: Axis

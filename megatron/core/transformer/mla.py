@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import LayerPlan
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import all_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel.recompute import dropping_outputs

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.model import RopeConfig
+from megatron.core.config.settings.model import RopeConfig
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, parameter
 from megatron.core.transformer.build import Build
 

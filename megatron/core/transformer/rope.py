@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.config.model import RopeConfig
+from megatron.core.config.settings.model import RopeConfig
 from megatron.core.transformer.build import Build
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.moe import MoEConfig
 from megatron.core.config.plan import LayerPlan
+from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of

@@ -24,8 +24,8 @@ from megatron.core.config.flags import (
     to_values,
     words_of,
 )
-from megatron.core.config.inference import InferenceConfig
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

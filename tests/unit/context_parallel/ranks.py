@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import over_context
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import fused, reference

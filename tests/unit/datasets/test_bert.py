@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError, from_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import DataConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.indexed import DataError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import blend as blend_module
 from megatron.core.datasets.blend import BlendedDataset, build_datasets, build_splits, usage
 from megatron.core.datasets.blend_index import blend_order

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron.core.config.data import ChatConfig, DataConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import ChatConfig, DataConfig
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import Conversations, Encoder, open_conversations

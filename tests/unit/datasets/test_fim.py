@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import DataConfig, FillConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import DataConfig, FillConfig
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, fill_in_the_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder

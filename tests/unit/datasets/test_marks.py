@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError, from_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, Encoder
 from megatron.core.datasets.marks import bare_ids, refuse_frame
 from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind

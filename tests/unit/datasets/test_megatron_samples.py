@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.kinds import KINDS
 from tests.helpers.sentences import LetterTokenizer, write

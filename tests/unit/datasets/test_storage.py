@@ -10,8 +10,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from megatron.core.config.data import DataConfig
 from megatron.core.config.flags import add_arguments
+from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import sidecar, storage
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.pair_check import problems_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.masking import MaskOptions, word_continuations
 from megatron.core.datasets.sentence_kinds import t5_kind

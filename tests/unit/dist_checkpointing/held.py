@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.load import load, open_sound
 from megatron.core.dist_checkpointing.saver import save
 from megatron.core.dist_checkpointing.store import Description, candidates

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import Disk
 from megatron.core.dist_checkpointing.store import CheckpointError, Description

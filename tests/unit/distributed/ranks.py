@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize
 from megatron.core.parallel.mesh import Mesh

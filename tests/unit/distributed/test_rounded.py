@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.distributed.rounded import RoundedBucket
 from megatron.core.parallel.spec import spec_of
-from megatron.training.stages import Trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_here
 from tests.helpers.world import Worlds

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
 from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.dialects import open_checkpoint
-from megatron.training.loaded import GPT, load_network
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.families.megatron_files import V2, Whole

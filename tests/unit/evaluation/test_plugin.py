@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import lm_eval_stand_in, tiny
 from tests.helpers.architecture import ROOT
 

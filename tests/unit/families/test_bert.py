@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import differences, family_of, fitting_family, model_of
@@ -21,8 +21,8 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
-from megatron.training.loaded import Kind, load_network
-from megatron.training.resume_settings import compare
+from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.checkpoint.resume_settings import compare
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_hf import edit, rewrite

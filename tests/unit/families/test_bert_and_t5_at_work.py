@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
 from megatron.core.families import hf
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_bert import OURS as MEGATRON_BERT

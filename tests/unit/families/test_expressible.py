@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import spelling
-from megatron.core.config.network import network_fields
+from megatron.core.config.settings.network import network_fields
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.megatron.expressible import COUNTERPARTS, without_counterpart

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.hybrid import in_pairs
 from megatron.core.families.megatron.settings import run_settings_of, settings_of

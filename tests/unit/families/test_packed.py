@@ -18,7 +18,7 @@ from megatron.core.families import hf
 from megatron.core.families.packed import plain
 from megatron.core.parallel.boxes import Box, whole
 from megatron.core.parallel.mesh import Axis
-from megatron.training.resuming import find_wanted, open_wanted
+from megatron.training.checkpoint.resuming import find_wanted, open_wanted
 from tests.helpers import tiny
 from tests.unit.families.made import LLAMA, Made, same_tensors
 

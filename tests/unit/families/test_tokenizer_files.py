@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT

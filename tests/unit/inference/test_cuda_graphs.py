@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference import cuda_graphs, engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling

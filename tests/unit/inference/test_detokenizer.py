@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.detokenizer import Detokenizer

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.inference import InferenceConfig
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.encoder_decoder import EncoderDecoder
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.training.loaded import Kind, load_network
+from megatron.training.checkpoint.inference_model import Kind, load_network
 from tests.helpers.world import Worlds
 from tests.unit.inference.published_t5 import KINDS, WORDS, published
 from tests.unit.inference.serving import greedy, prompts

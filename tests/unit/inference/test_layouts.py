@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Reply, Request

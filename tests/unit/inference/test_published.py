@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.beam import beam_search
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Ids
-from megatron.training.loaded import GPT, load_network
+from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.unit.inference.serving import engine_of, greedy, prompts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.inference import InferenceConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.beam import beam_search
 from megatron.inference.engine import Engine

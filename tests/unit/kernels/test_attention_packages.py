@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import flash_attn, flex, fused, reference, transformer_engine
+from megatron.core.kernels import flex, fused, reference
+from megatron.core.kernels.external import flash_attn, transformer_engine
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.table import CANDIDATES, Need, select
-from megatron.training.device_checks import kernel_need
-from megatron.training.leak_probe import demand_no_leak
+from megatron.training.cli.device_checks import kernel_need
+from megatron.training.health.causality_check import demand_no_leak
 from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny, transformer_engine_stand_in
 from tests.unit.kernels.test_ops import check, with_gradients
 

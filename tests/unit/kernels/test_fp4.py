@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels import fp4, fp8, fp8_native
+from megatron.core.kernels.low_precision import fp4, fp8, fp8_native
 
 
 def to_e4m3(x: float) -> float:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import fp8, fp8_native
-from megatron.core.kernels.fp8 import E4M3, E5M2, Number, Quantised
-from megatron.core.kernels.recipes import recipe_of
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels.low_precision import fp8, fp8_native
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number, Quantised
+from megatron.core.kernels.low_precision.recipes import recipe_of
 from tests.helpers.low_precision import operands
 
 THEIRS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

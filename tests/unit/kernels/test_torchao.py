@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import fp4, fp8_native, torchao
-from megatron.core.kernels.fp8 import E4M3, E5M2, Number
-from megatron.core.kernels.recipes import recipe_of
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels.external import torchao
+from megatron.core.kernels.low_precision import fp4, fp8_native
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number
+from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.kernels.table import Need, select
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams

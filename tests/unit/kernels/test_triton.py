@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.kernels import NAMED
+from megatron.core.config.settings.kernels import NAMED
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import Words
 from megatron.core.kernels.permute import permute
@@ -26,7 +26,7 @@ from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, se
 from megatron.core.transformer.dispatch import collect, order_of, spread
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("triton_norm", "triton_pointwise", "triton_loss", "triton_permute")
+FILES = ("triton.norm", "triton.pointwise", "triton.loss", "triton.permute")
 GPU = Need(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
@@ -42,7 +42,7 @@ def kernels() -> Iterator[dict[str, ModuleType]]:
             pytest.skip("triton was imported without its interpreter before; run this file with TRITON_INTERPRET=1")
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
-        yield {name.rpartition(".")[2]: import_module(name) for name in names}
+        yield {name.removeprefix("megatron.core.kernels."): import_module(name) for name in names}
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
 
@@ -71,7 +71,7 @@ def compare(
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norms_equal_the_reference(kernels: dict[str, ModuleType], dtype: torch.dtype) -> None:
-    file = kernels["triton_norm"]
+    file = kernels["triton.norm"]
     for rows, size in ((3, 37), (70, 129), (1, 5)):  # more rows than a program sums, more columns than one does
         x, weight, bias = draw("x", rows, 1, size), 1 + draw("weight", size), draw("bias", size)
         compare(lambda x, w: file.rms_norm(x, w, 1e-3), lambda x, w: reference.rms_norm(x, w, 1e-3), (x, weight), dtype)
@@ -91,7 +91,7 @@ def test_sums_and_their_norms_equal_the_reference(kernels: dict[str, ModuleType]
     def both(found: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat(found)  # so that gradients come to the sum and to its norm
 
-    file, (x, update) = kernels["triton_norm"], (draw(name, 5, 1, 37) for name in ("x", "update"))
+    file, (x, update) = kernels["triton.norm"], (draw(name, 5, 1, 37) for name in ("x", "update"))
     weight, bias = 1 + draw("weight", 37), draw("bias", 37)
     compare(
         lambda *given: both(file.residual_norm(*given, 1e-3)),
@@ -119,7 +119,7 @@ def test_rows_go_to_experts_and_back_as_by_torch(
 ) -> None:
     experts = torch.tensor([[0, 2], [3, 2], [0, 4], [2, 4], [2, 0], [0, 3], [4, 0]])  # nobody chooses expert 1
     kept = torch.ones_like(experts, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3]), False) if drops else None
-    order = order_of(experts, kept, 5, room=room, all_here=True, permute=kernels["triton_permute"].permute)
+    order = order_of(experts, kept, 5, room=room, all_here=True, permute=kernels["triton.permute"].permute)
     for given, go in ((7, spread), (len(order.choices), collect)):
         compare(
             lambda x, go=go: go(x, order),
@@ -136,7 +136,7 @@ def test_rows_go_to_experts_and_back_as_by_torch(
 def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], name: str, dtype: torch.dtype) -> None:
     for gating in (Gating(), Gating(clamp=0.7, offset=1.0)):
         compare(
-            lambda x: kernels["triton_pointwise"].gated_activation(x, name, gating),
+            lambda x: kernels["triton.pointwise"].gated_activation(x, name, gating),
             lambda x: reference.gated_activation(x, name, gating),
             (draw("x", 3, 2, 2 * 19),),
             dtype,
@@ -155,7 +155,7 @@ def test_rotations_equal_the_reference(kernels: dict[str, ModuleType], interleav
         angles = draw("angles", 4, rows, 1, turned // 2)
         angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 1, 1, 2)
         compare(
-            lambda x: kernels["triton_pointwise"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
+            lambda x: kernels["triton.pointwise"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
             lambda x: reference.rotary(x, angles.cos(), angles.sin(), interleaved),
             (draw("x", 4, 2, 3, 12),),
             dtype,
@@ -168,7 +168,7 @@ def test_the_loss_of_blocks_equals_that_by_torch(
     kernels: dict[str, ModuleType], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_loss, "_FEWEST", 4)
-    monkeypatch.setattr(kernels["triton_loss"], "_BLOCK", 16)
+    monkeypatch.setattr(kernels["triton.loss"], "_BLOCK", 16)
     targets, weights = torch.tensor([3, -1, 20, 0, 7, 7, -1, 12, 5]), torch.linspace(0.5, 2.0, 9)
     others = torch.tensor([0.5, 2.0, 0.3])[None, :, None]  # what another rank says of every token
     for valid, first in (

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.spec import spec_of
-from megatron.training.batch import Batch
-from megatron.training.pair_loss import pair_loss
+from megatron.training.data.batch import Batch
+from megatron.training.data.bert_loss import pair_loss
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.models import flops
 from megatron.core.models.describe import rank_parameters
 from megatron.core.parallel.spec import spec_of
-from megatron.training.stages import Network
+from megatron.training.trainer import Network
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.model import ModelConfig
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules import stages_of
-from megatron.core.config.run import RunConfig
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
 from megatron.core.models.describe import Split, active_parameters, count_parameters, rank_parameters

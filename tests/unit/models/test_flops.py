@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.model import ModelConfig, RopeConfig
-from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.config.parallel import ParallelConfig
 from megatron.core.config.plan import layer_plans, partition
-from megatron.core.config.run import RecomputeConfig, RunConfig, TrainConfig
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
 from megatron.core.models.describe import Split, count_parameters, layer_parameters, rank_parameters
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
 from megatron.core.models import flops
 from megatron.core.models.describe import rank_parameters
 from megatron.core.models.gpt import GPTModel
-from megatron.training.batch import Batch
+from megatron.training.data.batch import Batch
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Losses, MTPInputs
-from megatron.training.batch import Batch, language_loss
+from megatron.training.data.batch import Batch, language_loss
 from tests.helpers import tiny
 
 S = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.config.optim import PrecisionConfig
+from megatron.core.config.settings.optim import PrecisionConfig
 from tests.unit.optimizer.test_optimizer import DECAY, RATE, gradient, optimizer_of, take_step
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import PrecisionConfig
+from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.optimizer.formats import BLOCK, Half, Kept, Remainder, kept_as
 from tests.unit.distributed.ranks import SIZES
 from tests.unit.optimizer.test_optimizer import ADAM, adamw, optimizer_of, take_step, torch_steps

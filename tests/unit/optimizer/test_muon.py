@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Ownership
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.groups import is_by_muon

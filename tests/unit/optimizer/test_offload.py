@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.optim import PrecisionConfig
+from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.optimizer import optimizer as module
 from tests.unit.optimizer.test_optimizer import ADAM, SGD, optimizer_of, take_step
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.config.optim import PrecisionConfig
+from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.optimizer.scaler import LossScaler
 
 

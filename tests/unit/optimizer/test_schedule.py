@@ -7,8 +7,8 @@ import math
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.optim import OptimizerConfig, ScheduleConfig
-from megatron.core.config.run import TrainConfig
+from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
+from megatron.core.config.settings.run import TrainConfig
 from megatron.core.optimizer.schedule import Schedule, choose
 
 MAX, MIN, WARMUP, HORIZON = 3e-4, 3e-5, 80, 800  # samples: 10 and 100 iterations of 8

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.device import compute_in_batches
 from megatron.core.parallel.mesh import Mesh
 from tests.helpers.world import Worlds

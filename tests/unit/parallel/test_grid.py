@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.grid import axis_ranks, block_ranks
 
 SIZES = [

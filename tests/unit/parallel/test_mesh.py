@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import torch
 
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.parallel.mesh import Mesh
 from tests.helpers.world import Worlds

@@ -16,21 +16,21 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.batch import Batch
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.guard import BadStep, Guard
-from megatron.training.ledger import read_events
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.data.batch import Batch
+from megatron.training.health.bad_steps import BadStep, Guard
+from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.report.run_log import read_events
 from megatron.training.run import Run
-from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
-from megatron.training.watch import NotFinite
+from megatron.training.trainer import Trainer, build_trainer
 from tasks import finetune
 from tasks.finetune import Epochs, Judged, Sets, writers_of
 from tasks.flags import TaskConfig, defaults_of

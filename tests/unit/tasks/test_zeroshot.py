@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import Request, likeliest
-from megatron.training.stages import Trainer, build_trainer
+from megatron.training.trainer import Trainer, build_trainer
 from tasks import zeroshot
 from tasks.detokenize import detokenized
 from tasks.zeroshot import Text, TokenWindows, read_passages, read_text

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.kernels import linear_loss
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives

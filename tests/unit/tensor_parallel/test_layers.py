@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.norm import Norm

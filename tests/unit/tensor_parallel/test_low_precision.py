@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.low_precision import LowPrecisionConfig
-from megatron.core.kernels import fp4, fp8
-from megatron.core.kernels.recipes import Recipe, recipe_of
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels.low_precision import fp4, fp8
+from megatron.core.kernels.low_precision.recipes import Recipe, recipe_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.wgrad import WeightGradStore

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.tokenizers.base import around, flat, marked
 from megatron.core.tokenizers.build import (
     KINDS,

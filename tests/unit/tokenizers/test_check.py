@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.core.tokenizers.check import check_corpus, check_tokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer

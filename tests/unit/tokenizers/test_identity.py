@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import digest, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.bytelevel import bytes_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizerFast
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.sample import DIFFICULT
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.models.test_bert import LAYERS, PUBLISHED, as_published

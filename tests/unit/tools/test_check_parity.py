@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron.trust import parity
-from megatron.trust.ranks import RankFailed
+from megatron.trust.parity import parity
+from megatron.trust.parity.local_ranks import RankFailed
 from tests.parity.defects import planted
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.families import hf
 from megatron.core.families.megatron.export import write_legacy
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.training import held_weights, train_alone, train_on

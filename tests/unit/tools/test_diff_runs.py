@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.run import RunConfig
-from megatron.training.ledger import Ledger
-from megatron.trust.ledger import BEYOND, LAST_BITS, REPORTS, setting_kinds
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.report.run_log import Ledger
+from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, setting_kinds
 from tests.helpers.programme import trained
 
 ROOT = Path(__file__).resolve().parents[3]

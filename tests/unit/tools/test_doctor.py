@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.table import Kernels, select
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_need
 from megatron.trust import doctor, kernel_check
 from megatron.trust.doctor import Row, Subject
 from megatron.trust.kernel_check import TOLERANCE, errors, trials

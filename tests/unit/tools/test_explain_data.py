@@ -18,9 +18,9 @@ import pretrain_gpt
 from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.core.kernels.table import Need, select
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.arguments import config_of, read_args
-from megatron.training.batch import Batch
-from megatron.training.explain import Explanation, Microbatch, Start
+from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.data.batch import Batch
+from megatron.training.data.inspect_samples import Explanation, Microbatch, Start
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from tests.helpers import tiny

@@ -18,8 +18,8 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.generate import generate_text
 from megatron.inference.sampling import Sampling
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.stages import Trainer
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

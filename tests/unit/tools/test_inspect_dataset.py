@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import pair_check, storage
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.tokenizers.base import fingerprint

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import flag_fields, words_of
-from megatron.core.config.run import RunConfig
-from megatron.trust.command import read_command
+from megatron.core.config.settings.run import RunConfig
+from megatron.trust.flags.command import read_command
 
 CONFIGS = json.loads((Path(__file__).parent / "megatron_configs.json").read_text())["configs"]
 SEVERAL = {word for field, kind in flag_fields(RunConfig) for word in words_of(field, kind) if "tuple" in str(kind)}

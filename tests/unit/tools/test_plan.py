@@ -16,10 +16,10 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-from megatron.core.config.run import RunConfig
-from megatron.trust import measure
-from megatron.trust.hardware import PROFILES, Link, from_json, to_json
-from megatron.trust.trace import DryRun
+from megatron.core.config.settings.run import RunConfig
+from megatron.trust.plan import measure
+from megatron.trust.plan.hardware import PROFILES, Link, from_json, to_json
+from megatron.trust.simulate.trace import DryRun
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
 

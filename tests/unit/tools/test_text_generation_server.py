@@ -28,7 +28,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.training.loaded import GPT, load_network
+from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers.architecture import ROOT
 from tests.unit.inference.clients import until
 from tests.unit.tools.test_generate_text import trained

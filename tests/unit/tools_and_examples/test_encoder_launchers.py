@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
-from megatron.training.arguments import config_of, read_args
+from megatron.training.cli.arguments import config_of, read_args
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import Command, bash, launch
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.run import RunConfig
-from megatron.training.arguments import config_of, read_args
-from megatron.training.microbatches import BatchSchedule
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.data.microbatches import BatchSchedule
 from tests.helpers.architecture import ROOT
 
 LAUNCHERS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/gpt3").glob("train_*.sh"))

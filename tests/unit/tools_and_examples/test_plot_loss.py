@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.config.run import LogConfig
+from megatron.core.config.settings.run import LogConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.training.metrics import Step
-from megatron.training.writers import Writers
+from megatron.training.report.metrics import Step
+from megatron.training.report.writers import Writers
 from tools import plot_loss, unigram_entropy
 
 PNG = b"\x89PNG"

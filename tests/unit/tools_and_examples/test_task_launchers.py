@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import from_namespace
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.arguments import config_of, read_args, read_flags
+from megatron.training.cli.arguments import config_of, read_args, read_flags
 from tasks.flags import TaskConfig, defaults_of
 from tasks.glue import read_glue
 from tasks.race import read_race

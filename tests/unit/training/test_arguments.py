@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from megatron.core.config.flags import ConfigError, flag, flag_fields, from_namespace, spelling, to_values
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import store
-from megatron.training.arguments import config_of, make_parser, parse_args, read_args, read_flags
+from megatron.training.cli.arguments import config_of, make_parser, parse_args, read_args, read_flags
 from tests.helpers.programme import trained, write_tokens
 
 NEEDED = (

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config.data import ChatConfig, DataConfig
-from megatron.core.config.rules import stages_of
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.data import ChatConfig, DataConfig
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.batch import Batch, masked_loss
 from megatron.training.data import microbatches
-from megatron.training.reading import needs_text
+from megatron.training.data.batch import Batch, masked_loss
+from megatron.training.data.sample_order import needs_text
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")

@@ -23,9 +23,9 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import open_folder
 from megatron.core.parallel.boxes import whole
 from megatron.core.tokenizers.base import fingerprint
-from megatron.training.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.run import Progress
-from megatron.training.stages import Trainer
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.programme import trained
 from tests.helpers.training import Held, assemble, held_weights, train_alone, train_on

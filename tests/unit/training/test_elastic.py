@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.run import RunConfig
-from megatron.training.batch import Batch
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.elastic import told
-from megatron.training.ledger import read_events
-from megatron.training.preflight import examine, fitted
-from megatron.training.reading import in_turn
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.cli.preflight import examine, fitted
+from megatron.training.data.batch import Batch
+from megatron.training.data.sample_order import in_turn
+from megatron.training.launch.elastic import told
+from megatron.training.report.run_log import read_events
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import Held, assemble, held_weights

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training import entry
-from megatron.training.place import Place
-from megatron.training.watch import NotFinite
+from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.launch.launch_info import Place
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.training.batch import Batch
+from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluate
 from megatron.training.run import Run
-from megatron.training.stages import Trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

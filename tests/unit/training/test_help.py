@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megatron.training.arguments import make_parser
-from megatron.training.help import COMMON
+from megatron.training.cli.arguments import make_parser
+from megatron.training.cli.help import COMMON
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -13,9 +13,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import global_vars, initialize
-from megatron.training.arguments import read_args
+from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
-from megatron.training.place import launcher_place
+from megatron.training.launch.launch_info import launcher_place
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, started

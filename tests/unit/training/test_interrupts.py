@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.run import TrainConfig
+from megatron.core.config.settings.run import TrainConfig
 from megatron.core.dist_checkpointing import store
-from megatron.training import interrupts
-from megatron.training.interrupts import Interrupts
+from megatron.training.health import interrupts
+from megatron.training.health.exit_conditions import Watch
+from megatron.training.health.interrupts import Interrupts
 from megatron.training.run import Ending
-from megatron.training.watch import Watch
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[3]

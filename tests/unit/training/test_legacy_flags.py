@@ -7,8 +7,8 @@ import re
 import pytest
 
 from megatron.core.config.flags import add_arguments, flag_fields, known_flags, spelling
-from megatron.core.config.run import RunConfig
-from megatron.training.legacy_flags import FAMILIES, REFUSED_VALUES, ROWS, TABLE, find, nearest, translate
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.legacy_flags import FAMILIES, REFUSED_VALUES, ROWS, TABLE, find, nearest, translate
 
 KNOWN = known_flags(RunConfig)
 

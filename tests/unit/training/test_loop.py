@@ -21,10 +21,10 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.gpt import GPTModel
-from megatron.training.batch import Batch, LossFunction
+from megatron.training.data.batch import Batch, LossFunction
+from megatron.training.health.exit_conditions import NotFinite
 from megatron.training.run import Run
-from megatron.training.stages import ForwardStep
-from megatron.training.watch import NotFinite
+from megatron.training.trainer import ForwardStep
 from tests.helpers.programme import trained, write_tokens
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 import torch
 
-from megatron.training.metrics import (
+from megatron.training.report.metrics import (
     Loads,
     Meter,
     Report,

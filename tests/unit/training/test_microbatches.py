@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import TrainConfig
-from megatron.training.microbatches import BatchSchedule, BatchSize
+from megatron.core.config.settings.run import TrainConfig
+from megatron.training.data.microbatches import BatchSchedule, BatchSize
 
 
 def build(data_parallel_size=2, seq_length=1024, **fields):

@@ -18,9 +18,9 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.training import initialize
-from megatron.training.arguments import make_parser, parse_args
-from megatron.training.preflight import lines_of
-from megatron.trust.command import ENTRIES
+from megatron.training.cli.arguments import make_parser, parse_args
+from megatron.training.cli.preflight import lines_of
+from megatron.trust.flags.command import ENTRIES
 from tools import check_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,15 +15,15 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
-from megatron.training import rerun
-from megatron.training.batch import Batch, LossFunction
-from megatron.training.guard import Guard
-from megatron.training.rerun import ResultRejected, StepRerun, rejected_iterations, relative_difference
+from megatron.training.data.batch import Batch, LossFunction
+from megatron.training.health import rerun
+from megatron.training.health.bad_steps import Guard
+from megatron.training.health.rerun import ResultRejected, StepRerun, rejected_iterations, relative_difference
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, trained, write_tokens
 from tests.helpers.world import Worlds
-from tests.unit.training.test_guard import not_a_number, same, spoiling, weights
+from tests.unit.training.test_bad_steps import not_a_number, same, spoiling, weights
 
 ROOT = Path(__file__).resolve().parents[3]
 RERUN = [

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError, from_values, roles_of, to_values
-from megatron.core.config.network import network_differences, network_fields
-from megatron.core.config.rules import broken
-from megatron.core.config.run import RunConfig
+from megatron.core.config.rules.engine import broken
+from megatron.core.config.settings.network import network_differences, network_fields
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.store import FREE, CheckpointError
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.resume_settings import Differences, compare
-from megatron.training.resuming import find_wanted, open_wanted
-from megatron.training.stages import Trainer
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.resume_settings import Differences, compare
+from megatron.training.checkpoint.resuming import find_wanted, open_wanted
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.every_setting import DATA, NETWORKS, Changes, changed, fields, resolved
 from tests.helpers.training import train_on

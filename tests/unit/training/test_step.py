@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import spec_of
-from megatron.training.batch import Batch, LossFunction, masked_loss
-from megatron.training.metrics import Meter, Step
+from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.report.metrics import Meter, Step
 from megatron.training.run import Run
-from megatron.training.stages import Trainer, build_trainer
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 
 # The plainest update there is, so that a step shows its gradient: w - lr * gradient.

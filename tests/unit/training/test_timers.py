@@ -2,8 +2,8 @@
 
 import pytest
 
-import megatron.training.timers as timers_module
-from megatron.training.timers import STEP_TIMERS, Timers, times_scalars, times_text
+import megatron.training.report.timers as timers_module
+from megatron.training.report.timers import STEP_TIMERS, Timers, times_scalars, times_text
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import torch
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box, whole
 from megatron.core.parallel.rng import seed_of
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.dialects import open_checkpoint
-from megatron.training.stages import Trainer
-from megatron.training.upcycling import Upcycled
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.checkpoint.upcycling import Upcycled
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import assemble, held_weights, train_on
 from tests.helpers.world import Worlds

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.training import watchdog
-from megatron.training.board import FIRST_FAILURE, Board, lacks_board
-from megatron.training.failures import described, origin
-from megatron.training.ledger import Ledger, read_events
-from megatron.training.place import Place
+from megatron.training.health import watchdog
+from megatron.training.health.failures import described, origin
+from megatron.training.health.watchdog import Answer, RankLost, Watchdog, waited_for
+from megatron.training.launch.launch_info import Place
+from megatron.training.launch.rendezvous import FIRST_FAILURE, Board, lacks_board
+from megatron.training.report.run_log import Ledger, read_events
 from megatron.training.run import Ending
-from megatron.training.watchdog import Answer, RankLost, Watchdog, waited_for
 from tests.helpers import tiny
 
 

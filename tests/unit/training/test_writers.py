@@ -17,11 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.io import gfile
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.run import LogConfig
-from megatron.training import ledger
-from megatron.training import writers as writers_module
-from megatron.training.metrics import Report, Step, Throughput
-from megatron.training.writers import Writers
+from megatron.core.config.settings.run import LogConfig
+from megatron.training.report import run_log as ledger
+from megatron.training.report import writers as writers_module
+from megatron.training.report.metrics import Report, Step, Throughput
+from megatron.training.report.writers import Writers
 
 STEPS = [
     Step(

@@ -17,10 +17,10 @@ from megatron.core.parallel import collectives
 from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, size_share
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import affinities, recorded, replay, routers_of
-from megatron.training.checkpointing import Checkpoint
-from megatron.training.metrics import Meter, Report
-from megatron.training.stages import Trainer
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.report.metrics import Meter, Report
 from megatron.training.step import StepWork, train_step
+from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, assemble, differences, held_weights, train, train_alone, train_on
 from tests.helpers.world import Worlds

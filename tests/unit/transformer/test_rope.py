@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.config.model import RopeConfig
+from megatron.core.config.settings.model import RopeConfig
 from megatron.core.transformer.rope import frequencies, rotary_table
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTop
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
-from megatron.core.config.moe import MoEConfig
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize

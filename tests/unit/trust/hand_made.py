@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, choose, with_reduction
-from megatron.training.preflight import examine
-from megatron.trust.command import read_command
-from megatron.trust.edits import Given
-from megatron.trust.hardware import Hardware, Link
-from megatron.trust.sketch import with_vocabulary
-from megatron.trust.trace import DryRun, Event, Held, Trace
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import read_command
+from megatron.trust.flags.repair import Given
+from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.plan.hardware import Hardware, Link
+from megatron.trust.simulate.trace import DryRun, Event, Held, Trace
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "

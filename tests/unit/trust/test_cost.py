@@ -17,10 +17,10 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import Action, choose, num_stages, with_reduction
 from megatron.core.pipeline_parallel.transfers import script
-from megatron.trust.cost import bytes_of, cost, event_seconds, rank_time
-from megatron.trust.dry_run import dry_run
-from megatron.trust.hardware import PROFILES, Link, between, collective_seconds, from_json, hardware_of, to_json
-from megatron.trust.trace import Event
+from megatron.trust.plan.cost import bytes_of, cost, event_seconds, rank_time
+from megatron.trust.plan.hardware import PROFILES, Link, between, collective_seconds, from_json, hardware_of, to_json
+from megatron.trust.simulate.dry_run import dry_run
+from megatron.trust.simulate.trace import Event
 from tests.helpers import tiny
 from tests.helpers.world import World
 from tests.unit.trust.hand_made import PLAIN, config_of, op, run_of, summed

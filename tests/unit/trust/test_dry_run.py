@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules import broken, stages_of
+from megatron.core.config.rules.engine import broken, stages_of
 from megatron.core.models.describe import layer_parameters
 from megatron.core.models.flops import BYTES, rank_memory
 from megatron.core.parallel.mesh import Mesh
-from megatron.trust.cost import cost
-from megatron.trust.dry_run import dry_run, real_trace
-from megatron.trust.hardware import PROFILES
-from megatron.trust.memory import forwards_waiting, why_worst
-from megatron.trust.trace import TOGETHER, Trace
+from megatron.trust.plan.cost import cost
+from megatron.trust.plan.hardware import PROFILES
+from megatron.trust.simulate.dry_run import dry_run, real_trace
+from megatron.trust.simulate.memory import forwards_waiting, why_worst
+from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.benchmarks.planning import MODELS, planned
 from tests.helpers import tiny
 

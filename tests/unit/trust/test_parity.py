@@ -11,10 +11,10 @@ import torch
 
 from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel.boxes import Box
-from megatron.trust.parity import Parity, compare
-from megatron.trust.ranks import RankFailed, on_ranks
-from megatron.trust.rehearsal import Rehearsal, Seen, Step, rehearsal_of, rehearse, rehearse_bytes
-from megatron.trust.shrink import Shrunk, shrink
+from megatron.trust.parity.local_ranks import RankFailed, on_ranks
+from megatron.trust.parity.parity import Parity, compare
+from megatron.trust.parity.proxy_config import Shrunk, shrink
+from megatron.trust.parity.short_run import Rehearsal, Seen, Step, rehearsal_of, rehearse, rehearse_bytes
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.parity.defects import planted

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.trust.cost import cost, event_seconds
-from megatron.trust.dry_run import dry_run
-from megatron.trust.hardware import Hardware, Link
-from megatron.trust.recorder import Recorder
-from megatron.trust.trace import Event, Trace
+from megatron.trust.plan.cost import cost, event_seconds
+from megatron.trust.plan.hardware import Hardware, Link
+from megatron.trust.simulate.dry_run import dry_run
+from megatron.trust.simulate.recorder import Recorder
+from megatron.trust.simulate.trace import Event, Trace
 from tests.helpers import tiny
 
 # Rates a second at which arithmetic and bytes take times of one size. A product reaches half of the peak.

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
-from megatron.core.config.run import RunConfig
-from megatron.training.preflight import examine
-from megatron.trust.built import check_build
-from megatron.trust.dry_run import dry_run
-from megatron.trust.matching import match
-from megatron.trust.parity import compare
-from megatron.trust.ranks import RankFailed
-from megatron.trust.rehearsal import rehearsal_of, rehearse, rehearse_bytes
-from megatron.trust.shrink import shrink
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.parameter_counts import check_build
+from megatron.trust.parity.local_ranks import RankFailed
+from megatron.trust.parity.parity import compare
+from megatron.trust.parity.proxy_config import shrink
+from megatron.trust.parity.short_run import rehearsal_of, rehearse, rehearse_bytes
+from megatron.trust.simulate.collective_matching import match
+from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
 from tests.helpers.world import RankFailed as PoolFailed
 from tests.helpers.world import Worlds
 from tests.parity.defects import planted
 from tests.parity.table import LAYOUT_WORDS, MODELS, read_layout
-from tests.unit.trust.test_built import chosen
+from tests.unit.trust.test_parameter_counts import chosen
 
 NIGHT = int(os.environ.get("NIGHT", date.today().timetuple().tm_yday))
 SLICES, EACH = 8, 15

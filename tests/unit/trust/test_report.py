@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron.core.config.run import RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.trust.planning import Planned, advised, edits, plan, why
-from megatron.trust.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
-from megatron.trust.trace import DryRun, Event
+from megatron.trust.plan.planner import Planned, advised, edits, plan, why
+from megatron.trust.plan.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
+from megatron.trust.simulate.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.trust.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.rules import ALWAYS, NEEDS, RULES
-from megatron.trust.rule_page import BASE, EXAMPLES, OTHERS, Example, page
+from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
+from megatron.trust.flags.rule_page import BASE, EXAMPLES, OTHERS, Example, page
 
 ROOT = Path(__file__).resolve().parents[3]
 

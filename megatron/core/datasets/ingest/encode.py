@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.records import UNREADABLE, Drops, RecordBatch, read_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
 from megatron.core.datasets.ingest.source import Chunk

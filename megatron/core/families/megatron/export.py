@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.experts import with_experts_apart

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.flags import spelling, to_values
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.network import network_fields, unused
-from megatron.core.config.pattern import read_pattern
+from megatron.core.config.layer_pattern import read_pattern
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.network import network_fields, unused
 from megatron.core.families.megatron.expressible import fuses_gelu
 
 _PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")

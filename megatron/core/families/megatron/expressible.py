@@ -1,6 +1,6 @@
 """Which networks Megatron can build: a table of the settings that it has a counterpart of.
 
-Every other setting that makes a network's function (`core/config/network.py`) must have its default, or the network cannot be
+Every other setting that makes a network's function (`core/config/settings/network.py`) must have its default, or the network cannot be
 written for Megatron; so a setting that is new here is refused until somebody has looked, and put it into the table.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron.core.config.flags import spelling, to_values
-from megatron.core.config.model import ModelConfig
-from megatron.core.config.network import network_fields, unused
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.network import network_fields, unused
 
 ANY: Collection[Any] | None = None
 # Setting -> the values beside its default of which Megatron has a counterpart.

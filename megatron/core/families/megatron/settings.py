@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.model import MLAConfig, ModelConfig, MTPConfig
-from megatron.core.config.moe import MoEConfig
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
+from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.hybrid import hybrid_settings
 

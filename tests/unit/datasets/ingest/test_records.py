@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, Encoder
 from megatron.core.datasets.ingest.records import PLACES, read_records
 from megatron.core.datasets.ingest.source import Chunk, SourcePosition

@@ -1,0 +1,139 @@
+"""Rules about attention and positions; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+from megatron.core.config.flags import ConfigError, spelling
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.run import RunConfig
+
+_YARN = (
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def patterns(run: RunConfig) -> str:
+    """What says which layers have a property can be read, and has something to say it of."""
+    model, problems = run.model, []
+    try:
+        layer_rows(model)
+    except ConfigError as error:
+        problems.append(str(error))
+    if model.window_attn_skip_freq is not None and model.window_size is None:
+        problems.append(
+            "--window-attn-skip-freq chooses layers without a window, and there is none; give --window-size"
+        )
+    if model.rope.no_rope_freq is not None and not model.rotates:
+        problems.append(
+            f"--no-rope-freq chooses layers without rotations, and --position-embedding-type "
+            f"{model.rope.position_embedding_type} has none; leave it out"
+        )
+    return "\n  ".join(problems)
+
+
+def attention(run: RunConfig) -> str:
+    """Windows, sinks, caps, gates and clipping of scores."""
+    model, problems = run.model, []
+    for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
+        value = getattr(model, name)
+        if value is not None and value <= 0:
+            problems.append(f"{spelling(name)} {value:g} must be above 0")
+    if not 0 <= model.qk_clip_alpha <= 1:
+        problems.append(f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1")
+    normed = [spelling(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
+    if (
+        model.qk_clip and normed and not model.mla.multi_latent_attention
+    ):  # whose norms stand before the matrices that shrink
+        problems.append(
+            f"--qk-clip shrinks weights whose size {' and '.join(normed)} takes away again; keep one of them"
+        )
+    if model.qk_layernorm_across_heads and (
+        not model.qk_layernorm or model.mla.multi_latent_attention or model.normalization != "RMSNorm"
+    ):
+        problems.append(
+            "--qk-layernorm-across-heads is a way to do --qk-layernorm with --normalization RMSNorm, and not for "
+            "--multi-latent-attention; give both, or leave it out"
+        )
+    if not model.qk_clip and (model.qk_clip_threshold, model.qk_clip_alpha) != (100.0, 0.5):
+        problems.append("--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it")
+    if not model.gated and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
+        problems.append(
+            "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
+            "--quick-geglu"
+        )
+    given = _variants(model)
+    if given and model.architecture == "t5":
+        problems.append(f"{', '.join(given)}: not for an encoder and a decoder; leave out")
+    unknown = [name for name in given if name in ("--softmax-type", "--attention-output-gate", "--qk-l2-norm")]
+    if unknown and model.mla.multi_latent_attention:
+        problems.append(f"{', '.join(unknown)}: not for --multi-latent-attention; leave out")
+    return "\n  ".join(problems)
+
+
+def positions(run: RunConfig) -> str:
+    """Rotations: one way to stretch them, and sections that fit."""
+    model, rope, problems = run.model, run.model.rope, []
+    yarn = model.rotates and rope.is_yarn
+    if rope.rope_type == "yarn" and not yarn:
+        problems.append(
+            f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"
+        )
+    if rope.position_embedding_type == "yarn" and not yarn:
+        problems.append(
+            f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
+        )
+    given = [
+        spelling(field.name)
+        for field in fields(RopeConfig)
+        if field.name in _YARN and getattr(rope, field.name) != field.default
+    ]
+    if given and not yarn:
+        problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")
+    other = [
+        spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
+    ]
+    if other and yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
+        problems.append(
+            f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)"
+        )
+    if rope.rotary_scaling_factor < 1:
+        problems.append(f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1")
+    if yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
+        problems.append(
+            f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
+        )
+    share = (
+        rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
+    )  # the rule of head sizes speaks of any other
+    pairs, section = int(model.rotary_size * share) // 2, rope.mrope_section
+    if rope.position_embedding_type == "mrope" and (
+        section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs
+    ):
+        shown = "nothing" if section is None else " ".join(map(str, section))
+        problems.append(f"--mrope-section {shown} must give three numbers that add up to the {pairs} pairs of a head")
+    if rope.position_embedding_type != "mrope" and section is not None:
+        problems.append("--mrope-section is for --position-embedding-type mrope only; leave it out")
+    return "\n  ".join(problems)
+
+
+def _variants(model: ModelConfig) -> list[str]:
+    """Flags given that change what attention computes."""
+    given = {
+        "window_size": model.window_size is not None,
+        "softmax_type": model.softmax_type != "vanilla",
+        "attention_logit_softcap": model.attention_logit_softcap is not None,
+        "final_logit_softcap": model.final_logit_softcap is not None,
+        "attention_output_gate": model.attention_output_gate,
+        "qk_l2_norm": model.qk_l2_norm,
+        "qk_clip": model.qk_clip,
+    }
+    return [spelling(name) for name, on in given.items() if on]

@@ -1,0 +1,78 @@
+"""What layers that are recorded as CUDA graphs do not go with; a row of `engine.py`. It returns what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.cuda_graphs import GraphConfig
+from megatron.core.config.settings.run import RunConfig
+
+
+def graphs(run: RunConfig) -> str:
+    """A recording does the same work on the same places of memory, and asks the host for nothing."""
+    config, usual = run.graphs, GraphConfig()
+    if config.cuda_graph_impl == "none":
+        given = [
+            spelling(name)
+            for name in ("cuda_graph_modules", "cuda_graph_warmup_steps")
+            if getattr(config, name) != getattr(usual, name)
+        ]
+        return f"{' and '.join(given)}: for --cuda-graph-impl local only; add it" if given else ""
+    problems = [f"--cuda-graph-impl local: {why}" for why in (*_obstacles(run), *_drawn(run))]
+    if config.cuda_graph_warmup_steps < 1:
+        problems.append(
+            f"--cuda-graph-warmup-steps {config.cuda_graph_warmup_steps}: libraries make their plans in a step that is not recorded; "
+            "give at least 1"
+        )
+    if config.modules == ("mlp",) and run.model.num_layers and all(plan.mlp == "moe" for plan in layer_rows(run.model)):
+        problems.append(
+            "--cuda-graph-modules mlp: every layer has experts, whose rows are known only as they are computed; choose attn"
+        )
+    return "\n  ".join(problems)
+
+
+def _obstacles(run: RunConfig) -> Iterator[str]:
+    """What a recording could not see, and what to leave out."""
+    parallel, model = run.parallel, run.model
+    backend = model.attention_backend
+    packages = backend in ("flash_attn_2", "flash_attn_3", "transformer_engine") or (
+        backend,
+        model.kernels.transformer_impl,
+    ) == ("auto", "transformer_engine")
+    reasons = {
+        "what is recomputed draws on states of the host; leave out --recompute-granularity": run.recompute.recompute_granularity
+        is not None,
+        "layers are compiled or recorded; leave out --compile": run.compilation.compile,
+        "copies to the CPU's memory wait for the host; leave out activation offloading": run.offload.offloads,
+        "scales of 8 and 4 bits are kept outside of the layers; leave out --fp8-format and --fp4-format": run.precision.low.recipe
+        != "",
+        "FSDP2 gathers weights into other memory each time; leave out --use-torch-fsdp2": parallel.use_torch_fsdp2,
+        "context ranks talk inside of attention; leave out --context-parallel-size": parallel.context_parallel_size > 1,
+        "sequences of changing lengths have no one recording; leave out --hybrid-context-parallel": parallel.hybrid_context_parallel,
+        "pieces travel between the products of a layer; leave out --tp-comm-overlap": parallel.tp_comm_overlap,
+        "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": parallel.defers_weights,
+        "two passes at once would use the same memory; leave out --overlap-moe-expert-parallel-comm": parallel.overlap_moe_expert_parallel_comm,
+        "scores are watched from outside of the layers; leave out --qk-clip": model.qk_clip,
+        "a layer that serves several depths gets its gradient at once; leave out --mtp-use-repeated-layer": model.mtp.mtp_use_repeated_layer,
+        "halves that are summed and normed by one kernel cannot be recorded apart; leave out --kernel residual_norm": model.kernels.wishes.get(
+            "residual_norm", "apart"
+        )
+        != "apart"
+        and (len(run.graphs.modules) == 1 or bool(model.moe.num_experts)),
+        "a library of kernels asks how many documents there are; choose --attention-backend fused": packages
+        and run.data.separates_documents,
+    }
+    yield from (reason for reason, holds in reasons.items() if holds)
+
+
+def _drawn(run: RunConfig) -> Iterator[str]:
+    """Random numbers come from the device's own generator, which recordings carry on; other streams are switched by the host."""
+    if run.model.attention_dropout > 0:
+        yield f"--attention-dropout {run.model.attention_dropout:g} has a random stream of its own; give --attention-dropout 0"
+    if run.model.hidden_dropout > 0 and run.parallel.sequence_parallel:
+        yield (
+            f"--hidden-dropout {run.model.hidden_dropout:g} has a random stream of its own under --sequence-parallel; "
+            "give --hidden-dropout 0"
+        )

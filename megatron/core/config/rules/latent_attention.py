@@ -1,0 +1,95 @@
+"""Rules about latent attention and multi-token prediction; rows of `engine.py`. Each returns what is wrong and how to mend it, a
+line each."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron.core.config.flags import ConfigError, spelling
+from megatron.core.config.plan import read_layout
+from megatron.core.config.settings.model import MLAConfig, MTPConfig
+from megatron.core.config.settings.run import RunConfig
+
+
+def latents(run: RunConfig) -> str:
+    """Latent attention has sizes, positions that rotate, and heads of its own."""
+    model, mla, rope = run.model, run.model.mla, run.model.rope
+    if not mla.multi_latent_attention:
+        given = [spelling(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
+        problems = [f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"] if given else []
+        if "mla_up_proj" in (run.recompute.recompute_modules or ()):
+            problems.append(
+                "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
+            )
+        return "\n  ".join(problems)
+    problems = []
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    small = [f"{spelling(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
+    if small:
+        problems.append(f"{', '.join(small)}: each must be at least 1")
+    if model.architecture != "gpt":
+        problems.append("--multi-latent-attention is for pretrain_gpt.py only; leave it out")
+    if model.group_query_attention:
+        problems.append(
+            "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
+            "keep one"
+        )
+    if rope.position_embedding_type in ("mrope", "relative"):
+        problems.append(
+            f"--multi-latent-attention rotates a part of its heads by one position a token, and --position-embedding-type "
+            f"{rope.position_embedding_type} does not fit beside it; choose rope or yarn"
+        )
+    if rope.rotary_interleaved:
+        problems.append(
+            "--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out"
+        )
+    stretched = [
+        spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
+    ]
+    if stretched:
+        problems.append(
+            f"{', '.join(stretched)}: Megatron's latent attention passes over it; stretch its rotations by "
+            "--rope-type yarn --rotary-scaling-factor, or leave it out"
+        )
+    if model.add_qkv_bias:
+        problems.append(
+            "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
+        )
+    return "\n  ".join(problems)
+
+
+def ahead(run: RunConfig) -> str:
+    """Multi-token prediction has layers, and tokens to predict."""
+    model, mtp, length = run.model, run.model.mtp, run.train.seq_length
+    depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
+    problems = []
+    letters = _unrolled(layout or "")
+    if letters and letters.count("m") != (depths or 0):
+        problems.append(
+            f"--pipeline-model-parallel-layout {layout} has {letters.count('m')} m, but --mtp-num-layers is "
+            f"{depths or 'not given'}"
+        )
+    if depths is None:
+        given = [spelling(field.name) for field in fields(MTPConfig) if getattr(mtp, field.name) != field.default]
+        if given:
+            problems.append(f"{', '.join(given)}: nothing is predicted ahead; give --mtp-num-layers or leave out")
+        return "\n  ".join(problems)
+    if model.architecture != "gpt":
+        problems.append(f"--mtp-num-layers {depths} is for pretrain_gpt.py only; leave it out")
+    if depths < 1:
+        problems.append(f"--mtp-num-layers {depths} must be at least 1; leave it out to predict the next token only")
+    if length is not None and depths >= length > 0:
+        problems.append(
+            f"--mtp-num-layers {depths} looks beyond a sequence of --seq-length {length}; choose at most {length - 1}"
+        )
+    if mtp.mtp_loss_scaling_factor < 0:
+        problems.append(f"--mtp-loss-scaling-factor {mtp.mtp_loss_scaling_factor:g} is a weight, and at least 0")
+    return "\n  ".join(problems)
+
+
+def _unrolled(layout: str) -> str:
+    """All letters of a layout; none of one that cannot be read, of which another rule speaks."""
+    try:
+        return "".join(read_layout(layout))
+    except ConfigError:
+        return ""

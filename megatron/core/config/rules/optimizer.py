@@ -1,0 +1,128 @@
+"""What must hold between the settings of optimizers, of the formats of their state, and of what waits in the CPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.run import OffloadConfig, RunConfig
+
+_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+
+
+def update_rule(run: RunConfig) -> str:
+    """Numbers of update rules, and settings of rules that are not chosen."""
+    config, problems = run.optimizer, []
+    names = [field.name for field in fields(OptimizerConfig)]
+    if not config.is_muon:
+        problems += _unused(
+            config, OptimizerConfig(), (name for name in names if name.startswith("muon_")), "--optimizer muon"
+        )
+    if config.elementwise != "lion":
+        problems += _unused(
+            config, OptimizerConfig(), (name for name in names if name.startswith("lion_")), "--optimizer lion"
+        )
+    if config.optimizer != "adafactor":
+        problems += _unused(
+            config,
+            OptimizerConfig(),
+            (name for name in names if name.startswith("adafactor_")),
+            "--optimizer adafactor",
+        )
+    problems += [
+        f"{spelling(name)} {getattr(config, name):g} must be above 0"
+        for name in names
+        if name.startswith("adafactor_") and getattr(config, name) <= 0
+    ]
+    for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            problems.append(f"{spelling(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1")
+    if config.muon_num_ns_steps < 1:
+        problems.append(
+            f"--muon-num-ns-steps {config.muon_num_ns_steps} makes nothing orthogonal; give 5, or 8 for polar_express"
+        )
+    if config.muon_extra_scale_factor <= 0:
+        problems.append(
+            f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
+        )
+    if config.optimizer_cpu_offload and config.is_muon:
+        problems.append(
+            "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
+        )
+    if config.optimizer_cpu_offload and config.optimizer == "adafactor":
+        problems.append(
+            "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
+        )
+    if not config.optimizer_cpu_offload:
+        problems += _unused(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
+    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
+        problems.append(f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1")
+    return "\n  ".join(problems)
+
+
+def narrow_state(run: RunConfig) -> str:
+    """Formats of the optimizer's state."""
+    precision, problems = run.precision, []
+    if not precision.use_precision_aware_optimizer:
+        return "\n  ".join(_unused(precision, PrecisionConfig(), _FORMATS, "--use-precision-aware-optimizer"))
+    if run.optimizer.optimizer != "adam":
+        problems.append(
+            f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
+        )
+    if run.optimizer.optimizer_cpu_offload:
+        problems.append(
+            "--use-precision-aware-optimizer and --optimizer-cpu-offload both make room for the same state; keep one"
+        )
+    if precision.fp64:
+        problems.append("--use-precision-aware-optimizer computes in fp32, and --fp64 wants more; drop one")
+    if precision.main_grads_dtype == "bf16" and not precision.bf16:
+        problems.append("--main-grads-dtype bf16 sums up gradients as --bf16 makes them; add that, or choose fp32")
+    if precision.main_params_dtype == "fp16" and not (precision.bf16 or precision.fp16):
+        problems.append(
+            "--main-params-dtype fp16 is of masters beside half-precision weights; add --bf16 or --fp16, or choose fp32"
+        )
+    if run.parallel.use_torch_fsdp2 and (precision.main_params_dtype == "fp16" or precision.main_grads_dtype == "bf16"):
+        problems.append(
+            "--use-torch-fsdp2 has fp32 masters and gradients, which are all it keeps; leave --main-params-dtype and "
+            "--main-grads-dtype at fp32"
+        )
+    return "\n  ".join(problems)
+
+
+def activations_aside(run: RunConfig) -> str:
+    """Activations in the memory of the CPU."""
+    config, problems = run.offload, []
+    if not config.offloads:
+        problems += _unused(
+            config,
+            OffloadConfig(),
+            ("offload_modules", "min_offloaded_tensor_size"),
+            "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
+        )
+    if config.cpu_offloading_num_layers < 0 or config.min_offloaded_tensor_size < 0:
+        problems.append("--cpu-offloading-num-layers and --min-offloaded-tensor-size: neither is below 0")
+    if config.fine_grained_activation_offloading and not config.offload_modules:
+        problems.append(
+            "--fine-grained-activation-offloading has no modules; name them with --offload-modules, such as core_attn attn_proj"
+        )
+    if config.offload_modules and config.cpu_offloading_num_layers > 0:
+        problems.append(
+            "--cpu-offloading-num-layers sends away all of a layer, and --offload-modules some of every one; keep one"
+        )
+    experts = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
+    if experts and not run.model.moe.num_experts:
+        problems.append(f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out")
+    if config.offloads and run.compilation.compile:
+        problems.append(
+            "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
+        )
+    return "\n  ".join(problems)
+
+
+def _unused(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
+    given = [spelling(name) for name in names if getattr(config, name) != getattr(usual, name)]
+    return [f"{', '.join(given)}: for {wants} only; add it, or leave out"] if given else []

@@ -1,0 +1,136 @@
+"""Rules about matrices of 8 and 4 bits; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.settings.run import RunConfig
+
+_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+_ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+def low_precision(run: RunConfig) -> str:
+    """Matrices of few bits have one format, parts that belong together, and the run a format to fall back to."""
+    low, num_layers, problems = run.precision.low, run.model.depth(), []
+    if not low.recipe:
+        given = _given(run, tuple(field.name for field in fields(low)))
+        return (
+            f"{given}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
+            if given
+            else ""
+        )
+    if low.fp8_format is not None and low.fp4_format is not None:
+        problems.append("--fp8-format and --fp4-format contradict each other; keep one")
+    if run.precision.fp16:
+        problems.append(
+            f"--fp16 scales all gradients by one number, and {_format(run)} each matrix by its own; choose --bf16"
+        )
+    if low.fp4_format is not None and (given := _given(run, ("fp8_recipe",))):
+        problems.append(f"{given}: --fp4-format has a recipe of its own; leave it out")
+    elif low.recipe != "delayed" and (given := _given(run, _DELAYED)):
+        problems.append(f"{given}: these are about --fp8-recipe delayed; choose it, or leave out")
+    if not low.first_last_layers_bf16 and (given := _given(run, _ENDS)):
+        problems.append(f"{given}: these are about --first-last-layers-bf16; give it, or leave out")
+    negative = [f"{spelling(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
+    if negative:
+        problems.append(f"{', '.join(negative)}: a number of layers is at least 0")
+    elif not any(low.is_rounded(layer, num_layers) for layer in range(num_layers)):
+        problems.append(
+            f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
+            f"{_format(run)}; choose fewer"
+        )
+    if low.fp8_amax_history_len < 1:
+        problems.append(
+            f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
+        )
+    if run.parallel.hybrid_context_parallel:
+        problems.append(
+            f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format(run)} finds no scales in "
+            "common; leave one of them out"
+        )
+    if low.holds_weights:
+        problems += _kept_weights(run)
+    return "\n  ".join(problems)
+
+
+def _kept_weights(run: RunConfig) -> Iterator[str]:
+    """What is in the way of weights that are kept in 8 bits."""
+    low, optimizer = run.precision.low, run.optimizer
+    flag, other = (
+        ("--fp4-param-gather", "--fp8-param-gather") if low.fp4_format else ("--fp8-param-gather", "--fp4-param-gather")
+    )
+    if low.fp8_param_gather if low.fp4_format else low.fp4_param_gather:
+        yield f"{other} is of weights in another format than --{_recipe(run)} has; give {flag} instead"
+    if not run.parallel.use_distributed_optimizer:
+        yield f"{flag} is about what --use-distributed-optimizer gathers; add it"
+    if run.model.mla.multi_latent_attention:
+        yield f"{flag}: --multi-latent-attention reads its weights as they are when it decodes; leave one of them out"
+    given = [
+        name
+        for name, on in (
+            ("--use-precision-aware-optimizer", run.precision.use_precision_aware_optimizer),
+            ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload),
+        )
+        if on
+    ]
+    if given:
+        yield f"{flag} keeps masters of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
+
+
+def low_precision_sizes(run: RunConfig) -> str:
+    """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
+    multiple, found = run.precision.low.multiple, dict[str, None]()
+    for what, size, ranks in _sizes(run):
+        if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
+            over = f" over {ranks} ranks" if ranks > 1 else ""
+            found[f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe(run)} needs"] = None
+    return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in found)
+
+
+def _sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
+    """(what, size, ranks that it is cut over) of every part of these matrices."""
+    model, tp = run.model, run.parallel.tp
+    mla, moe = model.mla, model.moe
+    yield f"--hidden-size {model.hidden_size}", model.hidden_size, 1
+    if mla.multi_latent_attention:
+        heads = model.num_attention_heads
+        yield f"--kv-lora-rank {mla.kv_lora_rank}", mla.kv_lora_rank, 1
+        if mla.q_lora_rank is not None:
+            yield f"--q-lora-rank {mla.q_lora_rank}", mla.q_lora_rank, 1
+        yield "the width of all queries", heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), tp
+        yield "the width of all keys and values", heads * (mla.qk_head_dim + mla.v_head_dim), tp
+        yield "the width of all values", heads * mla.v_head_dim, tp
+    else:
+        yield "the width of all queries", model.query_size, tp
+        yield "the width of all keys", model.key_size, min(tp, model.num_query_groups)
+    yield f"--ffn-hidden-size {model.ffn_hidden_size}", model.ffn_hidden_size, tp
+    if moe.num_experts:
+        yield (
+            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size}",
+            moe.moe_ffn_hidden_size,
+            run.parallel.expert_tensor_parallel_size or tp,
+        )
+    if moe.moe_shared_expert_intermediate_size is not None:
+        yield "--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size, tp
+
+
+def _given(run: RunConfig, names: tuple[str, ...]) -> str:
+    """Those of the flags that are not at their default."""
+    low = run.precision.low
+    return ", ".join(
+        spelling(field.name)
+        for field in fields(low)
+        if field.name in names and getattr(low, field.name) != field.default
+    )
+
+
+def _format(run: RunConfig) -> str:
+    return "--fp8-format" if run.precision.low.fp8_format else "--fp4-format"
+
+
+def _recipe(run: RunConfig) -> str:
+    low = run.precision.low
+    return f"fp4-recipe {low.recipe}" if low.fp4_format else f"fp8-recipe {low.recipe}"

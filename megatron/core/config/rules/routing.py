@@ -1,0 +1,129 @@
+"""Rules about the choice of experts; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+
+from __future__ import annotations
+
+from megatron.core.config.settings.moe import MoEConfig
+from megatron.core.config.settings.run import RunConfig
+
+
+def choice(run: RunConfig) -> str:
+    """How many experts a token uses, out of which groups, by which scores."""
+    moe = run.model.moe
+    if not moe.num_experts:
+        return ""
+    experts, topk, problems = moe.num_experts, moe.moe_router_topk, []
+    if not 1 <= topk <= experts:
+        problems.append(f"--moe-router-topk {topk} must be from 1 to --num-experts {experts}")
+    elif (
+        topk == 1 and moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax and not _evens(moe)
+    ):
+        problems.append(
+            "--moe-router-topk 1 with softmax over the chosen scores weighs every expert 1, so that the router learns nothing; "
+            "add --moe-router-pre-softmax"
+        )
+    if moe.moe_router_enable_expert_bias and (moe.moe_router_score_function == "softmax" or _evens(moe)):
+        problems.append(
+            "--moe-router-enable-expert-bias is for --moe-router-score-function sigmoid or sqrtsoftplus, without sinkhorn"
+        )
+    if moe.moe_router_topk_scaling_factor is not None and moe.moe_router_topk_scaling_factor <= 0:
+        problems.append(f"--moe-router-topk-scaling-factor {moe.moe_router_topk_scaling_factor:g} must be above 0")
+    if moe.moe_input_jitter_eps is not None and not 0 <= moe.moe_input_jitter_eps < 1:
+        problems.append(
+            f"--moe-input-jitter-eps {moe.moe_input_jitter_eps:g} is a share of the input, from 0 to below 1"
+        )
+    return "\n  ".join(problems + _groups(moe))
+
+
+def _groups(moe: MoEConfig) -> list[str]:
+    experts, groups, taken, topk = (
+        moe.num_experts,
+        moe.moe_router_num_groups,
+        moe.moe_router_group_topk,
+        moe.moe_router_topk,
+    )
+    if groups is None and taken is None:
+        return []
+    if groups is None or taken is None:
+        return ["--moe-router-num-groups and --moe-router-group-topk belong together; give both or none"]
+    if groups < 1 or experts % groups:
+        return [f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"]
+    if not 1 <= taken <= groups:
+        return [f"--moe-router-group-topk {taken} must be from 1 to --moe-router-num-groups {groups}"]
+    if _evens(moe):
+        return ["--moe-router-num-groups has no meaning for sinkhorn, which looks at all experts; leave it out"]
+    size = experts // groups
+    if topk > taken * size:
+        return [
+            f"--moe-router-topk {topk} experts are not to be had in --moe-router-group-topk {taken} groups of {size}"
+        ]
+    if moe.moe_router_group_score == "sum" and topk % taken:
+        return [
+            f"--moe-router-topk {topk} is not a multiple of --moe-router-group-topk {taken}, so that a group has no number of best "
+            f"experts; choose {topk // taken * taken or taken} or {-(-topk // taken) * taken}, or --moe-router-group-score max"
+        ]
+    return []
+
+
+def balance(run: RunConfig) -> str:
+    """What keeps the choice even."""
+    moe, problems = run.model.moe, []
+    if not moe.num_experts:
+        return ""
+    kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    if len(set(kinds)) < len(kinds):
+        problems.append(f"--moe-router-load-balancing-type {' '.join(kinds)} names a kind twice; keep one")
+    if len(weights) not in (1, len(kinds)):
+        problems.append(
+            f"--moe-aux-loss-coeff has {len(weights)} weights for the {len(kinds)} kinds of --moe-router-load-balancing-type; give "
+            f"one, or {len(kinds)}"
+        )
+    alone = [kind for kind in ("sinkhorn", "none") if kind in kinds]
+    if alone and len(kinds) > 1:
+        problems.append(f"--moe-router-load-balancing-type {alone[0]} stands alone; leave out the others")
+    elif alone and any(weights):
+        problems.append(
+            f"--moe-router-load-balancing-type {alone[0]} has no loss that --moe-aux-loss-coeff could weigh; leave it out"
+        )
+    if any(weight < 0 for weight in weights) or (moe.moe_z_loss_coeff or 0) < 0:
+        problems.append(
+            "--moe-aux-loss-coeff and --moe-z-loss-coeff must not be negative, or they would drive the choice apart"
+        )
+    return "\n  ".join(problems)
+
+
+def upcycling(run: RunConfig) -> str:
+    """A dense checkpoint can become these experts, and the network still say the same."""
+    model, moe, problems = run.model, run.model.moe, []
+    parts = moe.moe_upcycling_granularity
+    if not moe.num_experts:
+        return ""
+    if not moe.moe_use_upcycling:
+        return "" if parts == 1 else f"--moe-upcycling-granularity {parts} is for --moe-use-upcycling only; add it"
+    if run.checkpoint.load is None and run.checkpoint.pretrained_checkpoint is None and not run.train.skip_train:
+        problems.append(
+            "--moe-use-upcycling has no dense checkpoint to begin with; give --load or --pretrained-checkpoint"
+        )
+    if parts < 1 or moe.moe_ffn_hidden_size * parts != model.ffn_hidden_size:
+        problems.append(
+            f"--moe-upcycling-granularity {parts} cuts --ffn-hidden-size {model.ffn_hidden_size} into experts of another width than "
+            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size}; their product must be the dense width"
+        )
+    elif moe.num_experts % parts or moe.moe_router_topk % parts:
+        problems.append(
+            f"--num-experts {moe.num_experts} and --moe-router-topk {moe.moe_router_topk} must be multiples of "
+            f"--moe-upcycling-granularity {parts}, so that a token uses whole copies of the MLP"
+        )
+    if moe.moe_shared_expert_intermediate_size is not None:
+        problems.append(
+            "--moe-use-upcycling has nothing to make --moe-shared-expert-intermediate-size of; leave it out"
+        )
+    if moe.moe_router_topk == 1 and moe.moe_router_score_function != "softmax":
+        problems.append(
+            f"--moe-use-upcycling with --moe-router-topk 1 and --moe-router-score-function {moe.moe_router_score_function} cannot know "
+            "the weight of the one expert; choose softmax, or more experts a token"
+        )
+    return "\n  ".join(problems)
+
+
+def _evens(moe: MoEConfig) -> bool:
+    return "sinkhorn" in moe.moe_router_load_balancing_type

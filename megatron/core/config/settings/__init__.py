@@ -1,0 +1,1 @@
+"""The settings of a run as frozen dataclasses; every field is a flag."""

@@ -1,0 +1,411 @@
+"""What the network is. Field names are Megatron's flags; sizes left out are filled in by `resolve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import ConfigError, flag, plain
+from megatron.core.config.settings.kernels import KernelConfig
+from megatron.core.config.settings.moe import MoEConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Positions.
+
+    How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
+    """
+
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
+        "learned_absolute",
+        "how positions are told to the network; yarn: rotations stretched for longer texts; mrope: rotations by "
+        "time, height and width; relative: T5's bias of the scores by distance",
+        role="network",
+    )
+    relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart", role="network")
+    relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike", role="network")
+    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable")
+    rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable")
+    rotary_interleaved: bool = flag(
+        False,
+        "rotate neighbouring channels together instead of the two halves of a head; latent attention always does",
+        role="network",
+    )
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "divide positions by this factor (linear interpolation)", role="adaptable"
+    )
+    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does", role="adaptable")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", role="adaptable")
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "turns over the original length below which --use-rope-scaling is full", role="adaptable"
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0, "turns over the original length above which --use-rope-scaling is none", role="adaptable"
+    )
+    rope_scaling_original_length: int = flag(
+        8192, "positions that the network was trained on before --use-rope-scaling", role="adaptable"
+    )
+    rope_type: Literal["rope", "yarn"] | None = flag(
+        None, "kind of rotation; left out: as --position-embedding-type says", role="adaptable"
+    )
+    rotary_scaling_factor: float = flag(1.0, "yarn: how many times longer texts become", role="adaptable")
+    yarn_original_max_position_embeddings: int = flag(
+        4096, "yarn: positions that the network was trained on before", role="adaptable"
+    )
+    yarn_beta_fast: float = flag(
+        32.0, "yarn: pairs that turn more often than this over the original length stay as they are", role="adaptable"
+    )
+    yarn_beta_slow: float = flag(
+        1.0, "yarn: pairs that turn less often than this are slowed by the whole factor", role="adaptable"
+    )
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "yarn: do not round where the pairs between the two begin and end to whole numbers", role="adaptable"
+    )
+    mscale: float = flag(
+        1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor", role="adaptable"
+    )
+    mscale_all_dim: float = flag(
+        0.0, "yarn: how much the scores grow with the logarithm of the factor", role="adaptable"
+    )
+    mrope_section: tuple[int, ...] | None = flag(
+        None, "mrope: pairs that turn by time, by height and by width", role="network"
+    )
+    no_rope_freq: str | None = flag(
+        None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none", role="adaptable"
+    )
+
+    @property
+    def is_yarn(self) -> bool:
+        """Whether rotations, where there are some, are those of YaRN."""
+        return (self.rope_type or self.position_embedding_type) == "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention.
+
+    Keys and values are made of one small vector a token, and queries too if asked (DeepSeek-V2, 2024).
+    """
+
+    multi_latent_attention: bool = flag(
+        False, "keys and values come from a latent vector; one rotated key serves all heads", role="network"
+    )
+    q_lora_rank: int | None = flag(
+        None, "size of the queries' latent vector; left out: queries have none", role="network"
+    )
+    kv_lora_rank: int = flag(32, "size of the latent vector of keys and values", role="network")
+    qk_head_dim: int = flag(128, "sizes of a query and key head that are not rotated", role="network")
+    qk_pos_emb_head_dim: int = flag(64, "sizes of a query and key head that are rotated", role="network")
+    v_head_dim: int = flag(128, "size of a value head", role="network")
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """Multi-token prediction.
+
+    More layers behind the last, each of which predicts one token further (DeepSeek-V3, 2024).
+    """
+
+    mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one", role="network")
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses", role="training")
+    mtp_use_repeated_layer: bool = flag(False, "one layer serves all depths", role="network")
+    mtp_detach_heads: bool = flag(False, "their losses do not train the layers before them", role="training")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Model.
+
+    The shape of the network. Sizes that are left out follow from the others.
+    """
+
+    num_layers: int | None = flag(None, "number of transformer layers", role="network")
+    encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers", role="network")
+    decoder_num_layers: int | None = flag(
+        None, "T5: layers of the decoder; left out: as many as the encoder has", role="network"
+    )
+    hidden_size: int | None = flag(None, "width of the residual stream", role="network")
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64", role="network"
+    )
+    num_attention_heads: int | None = flag(None, "number of query heads", role="network")
+    kv_channels: int | None = flag(None, "size of one head; left out: hidden size / heads", role="network")
+    group_query_attention: bool = flag(False, "several query heads share a key/value head", role="free")
+    num_query_groups: int = flag(1, "number of key/value heads, with --group-query-attention", role="network")
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence that positions allow; left out: --seq-length", role="network"
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times the tensor size", role="free"
+    )
+    padded_vocab_size: int | None = flag(None, "exact padded vocabulary, instead of computing it", role="free")
+    true_vocab_size: int | None = plain(
+        None, role="network"
+    )  # the tokenizer's size, filled in once the tokenizer is there
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own", role="network")
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
+    apply_layernorm_1p: bool = flag(
+        False,
+        "store each norm's weight minus one, where half precision has finer steps, and add the one in fp32",
+        role="network",
+    )
+    add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear", role="network")
+    add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
+    swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")
+    quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)", role="network")
+    squared_relu: bool = flag(False, "MLP with the square of ReLU", role="network")
+    relu: bool = flag(False, "MLP with ReLU (T5 v1.0)", role="network")
+    geglu: bool = flag(False, "gated MLP with GELU; with --openai-gelu by its tanh formula (T5 v1.1)", role="network")
+    openai_gelu: bool = flag(False, "GELU by its tanh formula (GPT-2) instead of the error function", role="network")
+    activation_func_clamp_value: float | None = flag(
+        None,
+        "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)",
+        role="network",
+    )
+    glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network")
+    qk_layernorm: bool = flag(
+        False, "norm of every query and key head; of latent attention: of the latents", role="network"
+    )
+    qk_layernorm_across_heads: bool = flag(
+        False,
+        "--qk-layernorm: one norm over the queries of all heads and one over the keys of all, instead of one a head (OLMo 2)",
+        role="network",
+    )
+    qk_l2_norm: bool = flag(
+        False, "queries and keys are divided by their root mean square after rotation, without weights", role="network"
+    )
+    qk_clip: bool = flag(
+        False,
+        "after each step, weights of queries and keys shrink where a head's largest score was too large",
+        role="training",
+    )
+    qk_clip_threshold: float = flag(100.0, "--qk-clip: largest score that is left alone", role="training")
+    qk_clip_alpha: float = flag(0.5, "--qk-clip: share of the shrinking that queries take", role="training")
+    window_size: str | None = flag(
+        None, "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all", role="adaptable"
+    )
+    window_attn_skip_freq: str | None = flag(
+        None, "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window", role="adaptable"
+    )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+        "vanilla",
+        "attention sinks: one more score of zero, or a learned one a head, that takes weight and gives nothing",
+        role="network",
+    )
+    attention_logit_softcap: float | None = flag(None, "scores become cap * tanh(score / cap)", role="adaptable")
+    final_logit_softcap: float | None = flag(None, "logits become cap * tanh(logit / cap)", role="adaptable")
+    attention_output_gate: bool = flag(
+        False, "each head's output is multiplied by a sigmoid of the layer's input", role="network"
+    )
+    init_method_std: float = flag(
+        0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)", role="training"
+    )
+    embedding_init_method_std: float | None = flag(
+        None, "deviation of the initial embeddings, if another", role="training"
+    )
+    init_method_xavier_uniform: bool = flag(False, "draw the initial weights by Xavier's uniform rule", role="training")
+    hidden_dropout: float = flag(0.1, "dropout after the embedding and both sublayers", role="training")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities", role="training")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False,
+        "the residual starts after the norm (original BERT); Megatron Core accepts this flag and passes over it",
+        role="network",
+    )
+    norm_after_residual: bool = flag(
+        False, "norms stand after each residual sum and none ends the network (published BERT)", role="network"
+    )
+    sandwich_norm: bool = flag(
+        False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)", role="network"
+    )
+    norm_after_sublayer: bool = flag(
+        False, "norms stand behind each sublayer instead of before it, before its residual sum (OLMo 2)", role="network"
+    )
+    embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)", role="network")
+    scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)", role="network")
+    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32", role="training")
+    softmax_scale: float | None = flag(
+        None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)", role="network"
+    )
+    scale_tied_logits: bool = flag(
+        False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)", role="network"
+    )
+    bert_binary_head: bool = flag(
+        True,
+        "BERT: learn hidden words alone, and nothing about pairs of texts",
+        off="--bert-no-binary-head",
+        role="network",
+    )
+    attention_backend: Literal[
+        "auto",
+        "fused",
+        "flash",
+        "cudnn",
+        "flash_attn_2",
+        "flash_attn_3",
+        "transformer_engine",
+        "flex",
+        "unfused",
+        "local",
+    ] = flag(
+        "auto",
+        "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3, "
+        "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula",
+        role="free",
+    )
+    rope: RopeConfig = RopeConfig()
+    mla: MLAConfig = MLAConfig()
+    mtp: MTPConfig = MTPConfig()
+    moe: MoEConfig = MoEConfig()
+    kernels: KernelConfig = KernelConfig()
+    architecture: Literal["gpt", "bert", "t5"] = plain("gpt", role="network")  # said by the entry script
+
+    def resolve(self) -> ModelConfig:
+        """Fill in the sizes that follow from others; fields already given stay as they are."""
+        values: dict[str, object] = {}
+        if self.hidden_size and self.ffn_hidden_size is None:
+            values["ffn_hidden_size"] = self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+        if self.hidden_size and self.num_attention_heads and self.kv_channels is None:
+            values["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads and not self.group_query_attention:
+            values["num_query_groups"] = self.num_attention_heads
+        if self.moe.num_experts and self.moe.moe_ffn_hidden_size is None:
+            width = values.get("ffn_hidden_size", self.ffn_hidden_size)
+            values["moe"] = dataclasses.replace(self.moe, moe_ffn_hidden_size=width)
+        stretched = self.rope.position_embedding_type == "yarn" or self.mla.multi_latent_attention
+        values["rope"] = dataclasses.replace(
+            self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
+        )
+        if self.num_layers is None:
+            values["num_layers"] = self.encoder_num_layers
+        if self.architecture == "t5":
+            values["encoder_num_layers"] = self.encoder_num_layers or self.num_layers
+            values["decoder_num_layers"] = self.decoder_num_layers or values["encoder_num_layers"]
+        return dataclasses.replace(self, **values)  # type: ignore[arg-type]
+
+    def with_vocabulary(self, true_vocab_size: int, tensor_size: int) -> ModelConfig:
+        """The config once the tokenizer is known: rows padded so that `tensor_size` ranks divide them."""
+        multiple = self.make_vocab_size_divisible_by * tensor_size
+        padded = self.padded_vocab_size or math.ceil(true_vocab_size / multiple) * multiple
+        return dataclasses.replace(self, true_vocab_size=true_vocab_size, padded_vocab_size=padded)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Positions before and after its own that a query of a layer with a window sees, -1 for all."""
+        if self.window_size is None:
+            return None
+        found = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
+        if found is None:
+            raise ConfigError(
+                f"--window-size {self.window_size} cannot be read; write two numbers from -1 on, such as 127,0"
+            )
+        return int(found[1]), int(found[2])
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated by their positions. Latent attention rotates a part of its heads, beside learned positions too."""
+        return self.mla.multi_latent_attention or self.rope.position_embedding_type in ("rope", "yarn", "mrope")
+
+    @property
+    def sums_before_norms(self) -> bool:
+        """Whether a layer norms, for its MLP, the sum of its input and what attention adds, as it is."""
+        elsewhere = (
+            self.apply_residual_connection_post_layernorm
+            or self.norm_after_residual
+            or self.sandwich_norm
+            or self.norm_after_sublayer
+        )
+        return not elsewhere and not self.fp32_residual_connection and self.architecture != "t5"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its first matrix."""
+        return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def activation(self) -> str:
+        """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu, relu or squared_relu."""
+        chosen = {
+            "silu": self.swiglu,
+            "quick_gelu": self.quick_geglu,
+            "squared_relu": self.squared_relu,
+            "relu": self.relu,
+            "gelu_tanh": self.openai_gelu,
+        }
+        return next((name for name, on in chosen.items() if on), "gelu")
+
+    @property
+    def kernel_wishes(self) -> dict[str, str]:
+        """Op -> the kernel that was asked for."""
+        return {
+            "attention": self.attention_backend,
+            "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
+            "moe_flex_dispatcher": self.moe.library,
+            **self.kernels.wishes,
+        }
+
+    @property
+    def idle_kernels(self) -> set[str]:
+        """Ops that no part of this network asks for."""
+        asked = {
+            "layer_norm": self.normalization == "LayerNorm",
+            "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
+            "gated_activation": self.gated,
+            "rotary": self.rotates,
+            "grouped_linear": bool(self.moe.num_experts),
+            "moe_flex_dispatcher": bool(self.moe.num_experts),
+            "permute": bool(self.moe.num_experts),
+            "residual_norm": "residual_norm" in self.kernels.wishes,
+            "low_linear": "low_linear" in self.kernels.wishes,
+        }
+        return {op for op, wanted in asked.items() if not wanted}
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer uses the word embedding's matrix."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of what positions rotate: a query and key head, or the part of one that latent attention keeps for them."""
+        return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def rotates_pairs(self) -> bool:
+        """Whether rotation pairs neighbouring channels, as latent attention always does, or the two halves of a head."""
+        return self.mla.multi_latent_attention or self.rope.rotary_interleaved
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Sizes of a key head and of a value head."""
+        mla = self.mla
+        return (
+            (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim)
+            if mla.multi_latent_attention
+            else (self.kv_channels,) * 2
+        )
+
+    @property
+    def uneven_heads(self) -> bool:
+        """Whether a value head has another size than a key head."""
+        return self.head_sizes[0] != self.head_sizes[1]
+
+    def depth(self, decoder: bool = False) -> int:
+        """Layers in a row: of a T5 those of its encoder, or of its decoder; else all."""
+        if self.architecture == "t5":
+            return self.decoder_num_layers if decoder else self.encoder_num_layers
+        return self.num_layers
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together (and of all value heads)."""
+        return self.num_query_groups * self.kv_channels

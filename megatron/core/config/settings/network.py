@@ -1,0 +1,110 @@
+"""Which network a config describes: the settings that make its function, without those that this network does not use.
+
+    role network or adaptable  ->  used by this network?  ->  written in one way  ->  equal values are one function
+
+Two configs are one network when `network_differences` is empty: a resumed run, a published config.json and an export to another
+format ask here, and none keeps a list of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron.core.config.flags import roles_of, to_values
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import MLAConfig, ModelConfig
+from megatron.core.config.settings.moe import MoEConfig
+
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_type",
+    "no_rope_freq",
+)
+_SCALING = (
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_length",
+)
+_YARN = (
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
+_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
+_LATENT = tuple(field.name for field in fields(MLAConfig) if field.name != "multi_latent_attention")
+_EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num_experts")
+
+
+def network_fields() -> dict[str, str]:
+    """Field name -> `network` or `adaptable`, of every setting that takes part in what a network computes."""
+    return {name: role for name, role in roles_of(ModelConfig).items() if role in ("network", "adaptable")}
+
+
+def unused(model: ModelConfig) -> frozenset[str]:
+    """Settings of which this network makes no use, since others say so. model: resolved."""
+    rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
+    latent = model.mla.multi_latent_attention
+    found: dict[tuple[str, ...], bool] = {
+        _ROTARY: not model.rotates,
+        _SCALING: not (model.rotates and rope.use_rope_scaling),
+        _YARN: not (model.rotates and rope.is_yarn),
+        _RELATIVE: rope.position_embedding_type != "relative",
+        ("mrope_section",): rope.position_embedding_type != "mrope",
+        ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
+        _LATENT: not latent,
+        ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
+        _EXPERTS: not moe.num_experts,
+        ("ffn_hidden_size",): "dense" not in kinds,
+        ("moe_router_pre_softmax",): moe.moe_router_score_function != "softmax",
+        ("moe_router_group_topk", "moe_router_group_score"): not moe.moe_router_num_groups,
+        ("moe_shared_expert_gate",): not moe.moe_shared_expert_intermediate_size,
+        ("activation_func_clamp_value", "glu_linear_offset"): not model.gated,
+        ("window_attn_skip_freq",): model.window_size is None,
+        ("mtp_use_repeated_layer",): (model.mtp.mtp_num_layers or 0) < 2,
+        ("scale_tied_logits",): not model.ties_embeddings,
+        ("bert_binary_head",): model.architecture != "bert",
+        ("encoder_num_layers", "decoder_num_layers"): model.architecture != "t5",
+    }
+    return frozenset(name for names, holds in found.items() if holds for name in names)
+
+
+def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """Names of the settings by which two networks, resolved, are two functions; of what neither uses nothing is said."""
+    idle, given, meant = unused(a) & unused(b), (to_values(a), to_values(b)), (_canonical(a), _canonical(b))
+    # Equal words that mean two things do so because of another setting, which is named itself.
+    return [
+        name
+        for name in network_fields()
+        if name not in idle and meant[0][name] != meant[1][name] and given[0][name] != given[1][name]
+    ]
+
+
+def _canonical(model: ModelConfig) -> dict[str, Any]:
+    """Values by field name, where one network has one spelling only."""
+    values, rows = to_values(model), layer_rows(model)
+    values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
+    values["mtp_num_layers"] = values["mtp_num_layers"] or None
+    values["moe_layer_freq"] = [plan.mlp for plan in rows]
+    values["no_rope_freq"] = [plan.rope for plan in rows]
+    values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
+    window = model.window
+    values["window_size"] = (
+        (window[0], -1) if window and model.architecture == "gpt" else window
+    )  # causality has the right side
+    if model.rope.is_yarn and model.rope.position_embedding_type in (
+        "rope",
+        "yarn",
+    ):  # there are two ways to say so, and stretched by one it is none
+        values["position_embedding_type"] = "rope"
+        values["rope_type"] = "yarn" if model.rope.rotary_scaling_factor > 1 else "rope"
+    return values

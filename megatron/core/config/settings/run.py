@@ -1,0 +1,296 @@
+"""How a run goes: duration, batches, recomputation, checkpoints, reports; and `RunConfig`, which holds every config."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+from megatron.core.config.settings.compilation import CompileConfig
+from megatron.core.config.settings.cuda_graphs import GraphConfig
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig
+from megatron.core.config.settings.faults import FaultConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Training.
+
+    Batches, duration, evaluation and early exits.
+    """
+
+    seq_length: int | None = flag(None, "tokens in one sample", role="data")
+    encoder_seq_length: int | None = flag(
+        None, "T5: tokens that the encoder reads; the same as --seq-length", role="free"
+    )
+    decoder_seq_length: int | None = flag(
+        None, "T5: tokens that the decoder writes; left out: --seq-length", role="data"
+    )
+    micro_batch_size: int | None = flag(None, "samples in one forward pass of a rank", role="training")
+    global_batch_size: int | None = flag(
+        None, "samples in one step; left out: micro batch times data-parallel size", role="training"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "start, increment and samples of a growing global batch", role="training"
+    )
+    step_batch_size_schedule: str | None = flag(None, "global batch by tokens seen: '0:768 250B:1536'", role="training")
+    decrease_batch_size_if_needed: bool = flag(
+        False, "round the global batch down to what the ranks divide", role="training"
+    )
+    train_iters: int | None = flag(None, "iterations to train", role="training")
+    train_samples: int | None = flag(None, "samples to train, instead of iterations", role="training")
+    calculate_per_token_loss: bool = flag(
+        True, "the loss is not the mean over all tokens of the step, but the mean of microbatch means", role="training"
+    )
+    eval_iters: int = flag(100, "global batches in one evaluation", role="training")
+    eval_global_batch_size: int | None = flag(
+        None,
+        "samples in one global batch of an evaluation; left out: as many as in a step of training",
+        role="training",
+    )
+    eval_interval: int | None = flag(None, "iterations between evaluations (default: 1000)", role="training")
+    eval_generate: str | None = flag(
+        None,
+        "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard",
+        role="free",
+    )
+    eval_generate_tokens: int = flag(64, "most new tokens after each of those prompts", role="free")
+    eval_generate_temperature: float = flag(
+        0.0, "how freely those tokens are drawn; 0: always the likeliest", role="free"
+    )
+    skip_train: bool = flag(False, "evaluate only", role="free")
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this", role="free")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", role="free")
+    exit_signal_handler: bool = flag(True, "do not save and exit on --exit-signal", role="free")
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag(
+        "SIGTERM", "the signal that ends a run politely", role="free"
+    )
+    iterations_to_skip: tuple[int, ...] = flag((), "iterations whose data is passed over", parse=int, role="training")
+    seed: int = flag(1234, "seed of weights, dropout and data order", role="data")
+    data_parallel_random_init: bool = flag(False, "another dropout stream on each data-parallel rank", role="training")
+    deterministic_mode: bool = flag(False, "deterministic kernels only", role="free")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "do not stop when the loss or the gradient is not finite", role="free"
+    )
+    manual_gc: bool = flag(False, "collect Python's garbage at fixed iterations, on all ranks at once", role="free")
+    manual_gc_interval: int = flag(0, "iterations between those collections; 0: only at evaluations", role="free")
+    empty_unused_memory_level: Literal[0, 1, 2] = flag(
+        0, "give cached device memory back: 1 once, 2 twice a step", role="free"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeConfig:
+    """Activation recomputation.
+
+    Trade compute for memory: drop activations in the forward pass and compute them again in the backward pass.
+    """
+
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "whole layers, or chosen modules", role="free"
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "full: keep the input of every group of layers, or recompute the first layers of each stage", role="free"
+    )
+    recompute_num_layers: int | None = flag(
+        None, "layers in one group (uniform), or layers to recompute (block)", role="free"
+    )
+    recompute_modules: (
+        tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...] | None
+    ) = flag(None, "selective: what to recompute (default: core_attn)", role="free")
+    recompute_activations: bool = flag(False, "short for --recompute-granularity selective", role="free")
+    distribute_saved_activations: bool = flag(
+        False, "full: keep each saved input in pieces over the tensor ranks", role="free"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Activation offloading.
+
+    Trade copies for memory: keep activations in CPU memory between the forward and the backward pass.
+    """
+
+    cpu_offloading_num_layers: int = flag(
+        0, "first layers of each stage whose activations go there, all of them", role="free"
+    )
+    fine_grained_activation_offloading: bool = flag(
+        False, "activations of --offload-modules go there, in every layer", role="free"
+    )
+    offload_modules: tuple[
+        Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
+    ] = flag((), "modules whose inputs, or of core_attn all it saves, go there", role="free")
+    min_offloaded_tensor_size: int = flag(1024 * 1024, "elements of the smallest tensor that goes there", role="free")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything goes there."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Where the run's state goes and comes from. Any layout loads any other layout's checkpoint.
+    """
+
+    save: str | None = flag(None, "folder for checkpoints", role="free")
+    load: str | None = flag(None, "folder to resume from; empty is accepted only when it is also --save", role="free")
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints", also=("--persistent-save-interval",), role="free"
+    )
+    save_retain_interval: int | None = flag(
+        None, "keep only checkpoints that are multiples of this, and the newest", role="free"
+    )
+    save_keep_last: int | None = flag(
+        None, "keep this many of the newest checkpoints, beside those of --save-retain-interval", role="free"
+    )
+    export_hf: str | None = flag(
+        None, "folder in which each saved checkpoint also becomes a Hugging Face folder, iter_NNNNNNN", role="free"
+    )
+    export_hf_like: str | None = flag(
+        None, "Hugging Face folder whose tokenizer files and token ids go into those of --export-hf", role="free"
+    )
+    async_save: bool = flag(
+        True, "do not train on while a checkpoint is written; takes no host memory for a copy of it", role="free"
+    )
+    save_optim: bool = flag(True, "do not save the optimizer's state", role="free")
+    save_rng: bool = flag(True, "do not save random streams", role="free")
+    load_optim: bool = flag(True, "do not load the optimizer's state", role="free")
+    load_rng: bool = flag(True, "do not load random streams", role="free")
+    finetune: bool = flag(False, "load weights only, and start at iteration 0", role="free")
+    pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet", role="free")
+    ckpt_step: int | None = flag(None, "iteration to load, instead of the newest", role="free")
+    require_iteration: int | None = flag(
+        None, "stop unless the newest checkpoint is of this iteration, and sound", role="free"
+    )
+    verify_integrity: bool = flag(
+        True,
+        "do not read all of a checkpoint before it is loaded, to go back to an older one if any bit of it has changed",
+        role="free",
+    )
+    allow_other_tokenizer: bool = flag(False, "load a checkpoint that was trained with another tokenizer", role="free")
+    allow_other_data: bool = flag(
+        False,
+        "go on from a checkpoint whose samples came from other data, or in another order; the count of them is kept",
+        role="free",
+    )
+    use_checkpoint_args: bool = flag(False, "take the model's shape and tokenizer from the checkpoint", role="free")
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True, "with --use-checkpoint-args, do not take its tokenizer", role="free"
+    )
+    exit_on_missing_checkpoint: bool = flag(
+        False, "stop when --load has no checkpoint, even when it is also --save", role="free"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Reports.
+
+    What is written, where, and how often.
+    """
+
+    log_interval: int = flag(100, "iterations between log lines", role="free")
+    log_throughput: bool = flag(False, "model TFLOP/s and tokens/s in the log line", role="free")
+    peak_tflops: float | None = flag(
+        None, "peak TFLOP/s of one device, for MFU; left out: known for common GPUs", role="free"
+    )
+    log_params_norm: bool = flag(False, "norm of the parameters in the log line", role="free")
+    log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line", role="free")
+    log_progress: bool = flag(False, "append a line to progress.txt in --save at every checkpoint", role="free")
+    log_memory_interval: int | None = flag(
+        None, "iterations between memory reports; left out: one after the first log line", role="free"
+    )
+    log_jsonl: str | None = flag(None, "file for one JSON object a report", role="free")
+    ledger: str | None = flag(
+        None,
+        "file that keeps what this run was given and what became of it; left out: ledger.jsonl in --save",
+        role="free",
+    )
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", role="free")
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points", role="free")
+    tensorboard_queue_size: int = flag(1000, "points kept before TensorBoard writes them", role="free")
+    log_timers_to_tensorboard: bool = flag(False, "timers to TensorBoard", role="free")
+    log_memory_to_tensorboard: bool = flag(False, "memory to TensorBoard", role="free")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard", role="free")
+    log_world_size_to_tensorboard: bool = flag(False, "number of ranks to TensorBoard", role="free")
+    log_loss_scale_to_tensorboard: bool = flag(True, "no loss scale to TensorBoard", role="free")
+    timing_log_level: Literal[0, 1, 2] = flag(0, "0: the whole iteration, 1: its big parts, 2: everything", role="free")
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", "which ranks' timers are shown", role="free")
+    barrier_with_level_1_timing: bool = flag(
+        True, "ranks do not wait for each other around level 1 timers", role="free"
+    )
+    wandb_project: str | None = flag(None, "Weights & Biases project", role="free")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run", role="free")
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files", role="free")
+    wandb_entity: str | None = flag(None, "Weights & Biases team", role="free")
+    logging_level: int | None = flag(None, "level of Python's logging (10 debug, 20 info, 30 warning)", role="free")
+    profile: bool = flag(False, "record a torch profile of some iterations", role="free")
+    profile_step_start: int = flag(10, "first iteration of the profile", role="free")
+    profile_step_end: int = flag(12, "iteration after the last of the profile", role="free")
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that record a profile", parse=int, role="free")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything the user said, once."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    train: TrainConfig = TrainConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    offload: OffloadConfig = OffloadConfig()
+    compilation: CompileConfig = CompileConfig()
+    graphs: GraphConfig = GraphConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
+
+    def resolve(self, world_size: int) -> RunConfig:
+        """Fill in what depends on other settings; nothing that was given changes.
+
+        Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
+        experts without experts.
+        """
+        train, model, parallel, recompute = self.train, self.model.resolve(), self.parallel, self.recompute
+        if train.seq_length is None:
+            train = dataclasses.replace(train, seq_length=train.encoder_seq_length)
+        if model.architecture == "t5" and train.decoder_seq_length is None:
+            train = dataclasses.replace(train, decoder_seq_length=train.seq_length)
+        if model.max_position_embeddings is None and train.seq_length is not None:
+            model = dataclasses.replace(
+                model, max_position_embeddings=max(train.seq_length, train.decoder_seq_length or 0)
+            )
+        if parallel.sequence_parallel and parallel.tp == 1:
+            parallel = dataclasses.replace(parallel, sequence_parallel=False)
+        if parallel.expert_tensor_parallel_size is not None and not model.moe.num_experts:
+            parallel = dataclasses.replace(parallel, expert_tensor_parallel_size=None)
+        optimizer = self.optimizer
+        if optimizer.optimizer == "dist_muon":
+            optimizer = dataclasses.replace(optimizer, optimizer="muon")
+            parallel = (
+                parallel if parallel.use_torch_fsdp2 else dataclasses.replace(parallel, use_distributed_optimizer=True)
+            )
+        if train.global_batch_size is None and train.micro_batch_size is not None:
+            data_parallel = max(1, parallel.data_parallel_size(world_size))
+            train = dataclasses.replace(train, global_batch_size=train.micro_batch_size * data_parallel)
+        if train.eval_interval is None:
+            train = dataclasses.replace(train, eval_interval=1000)
+        if recompute.recompute_activations and recompute.recompute_granularity is None:
+            recompute = dataclasses.replace(recompute, recompute_granularity="selective")
+        if recompute.recompute_granularity == "selective" and recompute.recompute_modules is None:
+            recompute = dataclasses.replace(recompute, recompute_modules=("core_attn",))
+        return dataclasses.replace(
+            self, model=model, parallel=parallel, train=train, recompute=recompute, optimizer=optimizer
+        )

@@ -1,0 +1,1 @@
+"""Kernels of optional packages: flash-attn, Transformer Engine, DeepEP, torchao."""

@@ -1,0 +1,59 @@
+"""Linear layers in 8 bits by torchao, where it is installed: one function of tensors, of the layer that holds them there.
+
+It takes scales of the tensors that it sees. So it serves where a rank sees all that shares a scale, and no earlier step: tensorwise
+scales, of layers that are whole on every rank. Its products are torch's own, as ours are (fp8_native.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.low_precision.fp8 import Number
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: Number, *, emulated: bool) -> Tensor:
+    """x W^T + b, all three products of operands in 8 bits with a scale a tensor. x: [.., in]; weight: [out, in]. Returns [.., out].
+
+    backward: format of gradients. emulated: by matmuls in the format of x, as on a CPU.
+    """
+    layer = _layer(backward.dtype, emulated)
+    product = import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
+    output = product.apply(x, weight.t(), layer.linear_mm_config, layer.config)
+    return output if bias is None else output + bias
+
+
+@lru_cache(maxsize=4)
+def _layer(backward: torch.dtype, emulated: bool) -> Any:
+    """A layer without weights, which knows how to multiply."""
+    names, library = import_module("torchao.float8.config"), import_module("torchao.float8.float8_linear")
+    slow = names.Float8GemmConfig(use_fast_accum=False)
+    config = names.Float8LinearConfig(
+        cast_config_input=names.CastConfig(target_dtype=torch.float8_e4m3fn),
+        cast_config_weight=names.CastConfig(target_dtype=torch.float8_e4m3fn),
+        cast_config_grad_output=names.CastConfig(target_dtype=backward),
+        gemm_config_output=slow,
+        gemm_config_grad_input=slow,
+        gemm_config_grad_weight=slow,
+        pad_inner_dim=True,
+        emulate=emulated,
+    )
+    return library.Float8Linear(16, 16, bias=False, device="meta", config=config)
+
+
+def unfit(*, recipe: str, alone: bool, lacks: str) -> str:
+    """Why it cannot serve a run's linear layers; "" if it can. alone: no other rank works on a rank's tokens. lacks: what it has not."""
+    if not recipe:
+        return "nothing is multiplied in 8 bits; give --fp8-format"
+    if recipe != "tensorwise":
+        return f"of the recipes it has tensorwise, not {recipe}"
+    if not alone:
+        return "its scales are of what one rank sees, and others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size"
+    if lacks:
+        return lacks
+    return "" if find_spec("torchao") is not None else "the package torchao is not installed; pip install torchao"

@@ -1,0 +1,89 @@
+"""Attention by NVIDIA's Transformer Engine, where it is installed: cuDNN's and flash-attn's kernels, and its choice between them.
+
+Of the library's parts it is the one that holds neither weights nor scales, and so fits here. Its linear layers and norms own what
+our layers own; products of 8 and 4 bits come from torch's own calls to the same units (fp8_native.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels import fused
+from megatron.core.kernels.external.flash_attn import starts_of
+from megatron.core.kernels.mask import MaskSpec, Scores
+
+
+def is_installed() -> bool:
+    """Whether the package is there."""
+    return find_spec("transformer_engine") is not None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+) -> Tensor:
+    """`reference.attention` by the library. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv].
+
+    Documents are runs of equal numbers. What only generation asks for, queries in other places than at the end of the keys and
+    keys without a token, is left to torch.
+    """
+    apart = mask.documents is not None
+    if (
+        mask.padding is not None
+        or mask.query_places is not None
+        or (apart and (len(q) != len(k) or mask.query_documents is not None))
+    ):
+        return fused.attention(q, k, v, mask, dropout, scores)
+    assert scores.bias is None and scores.sink is None and scores.softcap is None, (
+        "the table offers it for none of these"
+    )
+    module = _module(q.shape[2], k.shape[2], (q.shape[3], v.shape[3]), dropout, scores.scale)
+    how: dict[str, Any] = (
+        {} if mask.window is None else {"window_size": (mask.window[0], 0) if mask.causal else mask.window}
+    )
+    if not apart:
+        kind = ("causal" if len(q) == len(k) else "causal_bottom_right") if mask.causal else "no_mask"
+        return module(q, k, v, qkv_format="sbhd", attn_mask_type=kind, **how)
+    starts, longest, batch = starts_of(mask.documents), len(q), q.shape[1]  # no document is longer than its row
+    flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    output = module(
+        *flat,
+        qkv_format="thd",
+        attn_mask_type="padding_causal" if mask.causal else "padding",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **how,
+    )
+    return output.unflatten(0, (batch, -1)).transpose(0, 1)
+
+
+@lru_cache(maxsize=16)  # a module holds nothing but these choices
+def _module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
+    """The library's attention for these numbers of heads and groups, and sizes of keys and values."""
+    library = import_module("transformer_engine.pytorch")
+    return library.DotProductAttention(
+        heads,
+        sizes[0] if sizes[0] == sizes[1] else sizes,
+        num_gqa_groups=groups,
+        attention_dropout=dropout,
+        attn_mask_type="no_mask",
+        softmax_scale=scale,
+    )
+
+
+def unfit(*, device: str, dtype: torch.dtype, lacks: str) -> str:
+    """Why the library cannot serve attention; "" if it can. lacks: what it has not."""
+    if device != "cuda":
+        return "it needs a CUDA device"
+    if not is_installed():
+        return "the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it needs fp16 or bf16"
+    return lacks

@@ -1,0 +1,133 @@
+"""Products of matrices in 8 and 4 bits by the GPU's own units, for what `fp8.product` defines. They sum in their own order.
+
+    one scale a tensor     Ada and newer        torch._scaled_mm
+    1 x 128 and 128 x 128  Hopper               torch.nn.functional.scaled_mm
+    1 x 32                 Blackwell and newer  torch.nn.functional.scaled_mm
+    1 x 16 of 4 bits       Blackwell and newer  the same, of two values a byte; a block of 16 x 16 is 16 of 1 x 16
+
+These units want rows of whole blocks, of at least 16 elements, and whole blocks or sixteens of rows: what is short of it is
+filled up with zeros here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.low_precision import fp4
+from megatron.core.kernels.low_precision.fp8 import Quantised
+
+_ROW = 16  # elements of a row are a multiple of it
+_SCALES = 4  # scales of 128 x 128 blocks, and of 1 x 32, come by so many along the sum
+
+
+def unfit(recipe: str, capability: tuple[int, int]) -> str:
+    """Why a GPU of this capability, (major, minor), cannot multiply by this recipe; empty if it can."""
+    if recipe == "blockwise" and capability[0] != 9:
+        return "blocks of 128 are for Hopper (capability 9.0)"
+    if recipe in ("mxfp8", "nvfp4") and capability < (10, 0):
+        return (
+            f"blocks of {32 if recipe == 'mxfp8' else '16 values of 4 bits'} need Blackwell (capability 10.0) or newer"
+        )
+    if capability < (8, 9):
+        return "8 bits need Ada (capability 8.9) or newer"
+    return "" if recipe in ("tensorwise", "delayed") or hasattr(F, "scaled_mm") else "blocks need torch 2.10 or newer"
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
+    if 0 in (*a.values.shape, *b.values.shape):
+        return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+    if (rows := b.values.shape[0]) % max(b.block[0], _ROW):
+        return product(a, _of_whole_blocks(b), dtype)[:, :rows]
+    if (
+        a.block == (1, 128) and (rows := a.values.shape[0]) % _SCALES
+    ):  # whose scales stand column by column, in lines of 16 bytes
+        return product(_of_whole_blocks(a), b, dtype)[:rows]
+    if a.block[1] == fp4.BLOCK:
+        return _product_of_4_bits(a, b, dtype)
+    along = max(a.block[1], b.block[1], _ROW)
+    left, right = (_filled(x.values, along) for x in (a, b))
+    if a.blocks is None:
+        return torch._scaled_mm(
+            left, right.t(), scale_a=a.scale.float(), scale_b=b.scale.float(), out_dtype=dtype, use_fast_accum=False
+        )
+    (scale_a, kind_a, order), (scale_b, kind_b, _) = _scales(a), _scales(b)
+    return F.scaled_mm(
+        left, right.t(), scale_a, kind_a, scale_b, kind_b, swizzle_a=order, swizzle_b=order, output_dtype=dtype
+    )
+
+
+def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """Values and both levels of scales as torch's units take them."""
+    kinds, orders = (
+        [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
+        [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
+    )
+    left, right = (packed(_filled(x.values, 2 * _ROW)) for x in (a, b))
+    scales = [
+        [in_tiles(x.blocks.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.scale.float().reshape(1)]
+        for x in (a, b)
+    ]
+    return F.scaled_mm(
+        left, right.t(), scales[0], kinds, scales[1], kinds, swizzle_a=orders, swizzle_b=orders, output_dtype=dtype
+    )
+
+
+def packed(values: Tensor) -> Tensor:
+    """Values of e2m1 held in e4m3, [m, k], two a byte, [m, k / 2]: the first in the low four bits. Each is a sign and a place in
+    (0, 0.5, 1, 1.5, 2, 3, 4, 6). Not a number becomes 6, and its block's scale is none.
+    """
+    held = values.view(torch.uint8)
+    size = (held & 127).short()  # e4m3 has 0.5 at 48, and from 1 at 56 on every fourth is one of e2m1
+    place = torch.where(size == 0, 0, ((size - 48) // 4).clamp(1, 7)).to(torch.uint8) | (held >> 7 << 3)
+    return (place[:, ::2] | place[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+
+
+def _of_whole_blocks(x: Quantised) -> Quantised:
+    """x with more rows, of zeros."""
+    blocks = x.blocks
+    if blocks is not None and x.block[0] == 1:
+        blocks = _padded(blocks, 0, -x.values.shape[0] % _ROW)
+    return replace(x, values=_padded(x.values, 0, -x.values.shape[0] % max(x.block[0], _ROW)), blocks=blocks)
+
+
+def _filled(values: Tensor, multiple: int) -> Tensor:
+    """Rows of a multiple of elements, one after the other in memory."""
+    missing = -values.shape[1] % multiple
+    return _padded(values, missing, 0) if missing else values.contiguous()
+
+
+def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+    """x with so many more columns and rows of zeros."""
+    if x.dtype.itemsize > 1:
+        return F.pad(x, (0, columns, 0, rows))
+    return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # a byte of zeros is a zero
+
+
+def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
+    """The blocks' scales as the unit reads them."""
+    kinds, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
+    if x.block == (1, 128):
+        return x.blocks.float().t().contiguous().t(), kinds.BlockWise1x128, plain
+    if x.block == (128, 128):
+        return (
+            F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).contiguous().t(),
+            kinds.BlockWise128x128,
+            plain,
+        )  # may come turned
+    assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
+    return in_tiles(x.blocks), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales [m, blocks of k], a byte each, in the order of Blackwell's units: tiles of 128 x 4, in which rows 32 apart are neighbours."""
+    rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // _SCALES)
+    filled = F.pad(
+        scales.contiguous().view(torch.uint8), (0, columns * _SCALES - scales.shape[1], 0, rows * 128 - scales.shape[0])
+    )
+    tiles = filled.view(rows, 4, 32, columns, _SCALES).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scales.dtype)

@@ -1,0 +1,1 @@
+"""Triton kernels: norms, pointwise operations, permutation of tokens, and the loss."""

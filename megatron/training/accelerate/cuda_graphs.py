@@ -1,0 +1,232 @@
+"""--cuda-graph-impl local: layers are recorded as CUDA graphs, a forward and a backward pass each, and repeated. Launching the
+kernels of a small layer one by one takes longer than the kernels.
+
+    forward    inputs are copied in | repeat | the output, which stays where it is
+    backward   its gradient is copied in | repeat | gradients of the inputs; those of weights are added into the buckets
+
+A recording is of one microbatch at a time: what it keeps for its backward pass is good until it is repeated. So a part of the
+network has as many recordings as microbatches of it are under way at once; a microbatch takes one that is free, and gives it
+back behind its backward pass. Whatever order the schedule has, nobody needs to know it. The first microbatches make them.
+
+                      recording a        recording b
+    layer 0           input -> output    input -> output     An output is the next layer's input in the same place: what follows
+                           |                  |              a recording is always the same one, and copies nothing. The same
+    layer 1            output <-+         output <-+         is true of gradients, the other way.
+
+Memory is never given back between two recordings, so they may be repeated in any order. What waits for the host, or depends on
+more than the tensors that go in, is refused (config/rules/cuda_graphs.py); experts are left out, and so is evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.parallel import device as devices
+from megatron.core.parallel.device import memory_of
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.passing import MicrobatchContext
+from megatron.training.trainer import Trainer
+
+# Records what it is given without a change to any tensor; returns what does it, and the tensors that it will have made.
+Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+_NAMES = {"forward": "whole", "attention_block": "its attention", "mlp_block": "its MLP"}
+
+
+class _Recording:
+    """A forward and a backward pass of a part, on tensors that stay where they are. weights: those that got a gradient."""
+
+    def __init__(self, part: _Part, given: Any, tensors: Sequence[Tensor]) -> None:
+        self._part, self._lasts, self._record = part, part.recordings.lasts, part.recordings.record
+        self._inputs = tuple(self._own(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors)
+        places = iter(self._inputs)
+        args, named = _mapped(given, lambda _: next(places))
+        self._forward, self._output = self._recorded(lambda: part.call(*args, **dict(named)))
+        self._lasts.add(memory_of(self._output))
+        self._backward: Callable[[], None] | None = None
+        self.weights: list[Tensor] = []
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The output of the part for these tensors."""
+        for place, tensor in zip(self._inputs, tensors, strict=True):
+            self._fill(place, tensor)
+        self._forward()
+        return self._output.detach()
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of each input; those of weights are added into their buckets."""
+        if self._backward is None:
+            self._gradient = self._own(gradient)
+            self._backward, self._found = self._recorded(self._differentiate)
+            self._lasts.update(memory_of(found) for found in self._found if found is not None)
+        self._fill(self._gradient, gradient)
+        self._backward()
+        return self._found
+
+    def _differentiate(self) -> tuple[Tensor | None, ...]:
+        wanted = [place for place in self._inputs if place.requires_grad]
+        weights = list(self._part.gradients)
+        # The graph is kept, since memory that it let go of would be another recording's.
+        found = torch.autograd.grad(
+            self._output, [*wanted, *weights], self._gradient, retain_graph=True, allow_unused=True
+        )
+        changes = [
+            (weight, gradient)
+            for weight, gradient in zip(weights, found[len(wanted) :], strict=True)
+            if gradient is not None
+        ]
+        for weight, gradient in changes:
+            self._part.gradients[weight].add_(gradient)
+        self.weights = [weight for weight, _ in changes]
+        own = iter(found[: len(wanted)])
+        return tuple(next(own) if place.requires_grad else None for place in self._inputs)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Where a tensor of this kind will be: in its own place, if that is a recording's, else in a new one."""
+        return tensor.detach() if memory_of(tensor) in self._lasts else tensor.detach().clone()
+
+    def _fill(self, place: Tensor, tensor: Tensor) -> None:
+        if memory_of(place) != memory_of(tensor):
+            assert memory_of(place) not in self._lasts, "what follows a recording is always the same one"
+            place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
+
+    def _recorded(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        try:
+            return self._record(work)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--cuda-graph-impl local: {self._part.name} cannot be recorded: {error}; choose other "
+                "--cuda-graph-modules, or leave it out"
+            ) from error
+
+
+class _Part:
+    """A layer or a half of it, in the place of its method. gradients: where those of the layer's weights are summed."""
+
+    def __init__(self, layer: Layer, method: str, recordings: Recordings, parallel: DataParallel) -> None:
+        self.call: Callable[..., Tensor] = getattr(layer, method)
+        self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
+        self.recordings, self._layer, self._parallel = recordings, layer, parallel
+        weights = {id(weight) for weight in layer.parameters()}
+        self.gradients = {
+            weight: view
+            for bucket in parallel.buckets
+            for weight, view in zip(bucket.params, bucket.gradient_views(), strict=True)
+            if id(weight) in weights
+        }
+        self._free: dict[Any, list[_Recording]] = {}
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        if not (self.recordings.on and self._layer.training and torch.is_grad_enabled()):
+            return self.call(*args, **named)
+        self._parallel.demand(self.gradients)
+        given, tensors = (args, tuple(named.items())), []
+
+        def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+            tensors.append(tensor)
+            place = memory_of(tensor)
+            return (
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.requires_grad,
+                place if place in self.recordings.lasts else None,
+            )
+
+        free = self._free.setdefault(_mapped(given, kind_of), [])
+        if not free:
+            free.append(_Recording(self, given, tensors))
+            self.recordings.count += 1
+        return _Repeat.apply(self, free, free.pop(), *tensors)
+
+    def close(self, free: list[_Recording], recording: _Recording) -> None:
+        """A microbatch is through, and its gradients have been added."""
+        free.append(recording)
+        for weight in recording.weights:
+            self._parallel.arrived(weight)
+
+
+class _Repeat(Function):
+    @staticmethod
+    def forward(context: Any, part: _Part, free: list[_Recording], recording: _Recording, *tensors: Tensor) -> Tensor:
+        context.part, context.free, context.recording = part, free, recording
+        return recording.forward(tensors)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = context.recording.backward(gradient)
+        context.part.close(context.free, context.recording)
+        return None, None, None, *found
+
+
+class Recordings:
+    """The layers of a trainer, recorded once the first steps are done, in which libraries make their plans and buffers.
+
+    on: whether they are by now. count: recordings so far. lasts: places of memory that hold what recordings have made.
+    """
+
+    def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:
+        self._say, self._config = trainer.run.say, trainer.run.config.graphs
+        self.record = record or devices.Graphs(trainer.run.mesh.device).record_only
+        self.lasts: set[tuple[int, int]] = set()
+        self.on, self.count, self._steps = False, 0, 0
+        kinds = Counter[tuple[str, ...]]()
+        for stage, parallel in zip(trainer.stages, trainer.parallels, strict=True):
+            assert isinstance(parallel, DataParallel), "a rule refuses what gathers weights layer by layer"
+            for layer in (part for part in stage.modules() if isinstance(part, Layer)):
+                methods = _methods_of(layer, self._config.modules)
+                kinds[methods] += 1
+                for method in methods:
+                    setattr(layer, method, _Part(layer, method, self, parallel))
+        self._say(
+            "CUDA graphs: " + ("; ".join(_told(methods, count) for methods, count in kinds.items()) or "no layers here")
+        )
+
+    @contextmanager
+    def watching(self, iteration: int) -> Iterator[None]:
+        """Around a training step: says what was recorded in it."""
+        self._steps += 1
+        self.on = self._steps > self._config.cuda_graph_warmup_steps
+        before, began = self.count, time.perf_counter()
+        yield
+        if self.count > before:
+            self._say(
+                f"CUDA graphs: iteration {iteration} recorded {self.count - before} forward and backward passes, and took "
+                f"{time.perf_counter() - began:.1f} s"
+            )
+
+
+def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
+    """What of a layer is recorded. Which rows experts get is known only as they are computed, so these never are."""
+    whole = layer.cross_attention is not None  # its halves have something between them
+    methods = {"attn": "attention_block", "mlp": "" if layer.plan.mlp == "moe" else "mlp_block"}
+    chosen = tuple(filter(None, (methods[name] for name in modules)))
+    return ("forward",) if (len(chosen) == len(methods) or (whole and len(modules) == len(methods))) else chosen
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with its tensors changed, and without what layers say: recorded parts say nothing."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(one, change) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return dataclasses.replace(value, **{name: _mapped(part, change) for name, part in parts})
+    return None if isinstance(value, MicrobatchContext) else value
+
+
+def _told(methods: tuple[str, ...], count: int) -> str:
+    return (
+        f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"
+    )

@@ -1,0 +1,456 @@
+"""What a run saves, and how it resumes.
+
+    model.<name>               weights                          run.progress           counters
+    optimizer.<slot>.<name>    moments, fp32 master weights     run.schedule           the learning rate's curve
+    run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config, run.tokenizer
+    run.amax.<layer>           histories of delayed scales
+
+Names are global, so a checkpoint does not know the layout that wrote it, except for the dropout streams: in another
+layout they start afresh. What is loaded is chosen in resuming.py; how it is saved beside training, in
+core/dist_checkpointing/saver.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import spelling, to_values
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.lock import FolderLock
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
+from megatron.core.distributed.buffers import Segment
+from megatron.core.optimizer.schedule import Schedule, choose
+from megatron.core.parallel import collectives
+from megatron.core.parallel.spec import spec_of
+from megatron.core.tensor_parallel.low_precision import histories_of
+from megatron.core.tokenizers.base import fingerprint
+from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.resuming import (
+    Opened,
+    decided,
+    demand_same_tokenizer,
+    find_wanted,
+    open_wanted,
+    same_folder,
+)
+from megatron.training.launch.launch_info import launcher_place
+from megatron.training.run import Run
+from megatron.training.trainer import Trainer
+
+Formats = Mapping[str, Format]
+Slot = tuple[str, Segment, Tensor]
+
+
+@contextmanager
+def owning(run: Run) -> Iterator[FolderLock | None]:
+    """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
+    asked = run.config.checkpoint
+    if not asked.save or run.config.train.skip_train:
+        yield None
+        return
+    lock = FolderLock(asked.save, job=launcher_place().launch)
+    if note := decided(run.mesh.world, lock.acquire):
+        run.say(f"WARNING: {note}")
+    try:
+        yield lock
+    finally:
+        if run.mesh.world.is_first:
+            lock.release()
+
+
+class Checkpoint:
+    """Saves and loads a trainer. Every method is called by all ranks together.
+
+    last_saved: iteration whose checkpoint `--save` is known to hold. on_its_way: iteration that is being saved.
+    """
+
+    def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
+        """config: what says where to save and what to load; left out, the run's. lock: of `owning`, by which `--save` is this job's."""
+        self._lock = lock
+        self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
+        self.last_saved: int | None = None
+        self.on_its_way: int | None = None
+        self._saver: Saver | None = None
+        self._fingerprint: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        """Before the first step: take what saves beside training need, so that the first one is as short as the others."""
+        if self.config.checkpoint.save and self.config.checkpoint.async_save:
+            self._writer().prepare(self.state())
+
+    def save(self) -> None:
+        """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
+        ended = [outcome for outcome in (*self.begin_save(), self.finish()) if outcome is not None]
+        if ended[-1].problems:
+            raise CheckpointError(
+                f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems
+            )
+
+    def begin_save(self) -> list[SaveOutcome]:
+        """Begin to save the state of the run. Waits for a save that is still on its way.
+
+        On a CPU the copy to write from is made beside the next passes; the trainer waits for it before its next update.
+
+        Returns how saves ended that did so meanwhile. A failure is told, and is no error: the next save may succeed.
+        """
+        ended = []
+        if self.on_its_way is not None:
+            earlier, since = self.on_its_way, time.perf_counter()
+            ended.append(self.finish())
+            waited = time.perf_counter() - since
+            if waited > 0.1:
+                self._warn(
+                    f"the save of iteration {self.trainer.progress.iteration} waited {waited:.1f} s for that of iteration {earlier}; "
+                    "a longer --save-interval avoids this"
+                )
+        for parallel in self.trainer.parallels:
+            parallel.finish_gather()  # overlapped with a forward pass that has not come yet
+        iteration = self.trainer.progress.iteration
+        self.on_its_way = iteration
+        writer, aside = self._writer(), self.mesh.device.type == "cpu"
+        writer.start(
+            self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside
+        )
+        self.trainer.before_update = writer.wait_for_staging
+        if not self.config.checkpoint.async_save:
+            ended.append(self.finish())
+        return ended
+
+    def poll(self) -> SaveOutcome | None:
+        """Bring a save on its way forward, without waiting for it. Returns how it ended, once."""
+        return None if self.on_its_way is None else self._ended(self._writer().poll())
+
+    def finish(self) -> SaveOutcome | None:
+        """Wait for a save on its way. Returns how it ended."""
+        return None if self.on_its_way is None else self._ended(self._writer().finish())
+
+    def resume(self) -> bool:
+        """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
+        started = time.perf_counter()
+        wanted = decided(self.mesh.world, lambda: find_wanted(self.config))
+        if wanted is None:
+            if self.config.checkpoint.load:
+                self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
+            return False
+        for note in wanted.notes:
+            self._warn(note)
+        opened = open_wanted(wanted, self.config, self.mesh.world)
+        if opened.refused and opened.step is not None:
+            self._warn(
+                "\n".join(
+                    [
+                        f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
+                        *opened.refused,
+                    ]
+                )
+            )
+        for note in opened.notes:
+            self._say(note)
+        self.load(opened, started)
+        return True
+
+    def roll_back(self, why: Exception) -> None:
+        """Go back to the newest checkpoint of this run; raises `CheckpointError` because of `why` if it has none yet."""
+        self.finish()
+        if self.last_saved is None:
+            raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
+        asked = dataclasses.replace(
+            self.config.checkpoint,
+            load=self.config.checkpoint.save,
+            ckpt_step=None,
+            require_iteration=None,
+            finetune=False,
+            load_optim=True,
+            load_rng=True,
+        )
+        Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=asked)).resume()
+
+    def load(self, opened: Opened, started: float) -> None:
+        """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
+
+        started: `time.perf_counter()` when the work on it began.
+        """
+        source, formats, asked, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
+        note = decided(
+            axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=asked.allow_other_tokenizer)
+        )
+        if note:
+            self._warn(note)
+        continues = asked.load_optim and not opened.weights_only
+        if opened.step is not None:
+            _check_contents(opened, optimizer=continues, streams=asked.load_rng and not opened.weights_only)
+        elif continues and not any(name.startswith("optimizer.") for name in formats):
+            continues = False
+            why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
+            self._say(f"{why}: the optimizer starts afresh")
+        names: tuple[str, ...] = ()
+        if not opened.weights_only:
+            names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))
+        if (
+            opened.step is None or "run.schedule" not in source.values
+        ):  # others save what they know, and it may have been converted
+            names = tuple(name for name in names if name in source.values)
+        values = load(dict.fromkeys(names), source, axis)
+        schedule = self._schedule(values.get("run.schedule"), source)
+        if continues:
+            self._say_formats(opened.source.settings)
+        slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
+        state = self._tensors(formats, slots, optimizer=continues)
+        histories = self._fitting_histories(formats) if continues else {}
+        load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
+        self._settle(slots)
+        for name, scaling in histories_of(self.trainer.stages).items():
+            if (history := histories.get(f"run.amax.{name}")) is not None:
+                scaling.load(history)
+        if streams:
+            self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
+        self._adopt(values)
+        self.trainer.schedule = schedule
+        if values and asked.save and opened.step is not None and same_folder(asked.save, opened.step.folder.parent):
+            self.last_saved = opened.step.iteration
+        what = "weights of checkpoint" if opened.weights_only else "checkpoint"
+        self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
+
+    def adopt_weights(self, source: Source, *, own: tuple[str, ...], unused: tuple[str, ...]) -> None:
+        """Take over the weights of a network that this one continues, with heads of its own.
+
+        own: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
+        """
+        started, formats = time.perf_counter(), source.formats
+        note = decided(
+            self.mesh.world,
+            lambda: demand_same_tokenizer(
+                source, self._tokenizer(), allowed=self.config.checkpoint.allow_other_tokenizer
+            ),
+        )
+        if note:
+            self._warn(note)
+        slots = tuple(self.trainer.optimizer.slots())
+        state = {
+            name: value
+            for name, value in self._tensors(formats, slots, optimizer=False).items()
+            if not name.startswith(own)
+        }
+        kept = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
+        load(state, source, self.mesh.world, complete=kept, instead=self._instead(formats))
+        self._settle(slots)
+        self._say(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
+
+    def state(self) -> Tree:
+        """Everything that a save holds: this rank's part."""
+        asked, trainer = self.config.checkpoint, self.trainer
+        state: Tree = self.weights(rounded=True)
+        state["run.config"] = to_values(self.config)
+        state["run.progress"] = dataclasses.asdict(trainer.progress)
+        state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
+        if asked.save_optim:
+            for slot, segment, tensor in trainer.optimizer.slots():
+                put(state, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, self.mesh))
+            # A rank whose share of a bucket is padding counts no steps.
+            state["run.optimizer_steps"] = max(collectives.gather_objects(trainer.optimizer.num_steps, self.mesh.world))
+            state["run.loss_scale"] = trainer.optimizer.scaler.state()
+            state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
+            state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
+        if asked.save_rng:
+            state |= self._streams()
+        return state
+
+    def weights(self, *, rounded: bool = False) -> Tree:
+        """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their masters."""
+        weights: Tree = {}
+        for parallel in self.trainer.parallels:
+            for param in parallel.whole:
+                put(weights, f"model.{spec_of(param).name}", placed_parameter(param, self.mesh))
+            for segment in parallel.cut:
+                values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
+                put(weights, f"model.{segment.name}", placed_segment(segment, values, self.mesh))
+        return weights
+
+    def _streams(self) -> Tree:
+        place = f"{self.mesh.pp.rank}.{self.mesh.tp.rank}.{self.mesh.dp_cp.rank}"
+        return {f"run.random.{place}.{name}": value for name, value in self.trainer.run.streams.state().items()}
+
+    def _tensors(self, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
+        """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
+        for, are filled from the weights, in the precision in which those were saved."""
+        tensors = self.weights()
+        for slot, segment, tensor in slots:
+            name = f"optimizer.{slot}.{segment.name}"
+            if slot == "master" and not (optimizer and name in formats):
+                put(tensors, f"model.{segment.name}", placed_segment(segment, tensor, self.mesh))
+            elif optimizer:
+                put(tensors, name, placed_segment(segment, tensor, self.mesh))
+        return tensors
+
+    def _instead(self, formats: Formats) -> dict[str, str]:
+        """Weights to read from their masters: those saved in another format than this run's, so as to round only once."""
+        found = {}
+        for stage in self.trainer.stages:
+            for param in stage.parameters():
+                name, master = f"model.{spec_of(param).name}", f"optimizer.master.{spec_of(param).name}"
+                if master in formats and name in formats and formats[name].dtype != param.dtype:
+                    found[name] = master
+        return found
+
+    def _settle(self, slots: Sequence[Slot]) -> None:
+        """Let everybody know that weights and slots were written."""
+        self.trainer.optimizer.settle(slots)
+        for parallel in self.trainer.parallels:
+            parallel.refresh()
+
+    def _fitting_streams(self, opened: Opened) -> Tree:
+        """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
+        formats = opened.source.formats
+        if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
+            return {}
+        now = _layout(to_values(self.config), self.mesh.world.size)
+        then = _layout(opened.source.settings, opened.world_size)
+        mine = self._streams()
+        if now == then and all(
+            name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
+        ):
+            return {name: torch.empty_like(value) for name, value in mine.items()}
+        why = f"the checkpoint was written by {then}, this run is {now}" if now != then else "they are another device's"
+        self._say(f"dropout streams start afresh from --seed: {why}")
+        return {}
+
+    def _fitting_histories(self, formats: Formats) -> Tree:
+        """Tensors to load the histories of delayed scales into: all that the checkpoint has of this rank's layers."""
+        wanted = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
+        found = {name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in wanted if name in formats}
+        if len(found) < len(wanted):
+            self._say(
+                f"the checkpoint has no history of {len(wanted) - len(found)} of {len(wanted)} layers with delayed scales: "
+                "in the next step these scale by their own values"
+            )
+        return found
+
+    def _say_formats(self, saved: Mapping[str, Any]) -> None:
+        """Tell that moments change their format; their values are read as they were saved."""
+        mine = to_values(self.config)
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if name in saved and saved[name] != mine[name]:
+                self._say(f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}")
+
+    def _schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
+        """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""
+        mine, asked, train = self.trainer.schedule, self.config.schedule, self.config.train
+        if mine is None or saved is None:
+            return mine
+        then = {name: source.settings.get(name) for name in ("train_iters", "train_samples")}
+        longer = [
+            f"{spelling(name)} was {then[name]} and is {now}"
+            for name in then
+            if (now := getattr(train, name)) is not None and then[name] not in (None, now)
+        ]
+        return choose(
+            mine,
+            saved,
+            override=asked.override_opt_param_scheduler,
+            use_checkpoint=asked.use_checkpoint_opt_param_scheduler,
+            longer=" and ".join(longer),
+            samples=source.values.get("run.progress", {}).get("schedule_samples", 0),
+        )
+
+    def _adopt(self, values: Mapping[str, Any]) -> None:
+        """Take over counters. Without optimizer state the learning rate's curve begins anew, as in Megatron."""
+        continues = "run.optimizer_steps" in values
+        for field in dataclasses.fields(self.trainer.progress):
+            if field.name in values.get("run.progress", ()) and (continues or field.name != "schedule_samples"):
+                setattr(self.trainer.progress, field.name, values["run.progress"][field.name])
+        if continues:
+            self.trainer.optimizer.load_num_steps(values["run.optimizer_steps"])
+            if "run.loss_scale" in values:
+                self.trainer.optimizer.scaler.load(values["run.loss_scale"])
+
+    def _writer(self) -> Saver:
+        """What writes into `--save`; made at the first save."""
+        asked = self.config.checkpoint
+        assert asked.save is not None, "saves are made when --save is given"
+        if self._saver is None:
+            rules = SaveRules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
+            self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
+        return self._saver
+
+    def _ended(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
+        """Tell how a save ended, if it did."""
+        if outcome is None:
+            return None
+        self.on_its_way = None
+        for note in outcome.notes:
+            self._warn(note)
+        if outcome.problems:
+            newest = "none" if self.last_saved is None else f"that of iteration {self.last_saved}"
+            self._warn(
+                "\n".join(
+                    [
+                        f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
+                        *(f"  {problem}" for problem in outcome.problems),
+                    ]
+                )
+            )
+            return outcome
+        self.last_saved = outcome.iteration
+        self._export(outcome)
+        waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
+        self._say(f"saved checkpoint {outcome.folder}: {_speed(outcome.size, outcome.seconds)}{waited}")
+        return outcome
+
+    def _export(self, outcome: SaveOutcome) -> None:
+        """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
+        asked = self.config.checkpoint
+        if asked.export_hf is None or not self.mesh.world.is_first:
+            return
+        target = Path(asked.export_hf) / f"iter_{outcome.iteration:07d}"
+        try:
+            family = export(open_saved(outcome.folder), target, like=asked.export_hf_like)
+            self._say(f"exported checkpoint {target}: {family.name}")
+        except (CheckpointError, OSError) as error:
+            self._warn(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
+
+    def _tokenizer(self) -> dict[str, Any]:
+        """What this run's ids mean."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(self.trainer.run.tokenizer)
+        return self._fingerprint
+
+    def _say(self, text: str) -> None:
+        self.trainer.run.say(text)
+
+    def _warn(self, text: str) -> None:
+        if self.mesh.world.is_first:
+            self.trainer.run.log.warning(text)
+
+
+def _check_contents(opened: Opened, *, optimizer: bool, streams: bool) -> None:
+    """Refuse a checkpoint of ours that was saved without what is asked of it."""
+    found, formats = [], opened.source.formats
+    if optimizer and not any(name.startswith("optimizer.") for name in formats):
+        found.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
+    if streams and not any(name.startswith("run.random.") for name in formats):
+        found.append("no dropout streams (--no-save-rng); load it with --no-load-rng, or --finetune")
+    if found:
+        raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", found)
+
+
+def _layout(values: Mapping[str, Any], world_size: int) -> str:
+    """The layout that decides which rank has which dropout stream."""
+    tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    return f"tensor {tp} x pipeline {pp} x data {world_size // (tp * pp)}"
+
+
+def _speed(size: int, seconds: float) -> str:
+    return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"

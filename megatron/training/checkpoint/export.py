@@ -1,0 +1,69 @@
+"""A checkpoint's network as a Hugging Face folder that knows where its texts begin and end.
+
+A config.json without ids of special tokens takes its class's: Llama's say that 2 ends a text, GPT-2's 50256, whatever tokenizer the
+network was trained with; generation would then never stop. So the tokenizer of the run, or of the folder that it is to be like, is
+built, and its ids are written, into config.json and generation_config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.families import hf
+from megatron.core.families.rules import Family
+from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.tokenizers.build import build_tokenizer
+
+
+def export(
+    source: Source,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    shard_bytes: int = hf.SHARD_BYTES,
+) -> Family:
+    """`hf.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
+    rows = source.formats[f"model.{WORD_EMBEDDING}"].shape[0] if f"model.{WORD_EMBEDDING}" in source.formats else 0
+    return hf.export(
+        source,
+        folder,
+        family=family,
+        like=like,
+        shard_bytes=shard_bytes,
+        ids=token_ids(source.settings, like, rows=rows),
+    )
+
+
+def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int) -> dict[str, int | list[int] | None]:
+    """The keys of config.json that say which ids begin and end a text, for a network that was trained with this tokenizer.
+
+    settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. None is a value too, since what is left
+    out has the default of another tokenizer; empty where the tokenizer's files are not here, and for a BERT, which writes no texts.
+    """
+    known = {field.name for field in fields(TokenizerConfig)}
+    chosen = (
+        folder_tokenizer(Path(like)) if like else {name: value for name, value in settings.items() if name in known}
+    )
+    architecture = settings.get("architecture", "gpt")
+    if architecture == "bert" or not chosen.get("tokenizer_type"):
+        return {}
+    try:
+        tokenizer = build_tokenizer(from_values(TokenizerConfig, chosen))
+    except (ConfigError, OSError, ValueError):
+        return {}
+    ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))
+    found: dict[str, int | list[int] | None] = {
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+    if architecture == "t5":
+        found |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+    return found

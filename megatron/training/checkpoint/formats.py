@@ -1,0 +1,123 @@
+"""Which dialect a checkpoint is written in: a table of those that are known, asked in order.
+
+ours           SAVE, or one of its iter_... folders
+Hugging Face   a folder with config.json and safetensors
+Megatron       mp_rank_... folders of any age, or torch_dist; or what the tracker of such a folder names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import flag_fields
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import (
+    COMMIT,
+    FREE,
+    CheckpointError,
+    SavedStep,
+    candidates,
+    read_commit,
+    walk,
+)
+from megatron.core.families.hf import is_folder, model_settings, open_folder
+from megatron.core.families.megatron.legacy import LegacySource
+from megatron.core.families.megatron.open import find_megatron, open_megatron
+from megatron.core.families.megatron.torch_dist import TorchDistSource
+from megatron.core.tokenizers.build import READS
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
+
+    open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their
+    defaults, always.
+    """
+
+    name: str
+    find: Callable[[Path, int | None], Path | None]
+    open: Callable[[Path, Mapping[str, Any] | None], Source]
+    complete: bool = True
+
+
+def find_own(path: Path, step: int | None) -> Path | None:
+    """A folder with a commit, or the newest such folder in a folder of checkpoints."""
+    if (path / COMMIT).is_file():
+        return path
+    found = candidates(path, step) if walk(path).steps else []
+    return found[0].folder if found else None
+
+
+def _find_published(path: Path, step: int | None) -> Path | None:
+    return path if step is None and is_folder(path) else None
+
+
+OURS = Dialect("this project", find_own, lambda path, given: open_saved(path))
+FOREIGN = (
+    Dialect("Hugging Face", _find_published, open_folder),
+    Dialect("Megatron", find_megatron, open_megatron, complete=False),
+)
+DIALECTS = (OURS, *FOREIGN)
+
+
+def find_foreign(path: str | Path, step: int | None = None) -> tuple[Dialect, Path] | None:
+    """What a path means in the dialects of others."""
+    found = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
+    return next(((dialect, place) for dialect, place in found if place is not None), None)
+
+
+def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The model's shape, and its tokenizer if that is there too, as another dialect's checkpoint has them, by field name.
+
+    None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out. The second
+    part is what the checkpoint says beside its network, and a command line may say otherwise.
+    """
+    found = find_foreign(path, step)
+    if found is None:
+        return None
+    dialect, place = found
+    source = None if dialect.name == "Hugging Face" else dialect.open(place, None)
+    settings = model_settings(place) if source is None else source.settings
+    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
+        "null_tokenizer_ids"
+    }
+    beside = source.run_settings if isinstance(source, (LegacySource, TorchDistSource)) else {}
+    reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
+    unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
+        reads | {"tokenizer_type"} if reads else set()
+    )
+    return (
+        {name: value for name, value in settings.items() if name in names},
+        {name: value for name, value in beside.items() if name not in unread},
+    )
+
+
+def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
+    """Our checkpoints that a path means, in the order in which they are tried: one folder, or those of `--save`."""
+    path = Path(path)
+    if (path / COMMIT).is_file():
+        return [SavedStep(path, read_commit(path))]
+    return candidates(path, step, required=required)
+
+
+def open_checkpoint(path: str | Path, step: int | None = None, given: Mapping[str, Any] | None = None) -> Source:
+    """The checkpoint of any dialect that a path means. It is opened, and not verified.
+
+    step: an iteration, where the path is a folder of several; else the newest. given: settings that win over the
+    checkpoint's, in a dialect that says less than all. Raises `CheckpointError` when there is none, or it is damaged.
+    """
+    for dialect in DIALECTS:
+        place = dialect.find(Path(path), step)
+        if place is not None:
+            return dialect.open(place, given)
+    raise CheckpointError(
+        f"{path} holds no checkpoint{'' if step is None else f' of iteration {step}'}: neither one of this project's, nor "
+        "a Hugging Face folder, nor one of Megatron's"
+    )

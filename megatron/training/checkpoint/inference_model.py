@@ -1,0 +1,221 @@
+"""A network of any checkpoint, to be asked and not trained: whole in one process, or under a layout.
+
+    checkpoint of any dialect -> its network and tokenizer -> this rank's stages in evaluation mode
+
+Nothing of the run that saved counts but its network, its tokenizer and the format of its weights. The layout is the
+asker's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.config.flags import ConfigError, from_values, refuse
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.rules.engine import broken, stages_of
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.kernels import KernelConfig
+from megatron.core.config.settings.optim import PrecisionConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import RunConfig, TrainConfig
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
+from megatron.core.families.hf import is_folder, model_settings
+from megatron.core.families.registry import model_of
+from megatron.core.kernels.table import Need, select
+from megatron.core.models.bert import BERTModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
+from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, pick_device
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import spec_of
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.transformer.build import Build
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import launcher_place, world_size
+from megatron.training.launch.rendezvous import join_ranks
+
+Stage = GPTModel | BERTModel | T5Model
+FORMATS = ("float32", "bfloat16", "float16", "float64")
+_EMBEDDING = "model.embedding.word_embeddings.weight"
+_NAMES = {"gpt": "a GPT-like model", "bert": "a BERT", "t5": "a T5"}
+_SEED = 1234  # of initial values, which the checkpoint's replace
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random."""
+
+    architecture: str
+    model: Callable[[StageSpec, Build], Stage]
+    parts: tuple[str, ...] = ("model.",)
+
+
+GPT = Kind("gpt", GPTModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """stages: this rank's, in order, filled, in evaluation mode and without gradients."""
+
+    config: RunConfig
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    tokenizer: Tokenizer
+    source: Source
+
+
+def load_network(
+    path: str,
+    kind: Kind,
+    *,
+    step: int | None = None,
+    parallel: ParallelConfig = ParallelConfig(),
+    dtype: str = "auto",
+    tokenizer: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> Loaded:
+    """Load the network of a checkpoint of any dialect. All ranks of the launcher call this together.
+
+    step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
+    of `TokenizerConfig` that win over the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
+    `CheckpointError`, before any rank waits for another, for what does not fit together.
+    """
+    source = open_checkpoint(path, step)
+    found = architecture_of(source)
+    if found != kind.architecture:
+        raise CheckpointError(f"{source.where} holds {_NAMES[found]}; what is asked for is {_NAMES[kind.architecture]}")
+    settings = tokenizer_settings(source, tokenizer or {})
+    made = build_tokenizer(settings)
+    _demand_same_tokenizer(source, made)
+    if not (source.settings.get("tokenizer_type") or is_folder(source.where)):
+        # Megatron's own files count the rows that pad the vocabulary, unless they are told.
+        source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
+    config = _config(source, settings, parallel, dtype)
+    rows = config.model.true_vocab_size
+    # Special tokens that the network has never seen are common, and no text holds one.
+    if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
+        raise ConfigError(
+            f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
+            "that belongs to this network"
+        )
+    mesh = _join(config, device or pick_device())
+    return Loaded(config, mesh, _stages(source, kind, config, mesh), made, source)
+
+
+def architecture_of(source: Source) -> str:
+    """gpt, bert or t5, by the names of the parameters."""
+    encoder, decoder = (
+        any(name.startswith(f"model.{part}.") for name in source.formats) for part in ("encoder", "decoder")
+    )
+    return "t5" if encoder and decoder else "bert" if encoder else "gpt"
+
+
+def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerConfig:
+    """The tokenizer of a checkpoint with the settings given in the place of its own; of a published folder, the one in it."""
+    own = model_settings(source.where) if is_folder(source.where) else source.settings
+    saved = (
+        {}
+        if "tokenizer_type" in given
+        else {field.name: own[field.name] for field in dataclasses.fields(TokenizerConfig) if field.name in own}
+    )
+    settings = from_values(TokenizerConfig, {**saved, **given})
+    older = settings.tokenizer_type == "NullTokenizer"
+    return (
+        dataclasses.replace(settings, vocab_size=null_vocab_size(settings.vocab_size, source.settings))
+        if older
+        else settings
+    )
+
+
+def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
+    saved, mine = source.values.get("run.tokenizer"), fingerprint(tokenizer)
+    if isinstance(saved, Mapping) and saved.get("hash") != mine["hash"]:
+        raise CheckpointError(
+            f"{source.where} was trained with another tokenizer, whose ids mean other words: {saved.get('kind')} of "
+            f"{saved.get('vocab_size')} ids there, {mine['kind']} of {mine['vocab_size']} ids here; give that of the run"
+        )
+
+
+def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str) -> RunConfig:
+    """The checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
+    if dtype == "auto":
+        dtype = str(source.formats[_EMBEDDING].dtype).removeprefix("torch.")
+    if dtype not in FORMATS:
+        raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
+    # How vocabulary and attention were laid out for another machine is not part of the network.
+    model = dataclasses.replace(
+        model_of(source.settings), padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig()
+    )
+    precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
+    train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
+    size = world_size()
+    config = RunConfig(
+        model=model,
+        parallel=parallel,
+        precision=precision,
+        train=train,
+        data=DataConfig(mock_data=True),
+        tokenizer=tokenizer,
+    ).resolve(size)
+    refuse(said for _, said in broken(config, size))
+    return dataclasses.replace(
+        config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
+    )
+
+
+def _join(config: RunConfig, device: torch.device) -> Mesh:
+    """The mesh of all ranks; without a launcher, of this process alone."""
+    claim(device)
+    keep_freed_memory(device)
+    if world_size() == 1:
+        return Mesh.single(device)
+    if not dist.is_initialized():
+        join_ranks(
+            backend_of(device, config.parallel.distributed_backend),
+            launcher_place(),
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        )
+    return Mesh.build(config.parallel, device)
+
+
+def _stages(source: Source, kind: Kind, config: RunConfig, mesh: Mesh) -> tuple[Stage, ...]:
+    """This rank's stages, filled from the checkpoint."""
+    dtype = getattr(torch, config.precision.dtype)
+    need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
+    build = Build(
+        model=config.model, mesh=mesh, kernels=select(need), dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
+    )
+    stages = tuple(
+        kind.model(spec, build).materialize(_SEED).eval() for spec in stages_of(config) if spec.rank == mesh.pp.rank
+    )
+    state: Tree = {}
+    for stage in stages:
+        for param in stage.parameters():
+            name = f"model.{spec_of(param).name}"
+            if name.startswith(kind.parts):
+                put(state, name, placed_parameter(param, mesh))
+    load(state, source, mesh.world, complete=kind.parts)
+    for stage in stages:
+        stage.requires_grad_(False)
+    if mesh.device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        _by_column([param for stage in stages for param in stage.parameters() if param.dim() == 2])
+    return stages
+
+
+def _by_column(matrices: Iterable[nn.Parameter]) -> None:
+    """Lay matrices out column by column: a few rows, as in decoding, pass through them up to twice as fast on CPUs."""
+    for matrix in matrices:
+        matrix.data = matrix.data.t().contiguous().t()

@@ -1,0 +1,240 @@
+"""What a run starts from: which checkpoint, in which dialect, whether it is sound, and whether it is this run's network.
+
+    --load, else --pretrained-checkpoint, else nothing
+    ours: the newest that is sound; every byte is read by all ranks together, and damage sends the run back to an older one
+    others' (Hugging Face, Megatron): what the path means; weights, and more where there is more
+
+The first rank looks, all hear the same, and all open and verify it; so no rank goes another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.core.config.settings.run import CheckpointConfig, RunConfig
+from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing.load import open_sound
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.training.checkpoint.formats import FOREIGN, Dialect, find_foreign, own_steps
+from megatron.training.checkpoint.resume_settings import compare
+from megatron.training.checkpoint.upcycling import Upcycled, is_dense
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to load. steps: ours, in the order in which they are tried; or place: another's, of `dialect`.
+
+    weights_only: `--finetune`, or a `--pretrained-checkpoint`. notes: what to tell the user beforehand.
+    """
+
+    path: str
+    weights_only: bool
+    steps: tuple[SavedStep, ...] = ()
+    dialect: str = ""
+    place: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that may be loaded. step: of our own dialect, else None. world_size: ranks that wrote it, if known.
+
+    refused: lines about newer checkpoints that are damaged. notes: what to tell of settings that differ from the checkpoint's.
+    """
+
+    source: Source
+    weights_only: bool
+    step: SavedStep | None = None
+    world_size: int | None = None
+    size: int = 0
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find_wanted(config: RunConfig) -> Wanted | None:
+    """Look for what a run loads, without opening it; None for a fresh start."""
+    asked = config.checkpoint
+    wanted = _look(asked.load, asked, weights_only=asked.finetune, chosen=True) if asked.load else None
+    if wanted is not None:
+        return wanted
+    if asked.pretrained_checkpoint:
+        wanted = _look(asked.pretrained_checkpoint, asked, weights_only=True, chosen=False)
+        if wanted is None:
+            raise CheckpointError(f"--pretrained-checkpoint {asked.pretrained_checkpoint} holds no complete checkpoint")
+        return wanted
+    if asked.load is None:
+        return None
+    if asked.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {asked.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given"
+        )
+    if asked.save is None or not same_folder(asked.load, asked.save):
+        raise CheckpointError(
+            f"--load {asked.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
+            "the same folder as --save"
+        )
+    return None
+
+
+def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
+    """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
+    if wanted.steps:
+        opened = _open_ours(wanted, config, axis)
+    else:
+        source = _together(lambda: _open_foreign(wanted, config), axis)
+        opened = Opened(
+            source,
+            wanted.weights_only or "run.progress" not in source.values,
+            size=sum(_bytes(source, name) for name in source.formats),
+        )
+    if config.model.moe.moe_use_upcycling and is_dense(opened.source):
+        opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
+    has_arguments = {
+        "ffn_hidden_size",
+        "kv_channels",
+    } <= opened.source.settings.keys()  # and not only what tensors tell
+    complete = not wanted.dialect or _dialect(wanted).complete or has_arguments
+    return replace(opened, notes=_checked_settings(opened, config, complete=complete))
+
+
+def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: bool) -> str:
+    """Refuse weights that learned the ids of another tokenizer. Returns what to tell the user where that is allowed."""
+    saved = source.values.get("run.tokenizer")
+    if not isinstance(saved, Mapping) or saved.get("hash") == mine["hash"]:
+        return ""
+    told = " and ".join(
+        f"{one.get('kind')} of {one.get('vocab_size')} ids with hash {str(one.get('hash'))[:16]} {where}"
+        for one, where in ((saved, "in the checkpoint"), (mine, "in this run"))
+    )
+    if allowed:
+        return f"another tokenizer is accepted (--allow-other-tokenizer): {told}"
+    raise CheckpointError(
+        f"{source.where} was trained with another tokenizer, whose ids mean other words: {told}; give this run the "
+        "tokenizer of the checkpoint, or --allow-other-tokenizer if its ids are known to agree"
+    )
+
+
+def same_folder(a: str | Path, b: str | Path) -> bool:
+    """Whether two paths lead to one place."""
+    return Path(a).resolve() == Path(b).resolve()
+
+
+def decided(axis: Axis, action: Callable[[], Result]) -> Result:
+    """Let the first rank act; all ranks get its result, or its error."""
+    result, error = None, None
+    if axis.is_first:
+        try:
+            result = action()
+        except Exception as caught:  # noqa: BLE001 - the others wait for whatever it is
+            error = caught
+    result, error = collectives.broadcast_object((result, error), axis)
+    if error is not None:
+        raise error
+    return result
+
+
+def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: bool) -> Wanted | None:
+    """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
+    step = asked.ckpt_step if chosen else None
+    foreign = find_foreign(path, step) if not store.walk(path).steps else None
+    if foreign is not None:
+        return Wanted(path, weights_only, dialect=foreign[0].name, place=foreign[1])
+    steps = own_steps(path, step, required=asked.require_iteration if chosen else None)
+    if not steps:
+        return None
+    newer = (
+        [text for iteration, text in store.walk(path).damaged if iteration > steps[0].iteration] if step is None else []
+    )
+    if newer and chosen and asked.require_iteration is not None:
+        raise CheckpointError(
+            f"--require-iteration {asked.require_iteration}: {path} has a later checkpoint, which is damaged", newer
+        )
+    named = store.tracked(path)
+    if step is None and named is not None and named != steps[0].iteration:
+        newer.append(
+            f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
+            "--ckpt-step goes back"
+        )
+    return Wanted(path, weights_only, tuple(steps), notes=tuple(newer))
+
+
+def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
+    asked = config.checkpoint
+    try:
+        saved, refused = open_sound(wanted.steps, axis, verified=asked.verify_integrity)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{wanted.path} holds no sound checkpoint"
+            if len(wanted.steps) > 1
+            else f"{wanted.steps[0].folder} is damaged, and no other is to be loaded",
+            error.problems,
+        ) from None
+    step = SavedStep(saved.folder, saved.commit)
+    return Opened(saved, wanted.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
+
+
+def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
+    assert wanted.place is not None, "a checkpoint of another dialect has a place"
+    model = config.model
+    return _dialect(wanted).open(
+        wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
+    )
+
+
+def _dialect(wanted: Wanted) -> Dialect:
+    return next(one for one in FOREIGN if one.name == wanted.dialect)
+
+
+def _together(action: Callable[[], Result], axis: Axis) -> Result:
+    """Act on every rank; all fail if one does."""
+    result, error = None, None
+    try:
+        result = action()
+    except CheckpointError as caught:
+        error = caught
+    failures = [one for one in collectives.gather_objects(error, axis) if one is not None]
+    if failures:
+        raise failures[0]
+    assert result is not None, "an action without an error has a result"
+    return result
+
+
+def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
+    """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
+    settings, where, asked = opened.source.settings, opened.source.where, config.checkpoint
+    found = compare(settings, config, weights_only=opened.weights_only, complete=complete)
+    if found.network:
+        raise CheckpointError(f"{where} holds another network; --use-checkpoint-args takes its shape", found.network)
+    saved, mine = settings.get("optimizer"), config.optimizer.optimizer
+    if not opened.weights_only and asked.load_optim and saved not in (None, mine):
+        raise CheckpointError(
+            f"{where} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it afresh"
+        )
+    consumed = opened.source.values.get("run.progress", {}).get("consumed_train_samples", 0)
+    if found.data and consumed and not asked.allow_other_data and not config.train.skip_train:
+        raise CheckpointError(
+            f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next "
+            f"means nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0",
+            found.data,
+        )
+    notes = [
+        ("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
+        ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named)),
+    ]
+    return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
+
+
+def _bytes(source: Source, name: str) -> int:
+    format = source.formats[name]
+    size = format.dtype.itemsize
+    for extent in format.shape:
+        size *= extent
+    return size

@@ -1,0 +1,138 @@
+"""A dense checkpoint seen as one of a network with experts (`--moe-use-upcycling`; Komatsuzaki et al., 2023).
+
+An MLP of width F becomes E experts of width f = F/G (He et al., 2024): expert number i is slice i mod G of a copy, and the G
+slices of a copy have one row of the router in common, so that a token always uses whole copies:
+
+    expert   0   1 | 2   3 | 4   5      G = 2, k = 2 or 4: of each copy that is chosen, both halves
+    slice    a   b | a   b | a   b
+    router   r0 r0 | r1 r1 | r2 r2      rows as they would be drawn without a checkpoint
+
+Each slice then gets 1/G of the weights. So the second matrix grows by G, and the network says what it said before: exactly
+where a token's weights add up to one, and nearly where they are shares among all experts (--moe-router-pre-softmax), of which
+a fresh router gives each 1/E.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import to_values
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.spec import normal, xavier_uniform
+
+_MLP = re.compile(r"(model\.decoder\.layers\.(\d+)\.mlp\.)(linear_fc[12])\.(weight|bias)")
+
+
+def is_dense(source: Source) -> bool:
+    """Whether a checkpoint has no experts."""
+    return not any(".mlp.router." in name for name in source.formats)
+
+
+class Upcycled:
+    """A `Source` of weights: those of a dense one, and experts in the place of MLPs where this run has some."""
+
+    def __init__(self, dense: Source, config: RunConfig) -> None:
+        self.dense, self.config, self.moe = dense, config, config.model.moe
+        self.where = f"{dense.where}, upcycled,"
+        own, width = to_values(config), dense.settings.get("ffn_hidden_size")
+        if width not in (None, config.model.ffn_hidden_size):
+            raise CheckpointError(
+                f"{dense.where} cannot be upcycled to this network",
+                [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
+            )
+        of_experts = {name: own[name] for name in to_values(self.moe)}
+        self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
+        self.values: Mapping[str, Any] = {
+            name: value for name, value in dense.values.items() if name == "run.tokenizer"
+        }
+        self.formats: dict[str, Format] = {}
+        self._made: dict[str, tuple[str, str]] = {}  # name of an expert's parameter -> the dense one's, and which it is
+        layers = {row.index for row in layer_rows(config.model) if row.mlp == "moe"}
+        for name, format in dense.formats.items():
+            if name.startswith("model."):
+                found = _MLP.fullmatch(name)
+                if found and int(found[2]) in layers:
+                    self._add_experts(name, found, format)
+                else:
+                    self.formats[name] = format
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        if name.endswith(".router.weight"):
+            return self._router(name)[box.slices()]
+        if ".router." in name:
+            return torch.zeros(box.shape)
+        if name not in self._made:
+            return self.dense.read(name, box)
+        dense, which = self._made[name]
+        first, count = box.offset[0], box.shape[0]
+        inner = Box(box.offset[1:], box.shape[1:])
+        return torch.stack(
+            [
+                self._expert(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner)
+                for place in range(count)
+            ]
+        )
+
+    def _add_experts(self, name: str, found: re.Match[str], format: Format) -> None:
+        prefix, which, shape = found[1], f"{found[3]}.{found[4]}", list(format.shape)
+        if which.startswith("linear_fc1"):
+            shape[0] //= self.moe.moe_upcycling_granularity
+        elif which == "linear_fc2.weight":
+            shape[1] //= self.moe.moe_upcycling_granularity
+        expert = f"{prefix}experts.{which}"
+        self.formats[expert] = Format((self.moe.num_experts, *shape), format.dtype)
+        self._made[expert] = name, which
+        if which == "linear_fc1.weight":
+            self.formats[f"{prefix}router.weight"] = Format((self.moe.num_experts, shape[1]), torch.float32)
+            each = Format((self.moe.num_experts,), torch.float32)
+            if self.config.model.add_bias_linear:
+                self.formats[f"{prefix}router.bias"] = each
+            if self.moe.moe_router_enable_expert_bias:
+                self.formats[f"{prefix}router.expert_bias"] = each
+
+    def _expert(self, dense: str, which: str, piece: int, box: Box) -> Tensor:
+        """A box of a parameter of one expert, which is slice number `piece` of a copy."""
+        width = self.moe.moe_ffn_hidden_size
+        if which == "linear_fc2.bias":
+            return self.dense.read(dense, box) * (self._output_scale() / self.moe.moe_upcycling_granularity)
+        if which == "linear_fc2.weight":
+            return self.dense.read(dense, box.shifted((0, piece * width))) * self._output_scale()
+        read, row, end = [], box.offset[0], box.offset[0] + box.shape[0]
+        while row < end:  # gate and up each lie in the slice of their own
+            part = row // width
+            rows = min(end, (part + 1) * width) - row
+            start = part * self.config.model.ffn_hidden_size + piece * width + row % width
+            read.append(self.dense.read(dense, Box((start, *box.offset[1:]), (rows, *box.shape[1:]))))
+            row += rows
+        return torch.cat(read)
+
+    def _output_scale(self) -> float:
+        """What takes the place of the weights of a slice, added up over its copies: one over their sum."""
+        moe = self.moe
+        if moe.moe_router_score_function == "softmax" and moe.moe_router_pre_softmax:
+            total = moe.moe_router_topk / moe.num_experts
+        else:
+            total = 1.0
+        return moe.moe_upcycling_granularity / (total * (moe.moe_router_topk_scaling_factor or 1.0))
+
+    def _router(self, name: str) -> Tensor:
+        """[e, h]: the rows that a fresh router begins with, each for all slices of a copy."""
+        model = self.config.model
+        init = xavier_uniform() if model.init_method_xavier_uniform else normal(model.init_method_std)
+        generator = torch.Generator().manual_seed(
+            seed_of("initial", self.config.train.seed, name.removeprefix("model."))
+        )
+        drawn = init(self.formats[name].shape, generator)
+        parts = self.moe.moe_upcycling_granularity
+        return drawn[: self.moe.num_experts // parts].repeat_interleave(parts, 0)

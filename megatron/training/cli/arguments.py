@@ -1,0 +1,355 @@
+"""From the command line to a namespace, and from there to a checked `RunConfig`.
+
+    argv -> --yaml-cfg put in front -> old spellings translated -> argparse -> (checkpoint's shape) -> RunConfig -> rules
+
+Whatever is wrong is collected on the way and said in one message; nothing is started before all of it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
+from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
+from megatron.training.cli.help import Help
+from megatron.training.cli.legacy_flags import nearest, translate
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
+
+Provider = Callable[[argparse.ArgumentParser], Any]
+
+
+def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
+    """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
+        usage="%(prog)s [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a transformer. Flags are Megatron's; they come in groups.",
+    )
+    parser.add_argument("-h", "--help", action=Help)
+    parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
+    for config_class in (RunConfig, *extra):
+        add_arguments(parser, config_class)
+    if provider is not None:
+        provider(parser)
+    return parser
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+    world_size: int = 1,
+    speaks: bool = True,
+    reads_data: bool = False,
+) -> argparse.Namespace:
+    """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.
+
+    defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
+    one that says it; of files and of the machine one rank of each machine does. reads_data: see `preflight`.
+    """
+    end_in_a_line_when_interrupted()
+    try:
+        args = read_flags(
+            sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
+        )
+        from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
+
+        found = preflight(from_namespace(RunConfig, args), world_size, reads_data=reads_data)
+        place = launcher_place()
+        speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
+        refuse([*args.problems, *(line for _, line in found.problems)])
+    except ConfigError as error:
+        if speaks:
+            sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+    return args
+
+
+def read_args(
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+    world_size: int = 1,
+) -> argparse.Namespace:
+    """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
+    args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
+    from megatron.training.cli.preflight import examine  # as above
+
+    refuse([*args.problems, *(line for _, line in examine(from_namespace(RunConfig, args), world_size)[1])])
+    return args
+
+
+def read_flags(
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Sequence[type] = (),
+    provider: Provider | None = None,
+) -> argparse.Namespace:
+    """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at.
+
+    `origins` says where each value comes from that is not our default.
+    """
+    parser = make_parser(extra, provider)
+    parser.set_defaults(**(defaults or {}))
+    known = {word for action in parser._actions for word in action.option_strings}
+    words, messages, problems = translate(_yaml_words(argv), known)
+    args, unknown = _parse(parser, words, problems)
+    args.origins = _origins(parser, argv, words, defaults or {})
+    for word in unknown:
+        if word.startswith("--"):
+            near = nearest(word.partition("=")[0], known)
+            problems.append(
+                f"{word} is not a flag; "
+                + (f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help")
+            )
+    if not any(word.startswith("--") for word in unknown):
+        problems += _unquoted(parser, words, unknown)
+    try:
+        if args.use_checkpoint_args:
+            _take_from_checkpoint(args)
+        if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
+            messages += _as_many_ids(args)
+        if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
+            _keep_the_mean(args)
+    except CheckpointError as error:
+        problems.append(str(error))
+    args.messages, args.problems = messages, problems
+    return args
+
+
+def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
+    """The frozen config of a namespace; `ConfigError` with every broken rule."""
+    from megatron.training.cli.preflight import examine  # as above
+
+    config, problems = examine(from_namespace(RunConfig, args), world_size)
+    refuse(said for _, said in problems)
+    return config
+
+
+def _parse(
+    parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """What argparse makes of the words. A flag with a bad value is put on the list and left out, so that the rest is read."""
+    left = list(words)
+    while True:
+        try:
+            return parser.parse_known_args(left)
+        except argparse.ArgumentError as error:
+            said = _sentence(parser, left, error)
+            problems += [] if any(problem.startswith(f"{said.partition(':')[0]}: ") for problem in problems) else [said]
+            shorter = _without(left, (error.argument_name or "").split("/"))
+            if len(shorter) == len(left):
+                refuse(problems)
+            left = shorter
+
+
+def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
+    """What argparse complains of: the flag as it was typed, what was given, and what can be."""
+    names = (error.argument_name or "").split("/")
+    flag = next((word.partition("=")[0] for word in words if word.partition("=")[0] in names), names[0])
+    action = next((action for action in parser._actions if flag in action.option_strings), None)
+    choices = list(map(str, action.choices)) if action is not None and action.choices else []
+    given = re.match(r"invalid (?:choice|\w+ value): '?(.*?)'?(?: \(choose from .*\))?$", error.message, re.DOTALL)
+    if given and choices:
+        near = difflib.get_close_matches(given[1], choices, n=1)
+        return f"{flag} {given[1]}: choose {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}" + (
+            f"; did you mean {near[0]}?" if near else ""
+        )
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
+    if given:
+        return f"{flag} {given[1]}: give {kinds.get(getattr(action, 'type', None), 'another value')}"
+    if error.message.startswith("expected"):
+        return f"{flag} has no value; give one" + (f" of {', '.join(choices)}" if choices else "")
+    if error.message.startswith("ignored explicit argument"):
+        return f"{flag} is a switch, and takes no value; write {flag} or --no-{flag[2:].removeprefix('no-')} alone"
+    return f"{flag}: {error.message}"
+
+
+def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
+    """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
+    problems, place = [], 0
+    single = {
+        name
+        for action in parser._actions
+        if action.nargs is None and action.type is str and not action.choices
+        for name in action.option_strings
+    }
+    rest = list(left)
+    while place < len(words):
+        flag, place = words[place], place + 1
+        end = next((end for end in range(place, len(words)) if words[end].startswith("--")), len(words))
+        values = words[place:end]
+        if flag in single and len(values) > 1 and all(word in rest for word in values[1:]):
+            problems.append(
+                f"{flag} takes one value, and {' '.join(values)} are {len(values)}; put quotes around it: "
+                f"{flag} '{' '.join(values)}'"
+            )
+            for word in values[1:]:
+                rest.remove(word)
+        place = end if flag.startswith("--") else place
+    return [*problems, *(f"{word!r} belongs to no flag; leave it out" for word in rest)]
+
+
+def _origins(
+    parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]
+) -> dict[str, str]:
+    """Setting -> where it was given. argv: the command line; words: all flags as argparse sees them, those of a file too."""
+    settings = {word: action.dest for action in parser._actions for word in action.option_strings}
+
+    def given(words: Sequence[str]) -> list[str]:
+        names = (word.partition("=")[0] for word in words)
+        return [settings[name] for name in names if name in settings]
+
+    return (
+        dict.fromkeys(defaults, "script")
+        | dict.fromkeys(given(words), "file")
+        | dict.fromkeys(given(translate(argv, settings.keys())[0]), "command line")
+    )
+
+
+def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The words without these flags and their values."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _yaml_words(argv: Sequence[str]) -> list[str]:
+    """argv with the mapping of --yaml-cfg written out as flags before it."""
+    for place, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name == "--yaml-cfg":
+            path = value or (argv[place + 1] if place + 1 < len(argv) else "")
+            rest = [*argv[:place], *argv[place + (1 if value else 2) :]]
+            return [*_read_yaml(path), *rest]
+    return list(argv)
+
+
+def _read_yaml(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--yaml-cfg {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
+        )
+    return [word for name, value in _flatten(content) for word in _words_of(str(name), value)]
+
+
+def _flatten(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Settings of a mapping; a mapping inside is a heading only."""
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        found += _flatten(value) if isinstance(value, Mapping) else [(name, value)]
+    return found
+
+
+def _words_of(name: str, value: Any) -> list[str]:
+    word = spelling(name.lstrip("-"))
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [word] if value else ["--no-" + word[2:]]
+    return [word, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+
+
+def _take_from_checkpoint(args: argparse.Namespace) -> None:
+    """Put the model and the tokenizer of what a run starts from in the place of the command line's.
+
+    What a checkpoint of another format says beside its network is taken where the command line says nothing.
+    """
+    found = _checkpoint_settings(args)
+    if found is None:
+        return
+    fields = {field.name for field, _ in flag_fields(RunConfig)}
+    tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
+    if not args.use_tokenizer_model_from_checkpoint_args:
+        fields -= tokenizer
+    values, beside = found
+    given = {name for name, origin in args.origins.items() if origin != "script"}
+    given |= tokenizer if tokenizer & given else set()
+    for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():
+        if name in fields:
+            setattr(args, name, value)
+            args.origins[name] = "checkpoint"
+
+
+def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The settings of what a run starts from, and what stands beside them; None before the first start of a run that also resumes."""
+    for path, step in ((args.load, args.ckpt_step), (args.pretrained_checkpoint, None)):
+        if not path:
+            continue
+        if newest(path) is not None:
+            return checkpoint_values(path, step), {}
+        from megatron.training.checkpoint.formats import (
+            foreign_settings,  # needs torch, which no other command line waits for
+        )
+
+        found = foreign_settings(path, step)
+        if found is not None:
+            return found
+    missing = args.pretrained_checkpoint or (args.load if args.load != args.save else None)
+    return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
+
+
+def _keep_the_mean(args: argparse.Namespace) -> None:
+    """Let a run go on with the mean over tokens that its loss was when the checkpoint was saved, unless it is told another."""
+    try:
+        if newest(args.load) is not None:
+            saved = saved_values(args.load, args.ckpt_step)
+        else:
+            from megatron.core.families.megatron.open import megatron_arguments  # needs torch, as above
+
+            saved = megatron_arguments(args.load, args.ckpt_step)
+    except CheckpointError:
+        return  # whoever loads it says what is wrong
+    if isinstance(mean := saved.get("calculate_per_token_loss"), bool):
+        args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
+
+
+def _as_many_ids(args: argparse.Namespace) -> list[str]:
+    """Let a NullTokenizer go on with the ids that it had when the checkpoint was saved. Returns what to tell the user."""
+    path, step = (args.load, args.ckpt_step) if args.load else (args.pretrained_checkpoint, None)
+    try:
+        saved = saved_values(path, step)
+    except CheckpointError:
+        from megatron.training.checkpoint.formats import (
+            foreign_settings,  # needs torch, which no other command line waits for
+        )
+
+        try:
+            saved, _ = foreign_settings(path, step) or ({}, {})
+        except CheckpointError:
+            return []  # whoever loads it says what is wrong
+    given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)
+    return (
+        []
+        if args.vocab_size == given
+        else [
+            f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
+            "once an id more, is now the last of --vocab-size"
+        ]
+    )

@@ -1,0 +1,92 @@
+"""What a run asks of the machine it is on: its kernels, its compiler, its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.kernels.low_precision import recipes
+from megatron.core.kernels.table import Need, select
+from megatron.core.parallel.device import lacks_compiler, pick_device
+
+# Kernels of torch itself, of which is known on any machine what they can do on a GPU.
+_TORCH: Mapping[str, tuple[str, ...]] = {"attention": ("fused", "flash", "cudnn")}
+
+
+def device_type() -> str:
+    """cpu or cuda: the device of this process."""
+    return pick_device().type
+
+
+def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
+    """(name of a rule, what to say) of what a device cannot do. device: cpu or cuda of another machine; "": this machine's own.
+
+    Of another machine is not known what is installed there, so that is not asked.
+    """
+    here = device in ("", device_type())
+    return [
+        *(
+            ("machine", line)
+            for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
+        ),
+        *(("machine", line) for line in (_lacking(config, pick_device()) if here else ())),
+    ]
+
+
+def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:
+    """Kernels that are asked for by name and cannot compute what the run needs."""
+    problems = []
+    for op, name in config.model.kernel_wishes.items():
+        if name in ("", "auto") or not (here or name in _TORCH.get(op, ())):
+            continue
+        try:
+            select(kernel_need(config, device), {op: name})
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _lacking(config: RunConfig, device: torch.device) -> list[str]:
+    """What this machine lacks of what the run asks for."""
+    problems = []
+    if device.type == "cpu" and config.graphs.cuda_graph_impl != "none":
+        problems.append("--cuda-graph-impl local: there is no GPU to record for; leave it out")
+    if (
+        config.compilation.compile
+        and config.compilation.compile_backend == "inductor"
+        and (lack := lacks_compiler(device))
+    ):
+        problems.append(f"--compile: {lack}, or leave --compile out")
+    return [*problems, *filter(None, [recipes.unfit(config.precision.low, device)])]
+
+
+def kernel_need(config: RunConfig, device: torch.device) -> Need:
+    """What the run asks of its kernels on this device."""
+    return Need(
+        device=device.type,
+        dtype=getattr(torch, config.precision.dtype),
+        documents=config.data.separates_documents,
+        padding=config.model.architecture != "gpt",
+        window=any(plan.window for plan in layer_rows(config.model)),
+        softcap=config.model.attention_logit_softcap is not None,
+        sinks=config.model.softmax_type != "vanilla",
+        biased_scores=config.model.rope.position_embedding_type == "relative",
+        attention_dropout=config.model.attention_dropout,
+        head_sizes=config.model.head_sizes,
+        uneven_heads=config.model.uneven_heads,
+        experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
+        overlapped_experts=config.model.moe.moe_shared_expert_overlap
+        or config.parallel.overlap_moe_expert_parallel_comm,
+        pieces=config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"},
+        low=config.precision.low,
+        alone=config.parallel.tp
+        * config.parallel.context_parallel_size
+        * (config.parallel.expert_tensor_parallel_size or 1)
+        == 1,
+        delays_wgrad=config.parallel.defers_weights,
+        preferred=config.model.kernels.preferred,
+    )

@@ -1,0 +1,191 @@
+"""Megatron flags of other times and other features: renamed, ignored, not built yet, or refused; never dropped in silence.
+
+`translate` reads the command line before argparse does. Our own flags pass through untouched; for the rest
+`legacy_table.py` knows what becomes of them. What comes back is the command line that argparse will understand, a sentence
+for everything that was accepted in a way the user should know, and all errors at once. A flag that neither our configs
+nor the table know is left where it is, for argparse to find and for `nearest` to explain.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Group, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """One flag and what becomes of it.
+
+    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing here.
+    becomes: for a renamed flag, the words that stand for it. yields: those words give way to explicit settings.
+    """
+
+    flag: str
+    kind: Kind
+    sentence: str
+    takes_values: bool = False
+    harmless: tuple[str, ...] = ()
+    becomes: tuple[str, ...] = ()
+    yields: bool = False
+
+
+def _rows(group: Group) -> list[Legacy]:
+    rows = [Legacy(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
+    for entry in group.values.split():
+        name, _, harmless = entry.partition("=")
+        rows.append(
+            Legacy(
+                f"--{name}",
+                group.kind,
+                group.sentence,
+                takes_values=True,
+                harmless=tuple(harmless.split("|")) if harmless else (),
+            )
+        )
+    return rows
+
+
+ROWS: tuple[Legacy, ...] = (
+    *(
+        Legacy(
+            old.flag,
+            "renamed",
+            f"say {' '.join(old.words)}",
+            takes_values=old.keeps_values,
+            becomes=old.words,
+            yields=old.yields,
+        )
+        for old in RENAMES
+    ),
+    *(row for group in GROUPS for row in _rows(group)),
+)
+TABLE: Mapping[str, Legacy] = MappingProxyType({row.flag: row for row in ROWS})
+FAMILIES: Mapping[str, Legacy] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
+REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {(flag, value): reason for flag, values, reason in VALUES for value in values.split()}
+)
+REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        (flag, value): (word, reason)
+        for flags, values, word, reason in REPLACED
+        for flag in flags.split()
+        for value in values.split()
+    }
+)
+
+
+def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """(the command line for argparse, sentences to show, errors). `known`: every spelling of our own flags."""
+    front: list[str] = []
+    words: list[str] = []
+    messages: list[str] = []
+    errors: list[str] = []
+    yielding: list[tuple[str, Legacy]] = []
+    place = 0
+    while place < len(argv):
+        token, place = argv[place], place + 1
+        name, glued, value = token.partition("=")
+        row = None if name in known or not _is_flag(token) else find(name, known)
+        if row is None and name not in known:
+            words.append(token)
+            continue
+        given = [value] if glued else _values_at(argv, place) if row is None or row.takes_values else []
+        place += 0 if glued else len(given)
+        if row is None:
+            words += _own(token, name, given, glued, messages, errors)
+            continue
+        shown = " ".join([name, *given])
+        if row.kind == "renamed":
+            (front if row.yields else words).extend([*row.becomes, *given])
+            if row.yields:
+                yielding.append((shown, row))
+            elif row.sentence:
+                messages.append(f"{shown} is understood as {' '.join([*row.becomes, *given])}")
+        elif row.kind == "ignored":
+            messages.append(f"{shown} is ignored: {row.sentence}")
+        elif _changes_nothing(row, given):
+            messages.append(f"{shown} is accepted, as it changes nothing: {row.sentence}")
+        else:
+            errors.append(
+                f"{shown}: {row.sentence}"
+                + ("; leave it out" if row.kind == "later" and ";" not in row.sentence else "")
+            )
+    messages += [_gives_way(shown, row, words) for shown, row in yielding]
+    return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
+
+
+def _own(token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]) -> list[str]:
+    """The words of a flag of ours, with those of its values that only Megatron has replaced, or put on the list of errors."""
+    errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
+    if not any((name, word) in REPLACED_VALUES for word in given):
+        return [token] if glued else [token, *given]
+    messages += [
+        f"{name} {word} is accepted, as it changes nothing: {REPLACED_VALUES[name, word][1]}"
+        for word in given
+        if (name, word) in REPLACED_VALUES
+    ]
+    return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
+
+
+def _gives_way(shown: str, row: Legacy, words: Sequence[str]) -> str:
+    """How an old switch is understood, and which explicit settings win over it."""
+    flags = [word for word in row.becomes if _is_flag(word)]
+    winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
+    return f"{shown} is understood as {' '.join(row.becomes)}" + (
+        f", which gives way to {' '.join(winners)}" if winners else ""
+    )
+
+
+def find(flag: str, known: Collection[str]) -> Legacy | None:
+    """What becomes of a flag that is not one of ours; None if nobody knows it."""
+    if flag in TABLE:
+        return TABLE[flag]
+    family = next((row for prefix, row in FAMILIES.items() if flag.startswith(prefix)), None)
+    if family is not None:
+        return family
+    negated = re.fullmatch(r"--(no|disable)-(.+)", flag)
+    if negated is None:
+        return None
+    other = f"--no-{negated[2]}"
+    if negated[1] == "disable" and (other in known or other in TABLE):
+        # Megatron gives each switch that is on both spellings; they are one flag, so there is nothing to tell.
+        return TABLE.get(other) or Legacy(flag, "renamed", "", becomes=(other,))
+    switch = TABLE.get(f"--{negated[2]}")
+    if switch is None or switch.takes_values or switch.kind == "renamed":
+        return None
+    return Legacy(flag, "ignored", f"what it switches off is never on; {switch.sentence}")
+
+
+def nearest(flag: str, known: Collection[str]) -> list[str]:
+    """Up to three of our flags that are spelled much like this one, the most similar first."""
+    return difflib.get_close_matches(flag.partition("=")[0].replace("_", "-"), list(known), n=3, cutoff=0.75)
+
+
+def _is_flag(token: str) -> bool:
+    """Whether a word begins a new option; a negative number does not."""
+    return re.match(r"--?[A-Za-z]", token) is not None
+
+
+def _values_at(argv: Sequence[str], place: int) -> list[str]:
+    """The words from here up to the next flag."""
+    end = place
+    while end < len(argv) and not _is_flag(argv[end]):
+        end += 1
+    return list(argv[place:end])
+
+
+def _changes_nothing(row: Legacy, given: Sequence[str]) -> bool:
+    return bool(given) and all(any(_same(word, harmless) for harmless in row.harmless) for word in given)
+
+
+def _same(word: str, other: str) -> bool:
+    """Equal as numbers if both are numbers, else as words."""
+    try:
+        return float(word) == float(other)
+    except ValueError:
+        return word == other

@@ -1,0 +1,314 @@
+"""What a step saw or will see, worked out from a run's settings alone: no model, no training, no torch.
+
+    a step  ->  consumed samples (BatchSchedule)  ->  each rank's sample numbers (sample_order.py)  ->  documents (sources)
+    a document  ->  the samples that hold it (holding)  ->  where these come in the order  ->  steps
+
+Every arrow is the code, or the inverse of the code, that the run itself reads by. A run that resumed with the settings it
+began with goes on in the same order, and needs nothing more; one that resumed with another batch size is given the
+counters it resumed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.blend import BlendedDataset, build_splits
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.kinds import KINDS
+from megatron.core.datasets.paths import SPLITS
+from megatron.core.datasets.samplers import FILL, digest
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.data.sample_order import in_turn, once, read, samples_needed
+
+WHOLE_TEXTS = (
+    "text",
+    "text_enc",
+    "text_dec",
+)  # what samples hold whose texts are masked, and no longer lie piece by piece
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The counters that a run begins with, or resumed from."""
+
+    iteration: int = 0
+    train_samples: int = 0
+    valid_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one document in a sample: where it came from, where it stands, and its text; no text in masked samples."""
+
+    prefix: str
+    document: int
+    sequence: int
+    offset: int
+    length: int
+    start: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One sample of a microbatch; `sample` None fills up the end of a full validation and has no loss.
+
+    dataset, dataset_sample: which source of a blend, and its number there. texts: what a masked sample reads as, by key.
+    loss: ranges of positions that have loss.
+    position_restarts, attention_restarts: positions at which counting, or what can be attended to, begins anew.
+    """
+
+    sample: int | None
+    dataset: int
+    dataset_sample: int
+    pieces: tuple[Piece, ...]
+    texts: dict[str, str]
+    loss: tuple[tuple[int, int], ...]
+    position_restarts: tuple[int, ...]
+    attention_restarts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one data-parallel rank reads at a time. hash: as --log-samples writes it."""
+
+    split: str
+    step: int
+    microbatch: int
+    data_rank: int
+    hash: str
+    samples: tuple[Shown, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """Where a document is seen."""
+
+    split: str
+    step: int
+    microbatch: int
+    data_rank: int
+    sample: int
+
+
+class Explanation:
+    """The data of a run over `world_size` ranks. Datasets are opened when they are asked about."""
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, *, world_size: int, entry: str, start: Start = Start()
+    ) -> None:
+        if config.data.dataloader_type == "external":
+            raise ConfigError(
+                "--dataloader-type external: what comes is up to the script's own iterables; --log-samples "
+                "records the hashes of what came"
+            )
+        self.config, self.tokenizer, self.start = config, tokenizer, start
+        self.kind = KINDS[entry](config, tokenizer)
+        self.num_ranks = config.parallel.data_parallel_size(world_size)
+        self.schedule = BatchSchedule.build(
+            config.train, data_parallel_size=self.num_ranks, seq_length=config.train.seq_length
+        )
+        self.schedule.check(start.train_samples)
+        self._opened: dict[str, Any] = {}
+
+    @property
+    def steps(self) -> int:
+        """The iterations of the run."""
+        train = self.config.train
+        if train.train_iters is not None:
+            return train.train_iters
+        return self.schedule.iterations(train.train_samples) if train.train_samples is not None else 0
+
+    def dataset(self, split: str) -> Any:
+        """The samples of a split."""
+        if split not in self._opened:
+            counts = samples_needed(self.config, self.schedule)
+            alone = tuple(count if name == split else 0 for name, count in zip(SPLITS, counts))
+            self._opened[split] = build_splits(self.config.data, self.kind, alone)[SPLITS.index(split)]
+        if self._opened[split] is None:
+            raise DataError(f"the run has no {split} data, or asks for none of it")
+        return self._opened[split]
+
+    def numbers(self, split: str, step: int) -> list[list[list[int]]]:
+        """The sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
+        dataset = self.dataset(split)
+        ranks = range(self.num_ranks)
+        if self._is_whole(split):
+            self._evaluations_at(split, step)
+            return [
+                list(
+                    once(
+                        self.config,
+                        len(dataset),
+                        full_batch=self.schedule.evaluated,
+                        rank=rank,
+                        num_ranks=self.num_ranks,
+                    )
+                )
+                for rank in ranks
+            ]
+        taken: list[list[list[int]]] = [[] for _ in ranks]
+        for consumed, count in self._stretches(split, step):
+            for rank in ranks:
+                order = in_turn(
+                    self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
+                )
+                taken[rank] += islice(order, count)
+        return taken
+
+    def step(self, split: str, step: int, ranks: Sequence[int] | None = None) -> Iterator[Microbatch]:
+        """What a step reads, microbatch by microbatch; for training its number is the iteration of the log line, for
+        validation that of the iteration after which it is done, and the test has the last.
+        """
+        numbers = self.numbers(split, step)
+        for place in range(max(map(len, numbers))):
+            for rank in range(self.num_ranks) if ranks is None else ranks:
+                if place < len(numbers[rank]):
+                    yield self._microbatch(split, step, place, rank, numbers[rank][place])
+
+    def sightings(self, split: str, prefix: str, document: int) -> list[Sighting]:
+        """Every place where a document of a prefix is seen in the run, in the order of time."""
+        dataset = self.dataset(split)
+        found: list[int] = []
+        parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
+        own = [number for number, part in enumerate(parts) if part.prefix == prefix]
+        if not own:
+            raise DataError(
+                f"{prefix} is not a source of the {split} data; its sources are "
+                f"{' '.join(dict.fromkeys(part.prefix for part in parts))}"
+            )
+        for number in own:
+            samples = parts[number].holding(document)
+            found += (dataset.places(number, samples) if isinstance(dataset, BlendedDataset) else samples).tolist()
+        wanted = set(found)
+        if split == "train" and self.config.data.dataloader_type == "cyclic":
+            steps = self._walk()
+        else:
+            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(wanted)))
+        return [
+            Sighting(split, step, place, rank, sample)
+            for step, numbers in steps
+            if wanted
+            for rank, rows in enumerate(numbers)
+            for place, row in enumerate(rows)
+            for sample in row
+            if sample in wanted
+        ]
+
+    def _walk(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
+        """(step, its numbers) of all steps of the training, each order drawn once."""
+        size, begin = len(self.dataset("train")), self.start
+        for first, last, consumed in ((0, begin.iteration, 0), (begin.iteration, self.steps, begin.train_samples)):
+            orders = [
+                in_turn(self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks)
+                for rank in range(self.num_ranks)
+            ]
+            for step in range(first, last):
+                now = self.schedule.at(consumed)
+                yield step + 1, [list(islice(order, now.num_microbatches)) for order in orders]
+                consumed += now.global_batch_size
+
+    def _is_whole(self, split: str) -> bool:
+        return split == "valid" and self.config.data.full_validation
+
+    def _evaluations(self, split: str) -> list[int]:
+        """The iterations after which a split is evaluated, from the start on; the last evaluation follows the training."""
+        train = self.config.train
+        if train.skip_train:
+            return [self.start.iteration]
+        between = range(train.eval_interval, self.steps + 1, train.eval_interval) if split == "valid" else ()
+        return [iteration for iteration in between if iteration > self.start.iteration] + [self.steps]
+
+    def _evaluations_at(self, split: str, step: int) -> list[int]:
+        """Which evaluations of a split, counted from the start, are done after iteration `step`."""
+        at = self._evaluations(split)
+        found = [number for number, iteration in enumerate(at) if iteration == step]
+        if not found:
+            shown = ", ".join(map(str, at[:6])) + (", ..." if len(at) > 6 else "")
+            raise ConfigError(f"--step {step}: the run reads no {split} data then; it does after iteration {shown}")
+        return found
+
+    def _stretches(self, split: str, step: int) -> list[tuple[int, int]]:
+        """(consumed samples before, microbatches on each rank) of what a step reads."""
+        train = self.config.train
+        if split != "train":
+            count = train.eval_iters * self.schedule.evaluated
+            begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
+            return [
+                (begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)
+            ]
+        if not 1 <= step <= self.steps:
+            raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.steps}")
+        late = self.start if step > self.start.iteration else Start()
+        before = late.train_samples + self.schedule.samples_of(step - 1 - late.iteration, late.train_samples)
+        return [(before, self.schedule.at(before).num_microbatches)]
+
+    def _steps_with(self, split: str, samples: Sequence[int]) -> list[int]:
+        """The steps that may read some of these samples, in order; just those in training, where they come in turn."""
+        if split != "train":
+            return list(dict.fromkeys(self._evaluations(split)))
+        begin = self.start
+        steps = []
+        for sample in samples:
+            late = begin if sample >= begin.train_samples else Start()
+            steps.append(late.iteration + self.schedule.iterations(sample, late.train_samples) + 1)
+        return sorted({step for step in steps if step <= self.steps})
+
+    def _microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
+        dataset = self.dataset(split)
+        arrays = read(dataset, numbers)
+        samples = tuple(
+            self._shown(dataset, number, {key: array[row] for key, array in arrays.items()})
+            for row, number in enumerate(numbers)
+        )
+        return Microbatch(split, step, place, rank, digest(arrays), samples)
+
+    def _shown(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> Shown:
+        real = 0 if number == FILL else number
+        blended = isinstance(dataset, BlendedDataset)
+        spans, ids = dataset.sources(real), sample.get("tokens", np.empty(0, np.int64))
+        if (
+            len(ids) and spans and spans[-1].start + spans[-1].length > len(ids)
+        ):  # a window's last label is a token of its own
+            ids = np.append(ids, sample["labels"][-1])
+        pieces = tuple(
+            Piece(
+                span.prefix,
+                span.document,
+                span.sequence,
+                span.offset,
+                span.length,
+                span.start,
+                self.tokenizer.detokenize(ids[span.start : span.start + span.length].tolist()),
+            )
+            for span in spans
+        )
+        positions, documents = sample.get("position_ids"), sample.get("document_ids")
+        return Shown(
+            sample=None if number == FILL else number,
+            dataset=int(dataset.dataset_index[real]) if blended else 0,
+            dataset_sample=int(dataset.dataset_sample_index[real]) if blended else real,
+            pieces=pieces,
+            texts={key: self.tokenizer.detokenize(sample[key].tolist()) for key in WHOLE_TEXTS if key in sample},
+            loss=_ranges(sample["loss_mask"] > 0),
+            position_restarts=() if positions is None else _changes(np.diff(positions) != 1),
+            attention_restarts=() if documents is None else _changes(np.diff(documents) != 0),
+        )
+
+
+def _ranges(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """[first, one past last) of every run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
+    return tuple(zip(edges[::2], edges[1::2]))
+
+
+def _changes(where: np.ndarray) -> tuple[int, ...]:
+    return tuple((np.flatnonzero(where) + 1).tolist())

@@ -1,0 +1,125 @@
+"""Sequences of one global batch, cut over as many ranks as their length deserves (`--hybrid-context-parallel`).
+
+Every data-parallel rank reads the whole global batch, takes its rows apart into documents, and divides these by the same plan
+(`context_parallel/planner.py`). What is left for a rank is a number of microbatches of its own: some with documents that it
+has for itself, some with its piece of those that it shares with its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.context_parallel.planner import Assignment, Share, assign
+from megatron.core.datasets.indexed import DataError
+from megatron.core.parallel.mesh import Mesh
+from megatron.training.data.batch import Batch
+
+Document = dict[str, Tensor]  # name -> [length]
+
+
+@dataclass(slots=True)
+class Regrouped:
+    """This rank's microbatches of each global batch. rows: the microbatches of all ranks, in order.
+
+    plan: of the last global batch.
+    """
+
+    rows: Generator[Batch]
+    mesh: Mesh
+    config: RunConfig
+    plan: Assignment | None = None
+    _waiting: deque[Batch] = field(default_factory=deque)
+
+    def __iter__(self) -> Regrouped:
+        return self
+
+    def __next__(self) -> Batch:
+        assert self._waiting, "a global batch begins with begin()"
+        return self._waiting.popleft()
+
+    def close(self) -> None:
+        """End what reads the rows."""
+        self.rows.close()
+
+    def begin(self, num_microbatches: int) -> int:
+        """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
+        axis = self.mesh.dp
+        documents = [document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read())]
+        self.plan = divided([len(document["tokens"]) for document in documents], self.config, axis.size)
+        self._waiting = deque(self._batch(share, documents) for share in self.plan.shares if share.includes(axis.rank))
+        if not self._waiting:  # a rank with nothing to do takes part in the sums with nothing
+            self._waiting.append(self._nothing())
+        return len(self._waiting)
+
+    def _read(self) -> Batch:
+        batch = next(self.rows, None)
+        if batch is None:
+            raise DataError("the data ended before the run did; train on fewer samples or give more data")
+        return batch
+
+    def _batch(self, share: Share, documents: Sequence[Document]) -> Batch:
+        """One share's documents end to end, filled up to a length that its ranks can cut."""
+        own, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
+        unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
+        length = sum(len(document["tokens"]) for document in own)
+        fill = -length % unit
+        rows = {name: F.pad(torch.cat([document[name] for document in own]), (0, fill))[None] for name in own[0]}
+        numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(own)]
+        rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(own))[None]
+        return _made(rows).over_context(self.mesh.sharing(share.size))
+
+    def _nothing(self) -> Batch:
+        length = lcm(2, self.mesh.tp.size)
+        ids = torch.zeros((1, length), dtype=torch.int64, device=self.mesh.device)
+        names = [
+            f"mtp_{depth}_{name}"
+            for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
+            for name in ("tokens", "labels", "loss_mask", "weights")
+        ]
+        return _made({**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)})
+
+
+def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
+    """Which ranks work on which documents of these lengths."""
+    return assign(
+        lengths, ranks=ranks, limit=config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * config.model.hidden_size
+    )
+
+
+def documents_of(batch: Batch) -> Iterator[Document]:
+    """The documents of all rows, without those that no loss is asked of: nothing hangs on them."""
+    tokens, apart = batch.tokens, batch.documents
+    assert tokens is not None and apart is not None, "documents are apart, which the rules ask for"
+    positions = (
+        torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if batch.positions is None
+        else batch.positions
+    )
+    rows = {
+        "tokens": tokens,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "positions": positions,
+        **{name: row for name, row in batch.extras.items() if name.startswith("mtp_")},
+    }
+    for index in range(len(tokens)):
+        _, lengths = torch.unique_consecutive(apart[index], return_counts=True)
+        for parts in zip(*(row[index].split(lengths.tolist()) for row in rows.values()), strict=True):
+            document = dict(zip(rows, parts, strict=True))
+            if document["loss_mask"].any():
+                yield document
+
+
+def _made(rows: dict[str, Tensor]) -> Batch:
+    fields = ("tokens", "labels", "loss_mask", "positions", "documents")
+    return Batch(
+        **{name: rows[name] for name in fields}, extras={name: row for name, row in rows.items() if name not in fields}
+    )

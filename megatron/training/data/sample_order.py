@@ -1,0 +1,156 @@
+"""Which samples each microbatch of a run takes, and how one is read: arithmetic and arrays, without torch.
+
+The training reads by these rules, and `inspect_samples.py` says by them what a step saw or will see.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.samplers import FILL, collate, cyclic, digest, single, whole
+from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.report.run_log import LogFile
+
+
+class Dataset(Protocol):
+    """Numbered samples, each a mapping of names to arrays."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int | None, int]:
+    """How many samples a run draws from its training, validation and test sets (Megatron's counts).
+
+    None for --full-validation: all that there are, once.
+    """
+    train = config.train
+    iterations = schedule.iterations(train.train_samples) if train.train_samples is not None else train.train_iters or 0
+    training = train.train_samples if train.train_samples is not None else iterations * train.global_batch_size
+    evaluation = train.eval_iters * (train.eval_global_batch_size or train.global_batch_size)
+    valid = (iterations // train.eval_interval + 1) * evaluation
+    return training, None if config.data.full_validation else valid, evaluation
+
+
+def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
+    """Whether a rank with these stages reads the data: ends of the network do, and all where documents or padding are told apart.
+
+    So do stages with experts whose losses count by the number of tokens.
+    """
+    told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
+    counts = config.train.calculate_per_token_loss and config.model.moe.has_losses
+    return told_apart or any(
+        s.has_embedding or s.has_mtp or s.has_output or counts and any(row.mlp == "moe" for row in s.layers)
+        for s in stages
+    )
+
+
+def in_turn(
+    config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """The samples of one data-parallel rank's microbatches, from the sample after `consumed_samples` on."""
+    place = {
+        "consumed_samples": consumed_samples,
+        "micro_batch_size": config.train.micro_batch_size,
+        "rank": rank,
+        "num_ranks": num_ranks,
+    }
+    if config.data.dataloader_type == "single":
+        return single(num_samples, **place)
+    return cyclic(num_samples, **place, sharded=config.data.data_sharding)
+
+
+def once(config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
+    """The samples of one data-parallel rank's microbatches in an evaluation that sees every sample once."""
+    unit = config.train.micro_batch_size * num_ranks
+    return whole(
+        num_samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        blocks=-(-num_samples // full_batch) * (full_batch // unit),
+    )
+
+
+def read(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    """One microbatch: the samples of these numbers, stacked. Where `FILL` stands, a sample without loss."""
+    return collate([_fill(dataset) if number == FILL else _sample(dataset, number) for number in numbers])
+
+
+def _sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
+    try:
+        return dataset[number]
+    except DataError as error:
+        raise DataError(f"sample {number}: {error}") from error
+    except Exception as error:
+        # The message names the sample; the cause keeps the traceback, also out of a reading thread.
+        raise RuntimeError(f"sample {number} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _fill(dataset: Dataset) -> dict[str, np.ndarray]:
+    sample = _sample(dataset, 0)
+    return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+
+
+def read_external(samples: Iterator[Mapping[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Microbatches of `size` samples of an iterable from outside; a last one that is not full is left out."""
+    waiting: list[Mapping[str, np.ndarray]] = []
+    for sample in samples:
+        waiting.append(sample)
+        if len(waiting) == size:
+            yield collate(waiting)
+            waiting = []
+
+
+def check_external(dataset: Any) -> None:
+    """Refuse numbered samples where --dataloader-type external announces an iterable."""
+    if not hasattr(type(dataset), "__iter__"):
+        raise ConfigError(
+            f"--dataloader-type external takes iterables of samples from the script's provider, but this one "
+            f"gives a {type(dataset).__name__}, which is read by number; choose single or cyclic"
+        )
+
+
+class SampleLog:
+    """What this rank read (`--log-samples`): one JSON line a microbatch, in FOLDER/rank00000.jsonl.
+
+    clock: gives the iteration that reads. A run that resumes appends.
+    """
+
+    def __init__(self, folder: str, *, rank: int, data_rank: int, split: str, clock: Callable[[], int]) -> None:
+        self.path = Path(folder) / f"rank{rank:05d}.jsonl"
+        self._file = LogFile(self.path, "--log-samples")
+        self._fixed = {"split": split, "data_rank": data_rank}
+        self._clock = clock
+        self._iteration, self._count = -1, 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"--log-samples {folder} cannot be written: {error.strerror}; give a folder that this user may write"
+            ) from error
+
+    def add(self, numbers: Sequence[int] | None, arrays: Mapping[str, np.ndarray]) -> None:
+        """One more microbatch; numbers: of its samples, where they have some."""
+        now = self._clock()
+        self._count = self._count + 1 if now == self._iteration else 0
+        self._iteration = now
+        line = {
+            **self._fixed,
+            "iteration": now,
+            "microbatch": self._count,
+            "samples": None if numbers is None else list(numbers),
+            "hash": digest(arrays),
+        }
+        self._file.add(json.dumps(line) + "\n")

@@ -1,0 +1,1 @@
+"""Step validation, failure dumps, replica checks, hang detection, and exit conditions."""

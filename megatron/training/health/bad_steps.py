@@ -1,0 +1,183 @@
+"""Is a step sound? Asked before its update, of numbers that are the same on all ranks, so that all decide alike.
+
+    guard.begin(work)                  remembers the random streams, should the step have to be told again
+    guard.accepts(losses, norm)        False: the update is left out, weights and optimizer state stay as they were
+    guard.verdict                      why, in words; what becomes of the run is the loop's affair (`--on-bad-step`)
+
+Bad is a loss or gradient norm that is not finite; with --check-for-spiky-loss a loss far from what the last steps let
+expect; with --check-for-large-grads a gradient norm ten times the largest of theirs (Megatron's factor). To ask costs a
+wait for the device in every step; a run that does not ask finds out at its next report.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.distributed.buffers import Bucket
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
+from megatron.training.health.failure_dump import write_bundle
+from megatron.training.health.failures import folder_of, name_of_rank
+from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
+
+_KEPT, _NEEDED = 100, 20  # good steps that are remembered, and without which nothing counts as unusual
+_LARGE = 10.0  # times the largest
+_SPIKE = 10.0  # deviations above the median
+_SHOWN = 4  # ranks in a message
+_SCALE = 1.4826  # of the median of deviations, for the standard deviation of a normal distribution
+
+
+class BadStep(Exception):
+    """A step is bad, and the run does not go on."""
+
+
+class RollBack(Exception):
+    """A step is bad, and the run goes back to its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is looked for. finite: numbers must be."""
+
+    finite: bool
+    spikes: bool
+    large: bool
+
+    @staticmethod
+    def build(config: RunConfig) -> Limits:
+        """What the flags say. A dynamic loss scale answers gradients that are not finite by itself."""
+        return Limits(
+            config.train.check_for_nan_in_loss_and_grad,
+            config.faults.check_for_spiky_loss,
+            config.faults.check_for_large_grads,
+        )
+
+
+class Memory:
+    """Losses and norms of the last good steps, and what is unusual beside them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._losses: deque[float] = deque(maxlen=_KEPT)
+        self._norms: deque[float] = deque(maxlen=_KEPT)
+
+    def problem(self, losses: Mapping[str, float], norm: float) -> str:
+        """What is wrong with a step, in words; "" if nothing is, and it is remembered."""
+        values = {**losses, "gradient norm": norm}
+        found = (
+            [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+            if self.limits.finite
+            else []
+        )
+        loss = losses.get("lm loss", next(iter(losses.values()), 0.0))
+        if not found and self.limits.spikes and len(self._losses) >= _NEEDED:
+            median = statistics.median(self._losses)
+            deviation = _SCALE * statistics.median(abs(value - median) for value in self._losses)
+            if loss > median + _SPIKE * max(deviation, 1e-3 * abs(median)):
+                found.append(
+                    f"the loss is {loss:.6g}, after a median of {median:.6g} and a deviation of {deviation:.3g} in the last steps"
+                )
+        if not found and self.limits.large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
+            found.append(f"the gradient norm is {norm:.6g}, after at most {max(self._norms):.6g} in the last steps")
+        if not found:
+            self._losses.append(loss)
+            self._norms.append(norm)
+        return ", ".join(found)
+
+
+class Guard:
+    """Judges the steps of a run, over all its sessions. passed_over: iterations whose data is not to be seen again."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.memory = Memory(Limits.build(config))
+        self.verdict = ""
+        self.count = 0
+        self.passed_over: set[int] = set()
+        self._streams: dict[str, Tensor] = {}
+        self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
+
+    def attach(self, trainer: Trainer) -> None:
+        """Judge every step of this trainer."""
+        trainer.before_step, trainer.accepts = self.begin, self.accepts
+        for parallel in trainer.parallels:
+            parallel.before_reduction = self._look_at
+
+    def begin(self, work: StepWork) -> None:
+        """A step begins."""
+        self.verdict, self.largest = "", []
+        self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
+
+    def accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
+        """Whether the update may be made. Leaves a bundle if not. All ranks call this together, and hear the same.
+
+        again: the step was judged before and is run again; it is counted once, and its evidence is there.
+        """
+        means = mean_losses(losses, norm, work.trainer.run.mesh)
+        self.verdict = self.memory.problem(means, float(norm))
+        if not self.verdict:
+            return True
+        if again:
+            return False
+        self.count += 1
+        self.verdict += self._culprits(work)
+        folder = folder_of(self.config)
+        if folder is None:
+            self.verdict += "; there is no folder for the evidence (--error-dir or --save)"
+        else:
+            self.verdict += (
+                f"; {write_bundle(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
+            )
+        return False
+
+    def _look_at(self, bucket: Bucket) -> None:
+        self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
+
+    def _culprits(self, work: StepWork) -> str:
+        """The ranks whose own loss or gradients were not finite before those of others came to them, in words."""
+        rank, found = work.trainer.run.mesh.world.rank, []
+        if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):
+            found.append("loss")
+        if not all(bool(largest.isfinite()) for largest in self.largest):
+            found.append("gradients")
+        mine = f"{' and '.join(found)} of {name_of_rank(rank)}" if found else ""
+        theirs = list(filter(None, collectives.gather_objects(mine, work.trainer.run.mesh.world)))
+        more = f" and of {len(theirs) - _SHOWN} more" if len(theirs) > _SHOWN else ""
+        return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
+
+    def decide(self, iteration: int) -> str:
+        """What becomes of the run after a bad step: raises `BadStep` or `RollBack`, or returns what to tell the user."""
+        verdict, self.verdict = f"iteration {iteration} is bad: {self.verdict}", ""
+        asked = self.config.faults.on_bad_step or "stop"
+        if asked != "stop" and self.count > self.config.faults.max_bad_steps:
+            raise BadStep(
+                f"{verdict}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
+            )
+        if asked == "stop":
+            raise BadStep(
+                f"{verdict}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
+            )
+        if asked == "rollback":
+            self.passed_over.add(iteration)
+            raise RollBack(verdict)
+        return f"{verdict}\nIts update is left out, and the run goes on with the next data"
+
+
+def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:
+    """Every loss over all tokens of the step, the same on all ranks. Figures of layers count as they are."""
+    names = [name for name in losses if not name.startswith("moe/")]
+    if not names:
+        return {}
+    table = collectives.all_reduce(
+        torch.stack([losses[name].to(norm.device).double() for name in names]), mesh.world
+    ).tolist()
+    return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}

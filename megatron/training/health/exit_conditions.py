@@ -1,0 +1,208 @@
+"""When a run stops early, when it must fail, and what else happens at fixed iterations.
+
+    with Watch(...) as watch:
+        while iteration < train_iters and not reason:
+            watch.before_step(iteration)
+            ... one step ...
+            iteration += 1
+            watch.after_step(iteration)
+            reason = watch.reason_to_stop(iteration)
+
+The question comes after the step: a run that resumes at a multiple of --exit-interval must get on. `iteration` is
+everywhere the number of steps done so far. A clock and a signal are a matter of one rank, but all ranks must stop after
+the same step: such questions go through `agree`, which says whether any rank said yes. It is called once for each
+`reason_to_stop`, and more often only when the answer was yes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron.core.config.settings.run import LogConfig, TrainConfig
+from megatron.training.health.interrupts import Interrupts
+from megatron.training.report.metrics import Step
+from megatron.training.run import Ending
+
+
+class NotFinite(Exception):
+    """A loss or a gradient is not a number, so that the weights are or soon will be spoiled."""
+
+
+def _alone(vote: bool) -> bool:
+    """How a single process agrees."""
+    return vote
+
+
+class Watch:
+    """Looks after one run. A context manager: signals, the garbage collector and the profiler are put back at the end.
+
+    agree: whether any rank said True; called by all ranks at the same points. started: `time.monotonic()` at the start of
+    the job, from which --exit-duration-in-mins counts. ending: where a signal is noted. tolerates_overflow: a step that is not finite is skipped by the
+    loss scaler (dynamic loss scale), so it is no error. interrupts: what becomes of Ctrl-C; left out, KeyboardInterrupt.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        *,
+        agree: Callable[[bool], bool] = _alone,
+        started: float | None = None,
+        ending: Ending | None = None,
+        tolerates_overflow: bool = False,
+        profile: Profile | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        self._train = train
+        self._interrupts = interrupts
+        self._agree = agree
+        self._started = time.monotonic() if started is None else started
+        self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
+        self._profile = profile
+        self._ending = Ending() if ending is None else ending
+        self._handlers_before: dict[int, object] = {}
+        self._collected_before = True
+        self._open = ExitStack()
+
+    def __enter__(self) -> Watch:
+        # Python delivers signals to the main thread only; who runs a loop in another thread has to catch them himself.
+        if self._train.exit_signal_handler and threading.current_thread() is threading.main_thread():
+            number = getattr(signal, self._train.exit_signal)
+            self._handlers_before[number] = signal.signal(number, self._note_signal)
+            if self._interrupts is not None:  # after it, since --exit-signal may be SIGINT too
+                self._open.enter_context(self._interrupts)
+        if self._train.manual_gc:
+            self._collected_before = gc.isenabled()
+            gc.disable()
+            gc.collect()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        self._handlers_before.clear()
+        if self._train.manual_gc and self._collected_before:
+            gc.enable()
+        if self._profile:
+            self._profile.finish()
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._ending.signal = signal.Signals(number).name
+
+    def reason_to_stop(self, iteration: int) -> str:
+        """Why the run ends after this many steps, in words; "" to go on. The same on every rank."""
+        signalled = bool(self._ending.signal)
+        if self._agree(signalled or self._is_late()):
+            if self._agree(signalled):
+                interrupted = self._agree(self._ending.signal == "SIGINT")
+                return f"exiting program after receiving {'SIGINT' if interrupted else self._train.exit_signal}"
+            minutes = (time.monotonic() - self._started) / 60.0
+            return f"exiting program after {minutes:.1f} minutes (--exit-duration-in-mins {self._train.exit_duration_in_mins})"
+        interval = self._train.exit_interval
+        if interval and iteration and iteration % interval == 0:
+            return f"exiting program at iteration {iteration} (--exit-interval {interval})"
+        return ""
+
+    def _is_late(self) -> bool:
+        limit = self._train.exit_duration_in_mins
+        return limit is not None and (time.monotonic() - self._started) / 60.0 > limit
+
+    def demand_finite(self, steps: Sequence[Step]) -> None:
+        """Fail, on all ranks alike, if a resolved step has a loss or gradient norm that is not finite.
+
+        To be called with everything that `Meter.resolve` gives, so that no checkpoint is written after such a step.
+        """
+        if not self._checks_numbers:
+            return
+        found = next(filter(None, map(_not_finite, steps)), "")
+        if self._agree(bool(found)):
+            raise NotFinite(
+                f"{found or 'another rank found a loss or gradient that is not finite'}; look at the data of that step and "
+                "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
+            )
+
+    def before_step(self, iteration: int) -> None:
+        """Open the profile if it begins here."""
+        if self._profile:
+            self._profile.before_step(iteration)
+
+    def after_step(self, iteration: int) -> None:
+        """Close the profile if it ends here, and collect garbage if it is time."""
+        if self._profile:
+            self._profile.after_step(iteration)
+        interval = self._train.manual_gc_interval
+        if self._train.manual_gc and interval and iteration % interval == 0:
+            gc.collect()
+
+    def around_evaluation(self) -> None:
+        """Before and after an evaluation, which leaves garbage of its own kind: collect it on all ranks at once."""
+        if self._train.manual_gc:
+            gc.collect()
+
+
+class Profile:
+    """A torch profile of iterations start .. end (counting steps done before), as a trace file for chrome or Perfetto."""
+
+    def __init__(self, *, start: int, end: int, activities: Sequence[ProfilerActivity], path: Path) -> None:
+        self._start, self._end, self._path = start, end, path
+        self._profiler = torch.profiler.profile(activities=list(activities), record_shapes=True)
+        self._runs = False
+
+    @classmethod
+    def build(
+        cls, log: LogConfig, *, rank: int, activities: Sequence[ProfilerActivity], folder: str | Path
+    ) -> Profile | None:
+        """The profile of this rank, if --profile asks for one."""
+        if not log.profile or rank not in log.profile_ranks:
+            return None
+        path = Path(folder) / f"profile_rank{rank}_iterations{log.profile_step_start}-{log.profile_step_end}.json"
+        return cls(start=log.profile_step_start, end=log.profile_step_end, activities=activities, path=path)
+
+    def before_step(self, iteration: int) -> None:
+        """Begin with the step after `start` steps."""
+        if iteration == self._start:
+            self._profiler.start()
+            self._runs = True
+
+    def after_step(self, iteration: int) -> None:
+        """End after `end` steps."""
+        if iteration == self._end:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the trace, if one was begun; a run that stops inside the window keeps what there is."""
+        if self._runs:
+            self._runs = False
+            self._profiler.stop()
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(self._path))
+            except (OSError, RuntimeError) as error:  # a full disk ends no run
+                logging.getLogger("megatron").warning(f"WARNING: the profile {self._path} cannot be written: {error}")
+
+
+def _not_finite(step: Step) -> str:
+    """What of a resolved step is not finite, in words; "" if nothing."""
+    if step.skipped:
+        return ""
+    values = {**step.losses, **({} if step.grad_norm is None else {"gradient norm": step.grad_norm})}
+    return next(
+        (
+            f"{name} is {value} in iteration {step.iteration}"
+            for name, value in values.items()
+            if not math.isfinite(value)
+        ),
+        "",
+    )

@@ -1,0 +1,161 @@
+"""The evidence of a bad step: a folder with all that is needed to look at it and to repeat it elsewhere.
+
+    FAULTS/step-00000120/
+        step.json              what was bad, the whole config, counters before the step, losses, and of each parameter the
+                               norms of gradient and weight and how many of their elements are not finite
+        data-00003-00.pt       the microbatches of data rank 3, context rank 0: samples' numbers and all their arrays; and the
+                               rank that read them
+        random-00005.pt        the random streams of rank 5 when the step began
+        weights/               with --bundle-weights, the weights before the step, as a checkpoint
+
+Without weights, step.json names the checkpoint that lies closest before the step. `tools/replay.py` reads it all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import to_values
+from megatron.core.dist_checkpointing.saver import Saver, SaveRules
+from megatron.core.dist_checkpointing.store import Description, walk
+from megatron.core.optimizer.clip import counted_ranges, first_homes
+from megatron.core.parallel import collectives
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.data.batch import Batch
+from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
+
+STEP, WEIGHTS = "step.json", "weights"
+
+
+def data_file(data_rank: int, context_rank: int) -> str:
+    """The file with what these ranks read."""
+    return f"data-{data_rank:05d}-{context_rank:02d}.pt"
+
+
+def random_file(rank: int) -> str:
+    """The file with the random streams of a rank."""
+    return f"random-{rank:05d}.pt"
+
+
+def write_bundle(
+    folder: Path,
+    work: StepWork,
+    verdict: str,
+    *,
+    losses: Mapping[str, float],
+    norm: float,
+    streams: Mapping[str, Tensor],
+) -> str:
+    """Write the bundle of the step that `work` has just done, before its update; all ranks together. Says where it is.
+
+    Gradients must be whole, that is, reduced and finalized. What cannot be written is said, and is no error.
+    """
+    trainer, mesh = work.trainer, work.trainer.run.mesh
+    target = folder / f"step-{trainer.progress.iteration + 1:08d}"
+    table, worst = parameters_table(work)
+    failure = ""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(streams), target / random_file(mesh.world.rank))
+        if mesh.tp.is_first and mesh.pp.is_first:
+            read = {"rank": mesh.world.rank, "microbatches": [_arrays(batch) for batch in work.seen]}
+            torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
+        if mesh.world.is_first:
+            (target / STEP).write_text(
+                json.dumps(_facts(work, verdict, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                encoding="utf-8",
+            )
+    except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
+        failure = f"rank {mesh.world.rank}: {error}"
+    failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
+    if not failures and trainer.run.config.faults.bundle_weights:
+        failures = _save_weights(trainer, target)
+    said = (
+        f"the evidence is in {target}"
+        if not failures
+        else f"the evidence could not be written to {target}: {failures[0]}"
+    )
+    return f"{worst}; {said}" if worst else said
+
+
+def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
+    """Of each parameter of the network, the same on all ranks: norms, and elements that are not finite; and the worst in words."""
+    trainer, mesh = work.trainer, work.trainer.run.mesh
+    factor = float(work.missing_factor()) / trainer.optimizer.scaler.scale
+    own: dict[str, list[float]] = {}
+    for segment in first_homes(trainer.optimizer.segments):
+        row = own.setdefault(segment.name, [0.0, 0, 0.0, 0])
+        for low, high in counted_ranges(segment, mesh, sharded=trainer.optimizer.sharded):
+            for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):
+                row[place] += float(values.square().nansum())
+                row[place + 1] += int((~values.isfinite()).sum())
+    whole: dict[str, list[float]] = {}
+    for rows in collectives.gather_objects(own, mesh.world):
+        for name, row in rows.items():
+            whole[name] = [a + b for a, b in zip(whole.get(name, (0.0, 0, 0.0, 0)), row, strict=True)]
+    table = {
+        name: {
+            "gradient_norm": math.sqrt(row[0]),
+            "gradient_not_finite": row[1],
+            "weight_norm": math.sqrt(row[2]),
+            "weight_not_finite": row[3],
+        }
+        for name, row in sorted(whole.items())
+    }
+    words = []
+    for what in ("weight", "gradient"):
+        bad = [name for name, row in table.items() if row[f"{what}_not_finite"]]
+        if bad:
+            words.append(
+                f"{what}s that are not finite: {', '.join(bad[:3])}"
+                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            )
+    return table, "; ".join(words)
+
+
+def _facts(work: StepWork, verdict: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+    trainer, config = work.trainer, work.trainer.run.config
+    here = config.checkpoint.save or config.checkpoint.load
+    steps = [step for step in walk(here).steps if step.iteration <= trainer.progress.iteration] if here else []
+    newest = max(steps, key=lambda step: step.iteration, default=None)
+    return {
+        "iteration": trainer.progress.iteration + 1,
+        "verdict": verdict,
+        "losses": dict(losses),
+        "gradient_norm": norm,
+        "loss_scale": trainer.optimizer.scaler.scale,
+        "world_size": trainer.run.mesh.world.size,
+        "microbatches": work.own_microbatches,
+        "progress": asdict(trainer.progress),
+        "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
+        "config": to_values(config),
+    }
+
+
+def _arrays(batch: Batch) -> dict[str, Any]:
+    """A microbatch as plain values and tensors on the CPU."""
+    found: dict[str, Any] = {
+        "samples": list(batch.samples) if batch.samples is not None else None,
+        "extras": {name: rows.cpu() for name, rows in batch.extras.items()},
+    }
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return found | {name: rows.cpu() for name, rows in tensors.items() if isinstance(rows, Tensor) and name != "hidden"}
+
+
+def _save_weights(trainer: Trainer, target: Path) -> list[str]:
+    """The weights as a checkpoint below `target`; what went wrong."""
+    mesh = trainer.run.mesh
+    state = Checkpoint(trainer).weights(rounded=True)
+    state["run.progress"] = asdict(trainer.progress)
+    saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
+    saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))
+    return list(saver.finish().problems)

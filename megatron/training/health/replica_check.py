@@ -1,0 +1,244 @@
+"""What several ranks hold must be the same on all of them; every so often, the sentinel looks whether it is.
+
+    over data ranks      parameters; optimizer state where no rank owns a share of its own
+    over tensor ranks    parameters that are not cut, key/value heads with copies, the random stream they have in common
+    over two stages      tied embeddings, also where a pipeline that goes there and back has both on one rank
+    over all ranks       counters, loss scale
+
+Everything is hashed where it lies, in one pass over the memory; what travels are 16 bytes for each item. The largest hash
+and the smallest of a group are found by one all-reduce, since min(h) = ~max(~h); only if they differ do ranks compare in
+full, and the majority is believed.
+
+The hash is a sum of 32-bit words, each times an odd number of its place, modulo 2^32, and a polynomial over blocks of
+words modulo 2^64 (multiply-shift hashing, Dietzfelbinger et al., 1997). Odd factors can be undone, so a single flipped bit
+always changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.finalize import copied_ranges
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
+from megatron.core.tensor_parallel.low_precision import histories_of
+from megatron.training.health.failures import name_of_rank
+from megatron.training.trainer import Trainer
+
+_BLOCK = 1 << 16  # words under one set of factors
+_ROWS = 16  # blocks at a time: 4 MB of words
+_FACTOR = 0x5851F42D4C957F2D  # of the polynomial: odd
+_NONE = -(1 << 63)  # no hash of this rank
+_SHOWN = 8  # findings in a message
+
+
+class ReplicasDiffer(Exception):
+    """Ranks hold different values of what must be the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that ranks of an axis hold alike. copies: so many neighbours share it; 0: all ranks of the axis.
+
+    again: the same once more on this rank.
+    """
+
+    name: str
+    axis: Axis
+    value: Tensor | str
+    copies: int = 0
+    again: tuple[Tensor, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Groups of ranks on the axis, each with a value of its own."""
+        return self.axis.size // self.copies if self.copies else 1
+
+    @property
+    def slot(self) -> int:
+        """The group that this rank belongs to."""
+        return self.axis.rank // self.copies if self.copies else 0
+
+
+class Sentinel:
+    """Compares what ranks hold alike. Every method is called by all ranks together."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.mesh = trainer, trainer.run.mesh
+        generator = torch.Generator().manual_seed(seed_of("sentinel"))
+        factors = torch.randint(-(1 << 31), 1 << 31, (_BLOCK,), generator=generator, dtype=torch.int64).to(torch.int32)
+        self._factors = (factors | 1).to(self.mesh.device)
+        powers = [pow(_FACTOR, power, 1 << 64) for power in range(_ROWS + 2)]
+        self._powers = torch.tensor(
+            [power - (1 << 64 if power >> 63 else 0) for power in powers], device=self.mesh.device
+        )
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise `ReplicasDiffer`, on all ranks alike, that names what differs and the rank that holds another value."""
+        self.mesh.flight_recorder.enter("comparison of replicas")
+        for parallel in self.trainer.parallels:
+            parallel.finish_gather()
+        hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes
+        by_axis: dict[str, list[tuple[Item, Tensor]]] = defaultdict(list)
+        differs = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        items = [item for item in self.items() if item.axis.size > 1 or item.again]
+        for item in items:
+            if id(item.value) not in hashed:
+                hashed[id(item.value)] = self.hash(item.value)
+            by_axis[item.axis.name].append((item, hashed[id(item.value)]))
+            for other in item.again:
+                differs = torch.maximum(differs, (self.hash(other) != hashed[id(item.value)]).long())
+        # By name: ranks that share two axes must meet on them in one order.
+        groups = [by_axis[name] for name in sorted(by_axis)]
+        for found in groups:
+            differs = torch.maximum(differs, _differs(found))
+        if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
+            raise ReplicasDiffer(self._message(groups))
+
+    def items(self) -> Iterator[Item]:
+        """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
+        trainer, mesh = self.trainer, self.mesh
+        homes: dict[tuple[str, str], list[Tensor]] = defaultdict(
+            list
+        )  # of a tied matrix on this rank, by name and axis
+        for parallel in trainer.parallels:
+            for param in parallel.whole:
+                spec, value = spec_of(param), param.detach()
+                yield Item(spec.name, mesh.axis(spec.reduce_over), value)
+                if is_shared_over_tensor(spec):
+                    yield Item(spec.name, mesh.axis(tensor_axis(spec)), value)
+                if spec.tied:
+                    homes[spec.name, spec.tied_over].append(value)
+                # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
+                shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
+                yield from (
+                    Item(
+                        f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
+                    )
+                    for part, piece in enumerate(shared)
+                )
+            for (
+                share
+            ) in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
+                if is_shared_over_tensor(share.spec):
+                    yield Item(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
+                if share.spec.tied:
+                    homes[share.name, share.spec.tied_over].append(share.data)
+                yield from (
+                    Item(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
+                    for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
+                )
+        for (name, axis), (first, *again) in homes.items():
+            yield Item(name, mesh.axis(axis), first, again=tuple(again))
+        if not trainer.optimizer.sharded:
+            for slot, segment, tensor in trainer.optimizer.slots():
+                yield Item(f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device))
+        for name, scaling in histories_of(trainer.stages).items():
+            yield from (Item(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp))
+        yield Item("the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device))
+        counters = {**asdict(trainer.progress), "loss scale": trainer.optimizer.scaler.state()}
+        yield from (
+            Item(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str))
+            for name, value in counters.items()
+        )
+
+    def hash(self, value: Tensor | str) -> Tensor:
+        """64 bits that say what a value is, as an int64 scalar on the device."""
+        if isinstance(value, str):
+            number = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little", signed=True)
+            return torch.tensor(number, device=self.mesh.device)
+        words = _words(value)
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for part in words.split(_BLOCK * _ROWS):
+            whole = len(part) // _BLOCK * _BLOCK
+            rows = [(part[:whole].view(-1, _BLOCK) * self._factors).sum(1, dtype=torch.int64)] if whole else []
+            if whole < len(part):
+                rows.append((part[whole:] * self._factors[: len(part) - whole]).sum(dtype=torch.int64)[None])
+            sums = torch.cat(rows)
+            total = total * self._powers[-1] + (sums * self._powers[: len(sums)]).sum()
+        # Beside the value for "none"; that two hashes meet there is as rare as any other meeting.
+        return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
+
+    def _message(self, groups: Sequence[Sequence[tuple[Item, Tensor]]]) -> str:
+        """What differs, and on which ranks; the same on all."""
+        findings: list[str] = []
+        for found in groups:
+            axis = found[0][0].axis
+            findings += [
+                f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
+                for item, number in found
+                if any(int(self.hash(other)) != int(number) for other in item.again)
+            ]
+            own = [(item.name, item.slot, int(number)) for item, number in found]
+            for (name, _, _), held in zip(own, zip(*collectives.gather_objects(own, axis), strict=True), strict=True):
+                for slot in sorted({slot for _, slot, _ in held}):
+                    ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
+                    findings += _finding(name, axis.name, ranks, [number for _, place, number in held if place == slot])
+        place = name_of_rank(self.mesh.world.rank)
+        said = collectives.gather_objects((findings, place), self.mesh.world)
+        lines = list(dict.fromkeys(line for theirs, _ in said for line in theirs))
+        shown = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+        suspects = Counter(word for line in lines for word in _accused(line))
+        nodes = [f"{said[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
+        return "\n  ".join(
+            [
+                f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
+                "older checkpoint, and look at the machine",
+                *shown,
+                *nodes,
+            ]
+        )
+
+
+def _words(value: Tensor) -> Tensor:
+    """The value's memory as a flat tensor of whole numbers, the widest of up to 32 bits that fit."""
+    flat = value.contiguous().flatten().view(torch.uint8) if value.numel() else value.new_zeros(4, dtype=torch.uint8)
+    width = next(width for width in (4, 2, 1) if len(flat) % width == 0 and flat.storage_offset() % width == 0)
+    words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    return words if width == 4 else words.to(torch.int32)
+
+
+def _differs(found: Sequence[tuple[Item, Tensor]]) -> Tensor:
+    """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
+    starts = [0]
+    for item, _ in found:
+        starts.append(starts[-1] + item.slots)
+    numbers = torch.stack([number for _, number in found])
+    table = numbers.new_full((2, starts[-1]), _NONE)
+    places = torch.tensor(
+        [start + item.slot for start, (item, _) in zip(starts, found, strict=False)], device=numbers.device
+    )
+    table[0, places], table[1, places] = numbers, ~numbers
+    collectives.all_reduce(table, found[0][0].axis, "max")
+    return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()
+
+
+def _finding(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
+    """What is to be said of one item on the ranks that should hold it alike."""
+    counted = Counter(numbers).most_common()
+    if len(counted) == 1:
+        return []
+    if len(counted) > 1 and counted[0][1] == counted[1][1]:
+        return [f"{name}: {_listed(ranks)} over {axis} disagree, and there is no majority"]
+    odd = [rank for rank, number in zip(ranks, numbers, strict=True) if number != counted[0][0]]
+    return [f"{name}: {_listed(odd)} over {axis} differs from {_listed([rank for rank in ranks if rank not in odd])}"]
+
+
+def _accused(line: str) -> list[int]:
+    """The ranks that a finding speaks against."""
+    accused = line.rpartition(": ")[2].partition(" over ")[0]
+    return [int(word) for word in accused.replace(",", " ").split() if word.isdecimal()]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

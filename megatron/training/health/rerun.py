@@ -1,0 +1,429 @@
+"""A step with a bad result is run again, to tell a fault of the machine from a result of the data (`--rerun-mode`).
+
+    1. in place       the same microbatches, weights and random streams. Another result: a transient error of the machine.
+    2. elsewhere      the same result: the run saves the state before the step and ends with exit code 16. Restarted on other
+                      devices it runs the step once more. Another result: the devices of before have a persistent error;
+                      the same result: it is the correct one, a real spike or NaN of the data or the learning rate.
+
+A run ends with exit code 17 once it knows (16 and 17 are Megatron's exit codes), and goes on from its last checkpoint when it
+is started again. With `--on-bad-step skip` or `rollback` nothing ends: the step is run again in place, a good second result is
+used, and a bad one is left behind as that flag says. The last diagnosis is in `rerun.json` in --save, every one in the ledger.
+
+`--rerun-mode report_stats` runs every step twice and reports by how much the two results differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import random
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.training.checkpoint.resuming import decided
+from megatron.training.data.batch import Batch
+from megatron.training.health.bad_steps import BadStep, Guard, mean_losses
+from megatron.training.launch.launch_info import launcher_place
+from megatron.training.report.metrics import Step
+from megatron.training.step import StepWork, train_step
+from megatron.training.trainer import Trainer
+
+FILE = "rerun.json"  # in --save
+RESTART_ELSEWHERE, REJECTED = 16, 17  # exit codes
+# Relative. Kernels that add in changing order differ by 1e-6 or so; a result is bad by a factor of ten, or is not finite.
+TOLERANCE = 1e-2
+_TRACKED = re.compile(r"ts=.+ node=.+ device=.+ jobID=(.+) rank=(.+) iteration=(.+) status=(.+) result=.+ message=.+")
+_REPRODUCED = ("rerun_disabled", "first_rerun_reproducible", "second_rerun_reproducible")
+
+
+class ResultRejected(BadStep):
+    """A step's result is bad, and the run ends with an exit code that says what to do next."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(slots=True)
+class Witness:
+    """A rank's part in a bad step. suspicious: its own numbers were bad, before those of others came to them."""
+
+    rank: int
+    host: str
+    device: str
+    suspicious: bool
+    results: dict[str, float]
+
+    @property
+    def place(self) -> str:
+        """The device, wherever its rank number goes."""
+        return f"{self.host} {self.device}"
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What is known of the last bad step. verdict: "" while it has to be run on other devices.
+
+    results: losses and gradient norm of the whole step. layout: how the ranks were divided. injected: the kind of error that
+    --error-injection-rate put there, or "".
+    """
+
+    iteration: int
+    reason: str
+    verdict: str
+    results: dict[str, float]
+    layout: list[int]
+    injected: str
+    witnesses: list[Witness] = field(default_factory=list)
+
+    @staticmethod
+    def read(path: Path) -> Diagnosis | None:
+        """The diagnosis in a file; None without a file, or where it cannot be read."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            known = {name.name: found[name.name] for name in fields(Diagnosis)}
+            return Diagnosis(**{**known, "witnesses": [Witness(**one) for one in found["witnesses"]]})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+class StepRerun:
+    """Runs training steps, and those with a bad result again. Every method is called by all ranks together.
+
+    skipped: iterations that --result-rejected-tracker-filename has seen rejected often enough.
+    """
+
+    def __init__(self, trainer: Trainer, guard: Guard) -> None:
+        self.trainer, self.guard, self.config, self.mesh = trainer, guard, trainer.run.config, trainer.run.mesh
+        faults, save = self.config.faults, self.config.checkpoint.save
+        self.mode = faults.step_rerun
+        self.goes_on = faults.on_bad_step in ("skip", "rollback")
+        self.file = Path(save) / FILE if save else None
+        guard.attach(trainer)
+        trainer.accepts = self._accepts
+        self.known = decided(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
+        if self.known is not None and not self.known.verdict and self.known.iteration != trainer.progress.iteration + 1:
+            self.known = None  # this run does not go on from the state that was saved for it
+        tracker = faults.result_rejected_tracker_filename
+        self.skipped = decided(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
+        self.variation: dict[
+            str, list[float]
+        ] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
+        self._repeats = False  # whether this pass is the second one
+        self._judges = False  # whether this pass is the one after a restart on other devices
+        self._injected, self._injects_at = "", 0
+        self._work: StepWork | None = None
+        self._own: dict[str, float] = {}  # this rank's numbers of the last pass
+        self._whole: dict[str, float] = {}  # those of all ranks together
+        self._suspicious = False
+
+    def step(self, batches: Iterator[Batch]) -> Step:
+        """Train on the next global batch; raises `ResultRejected` when its result is bad and the run is to end."""
+        before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
+        self._repeats, self._own, self._whole = False, {}, {}
+        self._injected = self._draw_injection(iteration)
+        self._judges = self.known is not None and self.known.iteration == iteration and not self.known.verdict
+        step = train_step(self.trainer, batches)
+        if self.mode == "report_stats":
+            return self._compare_passes(before, batches)
+        if self._judges:
+            assert self.known is not None, "there is a diagnosis to complete"
+            return self._judge_elsewhere(self.known, before, step)
+        return self._rerun_in_place(before, batches, iteration) if self.guard.verdict else step
+
+    def report(self) -> str:
+        """How much two passes over the same step differed since the last report (`report_stats`); "" in other modes."""
+        if self.mode != "report_stats":
+            return ""
+        found, self.variation = self.variation, {}
+        everyone = collectives.gather_objects((self.mesh.world.rank, found), self.mesh.world)
+        rows = [(rank, name, row) for rank, table in everyone for name, row in table.items()]
+        pairs, equal = (int(sum(row[place] for _, _, row in rows)) for place in (0, 1))
+        rank, name, largest = max(
+            ((rank, name, row[2]) for rank, name, row in rows), key=lambda found: found[2], default=(0, "", 0.0)
+        )
+        worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
+        return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
+
+    def _accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
+        """Whether the update of this pass may be made; keeps its numbers for the comparison."""
+        if self._injected and not (self._repeats and self._injected == "transient_error"):
+            losses = self._spoiled(work, losses)
+        if self.mode == "report_stats" and not self._repeats:
+            self._keep(work, losses, norm)
+            return False
+        sound = self.guard.accepts(work, losses, norm, again=self._repeats)
+        self._keep(work, losses, norm)
+        return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
+
+    def _keep(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
+        self._work = work
+        own = {
+            f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
+            for index, report in enumerate(work.reports)
+            for name, pair in report.items()
+        }
+        own |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.guard.largest)}
+        self._suspicious = not all(map(math.isfinite, own.values()))
+        self._own, self._whole = own, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
+
+    def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
+        first = self._own | self._whole
+        step = self._repeat(before, batches)
+        for name, value in (self._own | self._whole).items():
+            row = self.variation.setdefault(name, [0, 0, 0.0])
+            difference = relative_difference(first.get(name, value), value)  # a pass that overflowed in fp16 has none
+            row[:] = row[0] + 1, row[1] + (difference == 0.0), max(row[2], difference)
+        return step
+
+    def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
+        """The step is bad: run it again on the same devices, and decide."""
+        reason, first, witness = self.guard.verdict, self._own | self._whole, self._witness()
+        found = Diagnosis(
+            iteration,
+            reason,
+            "",
+            self._whole,
+            self._layout(),
+            self._injected,
+            collectives.gather_objects(witness, self.mesh.world),
+        )
+        self._track(witness, iteration, "initial_run", reason)
+        self.trainer.run.say(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
+        step = self._repeat(before, batches)
+        differs = self._differs(first, self._own | self._whole)
+        self._track(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
+        if differs:
+            found.verdict = "transient_error"
+            return self._ends(
+                found,
+                f"run again in place, it gave another result ({differs}): a transient error of "
+                f"{_named(found.witnesses)}",
+                before,
+                step,
+            )
+        if self.goes_on:
+            found.verdict = "reproduced"
+            return self._ends(found, "run again in place, it gave the same result", before, step)
+        known = self.known is not None and self.known.iteration == iteration and self.known.verdict == "correct_result"
+        if known or self.file is None:
+            found.verdict = "correct_result" if known else "reproduced"
+            more = (
+                "as it did on other devices before: it is the correct result of this data and these weights"
+                if known
+                else "so it is no transient error; with --save it could be run on other devices"
+            )
+            return self._ends(found, f"run again in place, it gave the same result, {more}", before, step)
+        return self._ends(
+            found,
+            "run again in place, it gave the same result; start the run again on other devices than "
+            f"{_named(found.witnesses)}, to see whether they compute another one",
+            before,
+            step,
+            RESTART_ELSEWHERE,
+        )
+
+    def _judge_elsewhere(self, found: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
+        """The step that was bad before the restart has run once more: compare, on other devices than then."""
+        mine, same_layout = self._witness(), found.layout == self._layout()
+        now = collectives.gather_objects(mine, self.mesh.world)
+        suspects = [one for one in found.witnesses if one.suspicious] or found.witnesses
+        devices = {one.place for one in now}
+        if same_layout:
+            moved = all(one.place != now[one.rank].place for one in suspects)
+        else:
+            moved = not any(one.place in devices for one in suspects)
+        if not moved:
+            self._say_and_record(
+                found, f"iteration {found.iteration} was run on the same devices again: {_named(suspects)}"
+            )
+            self._restore(before_step)
+            raise ResultRejected(
+                f"iteration {found.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
+                "start the run on others, or give --rerun-mode disabled to go on without a verdict",
+                RESTART_ELSEWHERE,
+            )
+        before = found.witnesses[mine.rank].results if same_layout else {}
+        differs = self._differs(before | found.results, self._own | self._whole)
+        self._track(mine, found.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", found.reason)
+        found.verdict = "persistent_error" if differs else "correct_result"
+        text = (
+            f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
+            if differs
+            else "on other devices it gave the same result: it is the correct result of this data and these weights; "
+            "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
+        )
+        return self._ends(found, text, before_step, step)
+
+    def _ends(self, found: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED) -> Step:
+        """Keep a diagnosis; then go on with the step, or end the run in the state before it."""
+        message = f"iteration {found.iteration} was bad: {found.reason}; {text}"
+        self._say_and_record(found, message)
+        self.known = found
+        if self.file is not None:
+            decided(self.mesh.world, lambda: found.write(self.file))
+        if self.goes_on:
+            return step
+        self._restore(before)
+        raise ResultRejected(message, exit_code)
+
+    def _say_and_record(self, found: Diagnosis, message: str) -> None:
+        run = self.trainer.run
+        run.say(f"WARNING: {message}")
+        run.ledger.add(
+            "rerun",
+            iteration=found.iteration,
+            verdict=found.verdict or "run it on other devices",
+            reason=message,
+            injected=found.injected or None,
+            ranks=[one.rank for one in found.witnesses if one.suspicious],
+        )
+
+    def _repeat(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
+        """The same step once more: its microbatches, counters, random streams and loss scale."""
+        self._restore(before)
+        self._repeats = True
+        return train_step(self.trainer, batches, again=self._work)
+
+    def _snapshot(self) -> dict[str, Any]:
+        """What a step without an update changes. Weights, moments and fp8 histories it leaves as they are."""
+        return {
+            "progress": copy.copy(self.trainer.progress),
+            "scaler": self.trainer.optimizer.scaler.state(),
+            "streams": {name: state.clone() for name, state in self.trainer.run.streams.state().items()},
+        }
+
+    def _restore(self, before: dict[str, Any]) -> None:
+        for counter in fields(self.trainer.progress):
+            setattr(self.trainer.progress, counter.name, getattr(before["progress"], counter.name))
+        self.trainer.optimizer.scaler.load(before["scaler"])
+        self.trainer.run.streams.load({name: state.clone() for name, state in before["streams"].items()})
+
+    def _differs(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
+        """The number that differs most between two passes, over all ranks, in words; "" if none differs by more than the tolerance."""
+        shared = {name: relative_difference(before[name], now[name]) for name in before if name in now}
+        worst = max(shared, key=lambda name: shared[name], default=None)
+        mine = (
+            (0.0, "")
+            if worst is None
+            else (shared[worst], f"{worst} on rank {self.mesh.world.rank}: {before[worst]:.6g}, then {now[worst]:.6g}")
+        )
+        largest = max(collectives.gather_objects(mine, self.mesh.world))
+        return largest[1] if largest[0] > TOLERANCE else ""
+
+    def _witness(self) -> Witness:
+        host, device = device_identity(str(self.mesh.device))
+        return Witness(self.mesh.world.rank, host, device, self._suspicious, self._own)
+
+    def _layout(self) -> list[int]:
+        mesh = self.mesh
+        return [
+            mesh.world.size,
+            mesh.tp.size,
+            mesh.pp.size,
+            mesh.cp.size,
+            mesh.ep.size,
+            self.config.train.micro_batch_size or 0,
+        ]
+
+    def _draw_injection(self, iteration: int) -> str:
+        """The kind of error to put into this step, or "": the same on all ranks, and drawn alike after a restart."""
+        faults = self.config.faults
+        if self.known is not None and self.known.iteration == iteration:  # was drawn before
+            return "correct_result" if self.known.injected == "correct_result" else ""
+        if not faults.error_injection_rate:
+            return ""
+        drawn = random.Random(f"{self.config.train.seed} {iteration}")
+        self._injects_at = drawn.randrange(self.mesh.dp_cp.size)
+        return faults.error_injection_type if drawn.randrange(faults.error_injection_rate) == 0 else ""
+
+    def _spoiled(self, work: StepWork, losses: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The losses with an injected error: those of one rank's first microbatch are NaN."""
+        if not work.reports or self.mesh.dp_cp.rank != self._injects_at % self.mesh.dp_cp.size:
+            return losses
+        work.reports[0] = {name: pair * math.nan for name, pair in work.reports[0].items()}
+        return {name: pair * math.nan if name in work.reports[0] else pair for name, pair in losses.items()}
+
+    def _track(self, witness: Witness, iteration: int, status: str, reason: str) -> None:
+        """Append to --result-rejected-tracker-filename, in Megatron's format; a file that cannot be written ends no run."""
+        path = self.config.faults.result_rejected_tracker_filename
+        if path is None or not (witness.suspicious or self.mesh.world.is_first):
+            return
+        result = next(
+            (value for value in witness.results.values() if not math.isfinite(value)),
+            self._whole.get("lm loss", math.nan),
+        )
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(
+                    f"ts={datetime.now()} node={witness.host} device={witness.device} jobID={launcher_place().job or 'N/A'} "
+                    f"rank={witness.rank} iteration={iteration} status={status} result={result} message='{reason.splitlines()[0]}'\n"
+                )
+        except OSError as error:
+            self.trainer.run.log.warning(
+                f"--result-rejected-tracker-filename {path} cannot be written: {error.strerror}"
+            )
+
+
+def relative_difference(a: float, b: float) -> float:
+    """2 |a - b| / (|a| + |b|); 0 for two NaN or two equal infinities, infinite where only one of them is finite."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return 2 * abs(a - b) / (abs(a) + abs(b))
+
+
+def device_identity(device: str) -> tuple[str, str]:
+    """Host and device of this process, by which a restart knows whether it runs elsewhere."""
+    return socket.gethostname(), device
+
+
+def rejected_iterations(path: str) -> set[int]:
+    """Iterations to pass over, from a tracker file: rejected twice on one rank, and not on several ranks of one job.
+
+    A file that is not there yet has none; lines of another form are passed over.
+    """
+    try:
+        lines: Iterable[str] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    seen: set[tuple[str, int]] = set()
+    twice: set[int] = set()
+    ranks: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for line in lines:
+        match = _TRACKED.search(line)
+        if match is None or match[4].split(".")[-1].lower() not in _REPRODUCED or not match[3].isdecimal():
+            continue
+        job, rank, iteration = match[1], match[2], int(match[3])
+        if (rank, iteration) in seen:
+            twice.add(iteration)
+        seen.add((rank, iteration))
+        ranks[job, iteration].add(rank)
+    return twice - {iteration for (_, iteration), found in ranks.items() if len(found) > 1}
+
+
+def _named(witnesses: Iterable[Witness]) -> str:
+    """The devices of the suspicious ranks, or of all, in words."""
+    every = list(witnesses)
+    chosen = [one for one in every if one.suspicious] or every
+    text = ", ".join(f"rank {one.rank} (node {one.host}, {one.device})" for one in chosen[:4])
+    return text + (f" and {len(chosen) - 4} more" if len(chosen) > 4 else "")

@@ -1,0 +1,248 @@
+"""Ranks that wait for each other for ever, or for one that is gone: who they are, and where everybody stands.
+
+Every rank has a thread that looks at its notes (core/parallel/flight_recorder.py). Now and then it leaves a pulse in the launcher's
+store. When nothing has moved for --hang-timeout-minutes, or a connection breaks, the first rank that sees it calls the
+roll:
+
+    caller    "nothing moves": every thread answers with its place, its last collective and how many it has begun of each
+              group; it writes the stacks of its rank to standard error and to the rank's file
+    caller    waits a few seconds, lists the answers, and of who is silent the last pulse; names those that the others
+              wait for; makes that the first failure, of which all ranks die (entry.py)
+
+A rank that is stopped or gone cannot speak, but is missed. Whoever has begun fewer collectives of a group than its other
+ranks, and waits for nobody itself, is the one that they wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import distributed as dist
+
+from megatron.training.health.failures import collectives_of, folder_of, leave, name_of_rank, stacks
+from megatron.training.launch.launch_info import Place, launcher_place
+from megatron.training.launch.rendezvous import FIRST_FAILURE, Board
+from megatron.training.run import Run
+
+_LOOK_EVERY = 1.0  # seconds
+# How long answers are waited for: where a connection broke, all ranks are to end soon.
+_PATIENCE = {"hang": 5.0, "lost": 2.5}
+_PULSES = 200  # a second, of all ranks together
+_SHARE = 0.9  # of --distributed-timeout-minutes: before the transports give up, and with less to say
+_SHOWN = 64  # ranks in the message; the caller's file has all
+_ROLL = "roll-call"
+# What the transports say when another rank is gone.
+LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+
+
+class RankLost(Exception):
+    """Another rank is gone without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where a rank stands. counts: of a group (its axis and ranks) how many collectives it has begun; group: of the last one.
+
+    at: seconds since the epoch.
+    """
+
+    node: str
+    at: float
+    where: str
+    last: str
+    group: str
+    counts: Mapping[str, int]
+
+    def line(self) -> str:
+        """In words."""
+        return f"in {self.where}" + (f"; last collective {self.last}" if self.last else "")
+
+
+class Watchdog:
+    """Looks after one run while it is open; a run without a launcher's store, or of one rank, is not looked after."""
+
+    def __init__(self, run: Run, place: Place | None = None) -> None:
+        self.run, self.flight_recorder = run, run.mesh.flight_recorder
+        self.place = place or launcher_place()
+        faults, longest = run.config.faults, run.config.parallel.distributed_timeout_minutes
+        minutes = longest * _SHARE if faults.hang_timeout_minutes is None else faults.hang_timeout_minutes
+        self.limit = 60.0 * minutes
+        # Reading a checkpoint or building an index takes its time: at the start, only what the transports allow counts.
+        self.limit_at_start = max(self.limit, 60.0 * longest * _SHARE)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answered = False
+
+    def __enter__(self) -> Watchdog:
+        board = Board.connect(self.place)
+        if board is not None:
+            self._thread = threading.Thread(target=self._watch, args=(board,), name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Say who is gone, if that is why the run ends here."""
+        found = ""
+        if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
+            found = self._who_is_gone()
+            if (
+                not found and self.run.ending.signal
+            ):  # whoever sent it knows already: there is nothing to wait for (entry.py)
+                found = f"{self.run.ending.signal} came, and a connection to another rank broke"
+        self._over.set()
+        if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
+            self._thread.join(_PATIENCE["lost"])
+        if found:
+            raise RankLost(found) from error
+
+    def _who_is_gone(self) -> str:
+        board = Board.connect(self.place) if self._thread is not None else None
+        if board is None or board.read(FIRST_FAILURE) is not None:
+            return ""
+        if not board.claim(_ROLL, f"{self.place.rank}: a connection broke"):
+            deadline = time.monotonic() + _PATIENCE["lost"] + _LOOK_EVERY
+            while time.monotonic() < deadline and board.read(FIRST_FAILURE) is None:  # another rank asks, and will tell
+                time.sleep(0.1)
+            return ""
+        answers = self._collect(board, "lost")
+        silent = [rank for rank in range(self.place.size) if rank not in answers]
+        if not silent:
+            return ""
+        lines = [f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
+        lines += [f"  rank {rank} {self._last_seen(board, rank)}" for rank in silent[:_SHOWN]]
+        return "\n".join(
+            [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"]
+        )
+
+    def _watch(self, board: Board) -> None:
+        moves, since, pulse = -1, time.monotonic(), time.monotonic()
+        board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
+        while not self._over.wait(_LOOK_EVERY):
+            now = time.monotonic()
+            if self.flight_recorder.moves != moves:
+                moves, since = self.flight_recorder.moves, now
+            if now - pulse >= self.place.size / _PULSES:
+                pulse = now
+                board.write(f"pulse/{self.place.rank}", self._answer())
+            if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
+                self.run.ledger.add(
+                    "end",
+                    reason=f"first failure: {failed.splitlines()[0]}",
+                    iteration=self.run.progress.iteration,
+                    failed=True,
+                )
+            if not self._answered and board.read(_ROLL) is not None:
+                self._speak(board)
+            limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
+            if self.limit and now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
+                self._speak(board)
+                self._end(board, now - since)
+
+    def _answer(self) -> str:
+        flight_recorder = self.flight_recorder
+        counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
+        last, group = flight_recorder.last(), flight_recorder.last_group()
+        return json.dumps(
+            [
+                socket.gethostname(),
+                time.time(),
+                flight_recorder.where(),
+                last[0] if last else "",
+                f"{group[0]} {group[1]}",
+                counts,
+            ]
+        )
+
+    def _speak(self, board: Board) -> None:
+        """Answer the roll, and leave the stacks of this rank."""
+        self._answered = True
+        board.write(f"answer/{self.place.rank}", self._answer())
+        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{collectives_of(self.flight_recorder)}\n{stacks()}"
+        leave(folder_of(self.run.config), self.place.rank, text)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    def _collect(self, board: Board, why: str) -> dict[int, Answer]:
+        """Who answers in time."""
+        found: dict[int, Answer] = {}
+        deadline = time.monotonic() + _PATIENCE[why]
+        while len(found) < self.place.size and time.monotonic() < deadline:
+            for rank in range(self.place.size):
+                text = None if rank in found else board.read(f"answer/{rank}")
+                if text is not None and (answer := _parsed(text)) is not None:
+                    found[rank] = answer
+            time.sleep(0.1)
+        return found
+
+    def _last_seen(self, board: Board, rank: int) -> str:
+        text = board.read(f"pulse/{rank}")
+        pulse = None if text is None else _parsed(text)
+        if pulse is None:
+            return "was never seen"
+        return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
+
+    def _end(self, board: Board, seconds: float) -> None:
+        """Say where all ranks stand, and end them."""
+        answers = self._collect(board, "hang")
+        lines = [
+            f"rank {rank} on node {answers[rank].node} {answers[rank].line()}"
+            if rank in answers
+            else f"rank {rank} DOES NOT ANSWER: it {self._last_seen(board, rank)}"
+            for rank in range(self.place.size)
+        ]
+        awaited = waited_for(answers, self.place.size)
+        head = (
+            f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
+            + (
+                f"the others wait for {_ranks(awaited)}"
+                if awaited
+                else "all ranks stand still, and none waits for another"
+            )
+        )
+        leave(folder_of(self.run.config), self.place.rank, "\n  ".join([head, *lines]))
+        awaited_first = sorted(range(len(lines)), key=lambda rank: rank not in awaited)[:_SHOWN]
+        text = "\n  ".join([head, *(lines[rank] for rank in sorted(awaited_first))])
+        sys.stderr.write(f"HANG: {text}\n")
+        sys.stderr.flush()
+        board.claim(FIRST_FAILURE, f"HANG: {text}")
+
+
+def _parsed(text: str) -> Answer | None:
+    """An answer from the store; None for a text that no rank of ours has put there."""
+    try:
+        node, at, where, last, group, counts = json.loads(text)
+        return Answer(
+            str(node),
+            float(at),
+            str(where),
+            str(last),
+            str(group),
+            {str(name): int(count) for name, count in counts.items()},
+        )
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:
+    """The ranks that keep others waiting and wait for nobody: the silent ones, and those that are late in a group."""
+    late: dict[int, set[int]] = {}
+    for rank, answer in answers.items():
+        members = [int(word) for word in re.findall(r"\d+", answer.group.partition(" ")[2])]
+        begun = answer.counts.get(answer.group, 0)
+        late[rank] = {
+            other for other in members if other not in answers or answers[other].counts.get(answer.group, 0) < begun
+        }
+    silent = [rank for rank in range(size) if rank not in answers]
+    return sorted({*silent, *(other for others in late.values() for other in others if not late.get(other))})
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,83 @@
+"""Where the launcher put this process. Needs no torch, so that a command line can be answered before it is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from megatron.training.launch.environment import TOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
+    key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
+    where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others. launch: what all starts of
+    the same job have in common, and no other job has; "" where that is not known. is_launched: a torchrun has started this process.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    store: str
+    job: str
+    attempt: str = "0"
+    meeting: str = ""
+    launch: str = ""
+    is_launched: bool = False
+
+
+def launcher_place() -> Place:
+    """What the launcher's environment says."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    meeting = f"{host}:{port}" if host and port else ""
+    return Place(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        size=world_size(),
+        store=meeting if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        meeting=meeting,
+        launch=_launch(),
+        is_launched="TORCHELASTIC_RUN_ID" in os.environ,
+    )
+
+
+def _launch() -> str:
+    """Slurm's job and step, both of which a requeue has again; else the id of torchrun's rendezvous."""
+    job, rendezvous = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job:
+        return f"Slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
+    return "" if rendezvous == "none" else f"torchrun {rendezvous}"
+
+
+def has_desktop() -> bool:
+    """Whether somebody sits before this machine whose browser can be opened; in a terminal, Python would open a text browser."""
+    return sys.platform in ("darwin", "win32") or any(
+        os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    )
+
+
+def world_size() -> int:
+    """Ranks of this job, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def end_in_a_line_when_interrupted() -> None:
+    """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
+
+    def said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+        elif launcher_place().rank == 0:
+            sys.stderr.write("interrupted (SIGINT)\n")
+
+    sys.excepthook = said
+
+
+def told_environment() -> dict[str, str]:
+    """The variables of the environment that a run notes down, with their values."""
+    return {name: os.environ[name] for name in sorted(TOLD & os.environ.keys())}

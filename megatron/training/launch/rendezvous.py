@@ -1,0 +1,119 @@
+"""What ranks tell each other beside their collectives: short texts in the launcher's store.
+
+The store lives as long as the launcher, so that ranks can be told of a failure while they sit in a collective that will
+never complete, and a store that stays silent means that nobody looks after them any more (entry.py). Each start of the ranks has keys of its own: a failure that was mended by a restart is not met again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.training.launch.launch_info import Place
+
+FIRST_FAILURE = "first-failure"
+_GONE = (RuntimeError, dist.DistError)  # the store does not answer: its launcher has ended, or the network between
+_PATIENCE = 60.0  # seconds until a connection stands
+_LONGEST = 1 << 16  # characters of a text
+Result = TypeVar("Result")
+
+
+class Board:
+    """A connection of one thread to the store. A store that is gone holds nothing, and keeps nothing."""
+
+    def __init__(self, store: dist.Store, attempt: str, address: str = "") -> None:
+        self._store, self._prefix, self._address = store, f"megatron/{attempt}/", address
+        self._silent_since: float | None = None
+
+    @staticmethod
+    def connect(place: Place) -> Board | None:
+        """A connection; None where there is one rank alone, or no launcher."""
+        if place.size == 1 or not place.store:
+            return None
+        try:
+            return Board(_store_at(place.store, _PATIENCE), place.attempt, place.store)
+        except _GONE:
+            return None
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the store last failed to answer without having answered again; 0.0 while it answers."""
+        return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
+
+    def reconnect(self, patience: float) -> None:
+        """Try a new connection, for so many seconds: one that broke stays broken."""
+        try:
+            self._store = _store_at(self._address, patience)
+        except _GONE:
+            pass
+
+    def read(self, key: str) -> str | None:
+        """The text under a key, None if there is none. Does not wait for one.
+
+        The store is open to whoever reaches its port: what cannot be printed is replaced, and there is an end to what is too long.
+        """
+        name = self._prefix + key
+        content = self._ask(lambda store: store.get(name) if store.check([name]) else None, None)
+        return None if content is None else printable(content)
+
+    def write(self, key: str, text: str) -> None:
+        """Put a text there."""
+        self._ask(lambda store: store.set(self._prefix + key, text), None)
+
+    def claim(self, key: str, text: str) -> bool:
+        """Put a text there if there is none yet; whether this was the first."""
+        return self._ask(lambda store: store.compare_set(self._prefix + key, "", text) == text.encode(), False)
+
+    def _ask(self, question: Callable[[dist.Store], Result], otherwise: Result) -> Result:
+        try:
+            answer = question(self._store)
+        except _GONE:
+            self._silent_since = self._silent_since or time.monotonic()
+            return otherwise
+        self._silent_since = None
+        return answer
+
+
+def printable(content: bytes) -> str:
+    """Bytes of unknown origin as a text that a terminal can be given."""
+    text = content[:_LONGEST].decode("utf-8", errors="replace")
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+
+
+def _store_at(address: str, patience: float) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+
+
+def lacks_board(place: Place) -> str:
+    """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
+    if place.size == 1 or place.store:
+        return ""
+    return (
+        "WARNING: the launcher gives these ranks no store of its own (torchrun does, but with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so no "
+        "rank can tell the others that it failed or where it stands: a failure or a hang ends when connections break, or after "
+        "--distributed-timeout-minutes"
+    )
+
+
+def join_ranks(backend: str, place: Place, timeout: timedelta) -> None:
+    """Make the default process group.
+
+    A launcher's store outlives the ranks, and torch asks it under the same keys at every start: a rank that is started anew would
+    look for another where that listened before, if it is the faster of the two. So each start meets under keys of its own.
+    """
+    if not place.store or place.attempt == "0":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = _store_at(place.store, timeout.total_seconds())
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"start {place.attempt}", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+    )

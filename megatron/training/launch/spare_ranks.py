@@ -1,0 +1,46 @@
+"""Ranks for which the layout has no place (`--elastic`): they stand by until the others have done, and then end well.
+
+Their launcher watches them like the others. Were they to end at once, it would take part of the job for done and not start
+it again with the rest when ranks are lost or found.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from megatron.training.launch.launch_info import Place
+from megatron.training.launch.rendezvous import Board
+
+_DONE = "done"
+_LOOK_EVERY, _PATIENCE = 1.0, 10.0  # seconds
+
+
+def stand_by(place: Place) -> None:
+    """Return when the ranks that train have done. Where they fail, the launcher ends this rank with them."""
+    board, launcher = _board(place), os.getppid()
+    while os.getppid() == launcher:
+        if board is not None and board.read(_DONE) is not None:
+            board.write(f"left/{place.rank}", "yes")
+            return
+        time.sleep(_LOOK_EVERY)
+
+
+def tell_done(place: Place, waiting: int) -> None:
+    """Let the `waiting` ranks behind the last that trains go. The store may end with this rank: wait until they have read."""
+    board, deadline = _board(place), time.monotonic() + _PATIENCE
+    if board is None:
+        return
+    board.write(_DONE, "yes")
+    for rank in range(place.size, place.size + waiting):
+        while board.read(f"left/{rank}") is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY / 10)
+
+
+def _board(place: Place) -> Board | None:
+    """The board where the ranks meet, also for one that trains alone.
+
+    One for all attempts, which the launchers of different machines may count differently.
+    """
+    return Board.connect(replace(place, size=2, attempt="all", store=place.meeting))

@@ -1,0 +1,224 @@
+"""From datasets to iterators of microbatches.
+
+Which samples come next is a pure function of the consumed samples, so every rank reads for itself: tensor ranks read the
+same samples, data-parallel ranks their own, and nothing is broadcast. Stages that need no text read nothing. Reading is
+done ahead by threads: copying ids out of mapped files leaves Python's lock free for most of the time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.datasets.indexed import DataError
+from megatron.core.parallel import collectives
+from megatron.training.data.batch import Batch
+from megatron.training.data.rebalance import Regrouped
+from megatron.training.data.sample_order import (
+    Dataset,
+    SampleLog,
+    check_external,
+    in_turn,
+    needs_text,
+    once,
+    read,
+    read_external,
+    samples_needed,
+)
+from megatron.training.launch.launch_info import launcher_place
+from megatron.training.run import Run
+from megatron.training.trainer import Trainer
+
+_AHEAD = 2  # microbatches prepared by each reading thread
+
+# Numbered samples; with --dataloader-type external: an iterable of this data-parallel rank's samples, from where the run is.
+SampleSource = Dataset | Iterable[Mapping[str, np.ndarray]]
+Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
+DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Microbatches of each split, for this rank. A split without data, or that is never asked for, is None."""
+
+    train: Iterator[Batch] | None
+    valid: Evaluations | None
+    test: Evaluations | None
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        for batches in (self.train, *(part.batches for part in (self.valid, self.test) if part is not None)):
+            if batches is not None:
+                batches.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """The data of a split that is evaluated now and then.
+
+    batches: goes on from evaluation to evaluation. once: makes the microbatches of all samples, for --full-validation,
+    whose evaluations all see the same.
+    """
+
+    iterations: int
+    batches: Iterator[Batch]
+    once: Callable[[], Iterator[Batch]] | None = None
+
+    @contextmanager
+    def next(self) -> Iterator[tuple[Iterator[Batch], int]]:
+        """The microbatches of the next evaluation, and of how many global batches it consists."""
+        if self.once is None:
+            yield self.batches, self.iterations
+            return
+        with closing(self.once()) as batches:
+            yield batches, self.iterations
+
+
+def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
+    """The microbatches that come next, from the counters alone."""
+    run, progress, train = trainer.run, trainer.progress, trainer.run.config.train
+    reads = needs_text(run.config, trainer.specs)
+    found = _in_waves(run, provider, samples_needed(run.config, trainer.batches))
+    if found[0] is None and not train.skip_train:
+        raise DataError("the training split holds no data; give it a share in --split")
+    if run.config.data.dataloader_type == "external":
+        for dataset in found:
+            if dataset is not None:
+                check_external(dataset)
+
+    def evaluations(dataset: SampleSource | None, split: str, consumed: int) -> Evaluations | None:
+        complete = split == "valid" and run.config.data.full_validation
+        if dataset is None or not (train.eval_iters or complete):
+            return None
+        batches = microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
+        if not complete:
+            return Evaluations(train.eval_iters, batches)
+        full = trainer.batches.evaluated
+        return Evaluations(
+            -(-len(dataset) // full),
+            batches,
+            once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads),
+        )
+
+    training = microbatches(run, found[0], consumed_samples=progress.consumed_train_samples, reads=reads)
+    # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
+    seen = 0 if train.skip_train else progress.consumed_valid_samples
+    return Data(
+        None if found[0] is None else training, evaluations(found[1], "valid", seen), evaluations(found[2], "test", 0)
+    )
+
+
+def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
+    """Call the provider so that index caches are built once: by the first rank of all, where the folder is shared; else
+    by the first rank of each machine. A rank that fails ends the others, which wait (see `entry.py`).
+    """
+    world = run.mesh.world
+    wave = 0 if world.is_first else 1 if launcher_place().local_rank == 0 else 2
+    found: Datasets = (None, None, None)
+    for turn in range(3):
+        if turn == wave:
+            found = provider(run, counts)
+        collectives.barrier(world)
+    return found
+
+
+def microbatches(
+    run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
+) -> Iterator[Batch]:
+    """This rank's microbatches, from the sample after `consumed_samples` on. Close it to end its threads."""
+    if dataset is None or not reads:
+        return _nothing()
+    if run.config.data.dataloader_type == "external":
+        arrays = ((None, arrays) for arrays in read_external(iter(dataset), run.config.train.micro_batch_size))
+        return _batches(run, arrays, split)
+    regroups = run.config.parallel.hybrid_context_parallel
+    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_readers(run, regroups))
+    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    return Regrouped(batches, run.mesh, run.config) if regroups else batches
+
+
+def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Iterator[Batch]:
+    """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
+    if not reads:
+        return _nothing()
+    regroups = run.config.parallel.hybrid_context_parallel
+    order = once(run.config, len(dataset), full_batch=full_batch, **_readers(run, regroups))
+    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    return Regrouped(batches, run.mesh, run.config) if regroups else batches
+
+
+def _readers(run: Run, everything: bool) -> dict[str, int]:
+    """Whose samples this rank reads: its own, or those of all data-parallel ranks."""
+    return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
+
+
+def take(batches: Iterator[Batch]) -> Batch:
+    """The next microbatch; `DataError` when there is none."""
+    try:
+        return next(batches)
+    except StopIteration:
+        raise DataError("the data ended before the run did; train on fewer samples or give more data") from None
+
+
+def _nothing() -> Iterator[Batch]:
+    yield from repeat(Batch())
+
+
+def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split: str) -> Iterator[Batch]:
+    """Batches on the device. What is taken is logged, not what is read ahead."""
+    data, log = run.config.data, None
+    if data.log_samples:
+        log = SampleLog(
+            data.log_samples,
+            rank=run.mesh.world.rank,
+            data_rank=run.mesh.dp.rank,
+            split=split,
+            clock=lambda: run.progress.iteration + (split == "train"),
+        )
+    with closing(source):
+        for numbers, arrays in source:
+            if log is not None:
+                log.add(numbers, arrays)
+            batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
+            batch = batch if numbers is None else replace(batch, samples=tuple(numbers))
+            yield batch.looking_ahead(
+                run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+            ).over_context(run.mesh.cp)
+
+
+def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Iterator[tuple[list[int], Arrays]]:
+    """Microbatches in order, prepared by threads while the model computes. Those not asked for are dropped at the end."""
+    num_threads = run.config.data.num_workers
+
+    def prepare(numbers: list[int]) -> tuple[list[int], Arrays]:
+        arrays = read(dataset, numbers)
+        return numbers, pinned(arrays) if run.mesh.device.type == "cuda" else arrays
+
+    if num_threads == 0:
+        yield from map(prepare, order)
+        return
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="data")
+    try:
+        waiting: deque[Future[Any]] = deque()
+        for numbers in order:
+            waiting.append(pool.submit(prepare, numbers))
+            if len(waiting) > _AHEAD * num_threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def pinned(arrays: Arrays) -> Arrays:
+    """The same in page-locked memory, from where copies to the device run beside the computation."""
+    return {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}

@@ -1,0 +1,1 @@
+"""Metrics of a step, timers, the writers that print them, and the run log."""

@@ -1,0 +1,190 @@
+"""What goes into the ledger: what a run was given, how it went, and why it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from megatron import __version__
+from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.config.settings.run import LogConfig, RunConfig
+from megatron.core.datasets import sidecar
+from megatron.core.datasets.indexed import bin_path, idx_path
+from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
+from megatron.core.datasets.storage import DataError, inspect_object, is_remote
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import name_of
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.tokenizers.base import fingerprint
+from megatron.training.launch.launch_info import told_environment
+from megatron.training.report.metrics import Step
+from megatron.training.report.run_log import FILE, Ledger, plain, read_events
+from megatron.training.run import Run
+
+ROOT = Path(__file__).resolve().parents[3]
+_END_BYTES = 2**20  # hashed at both ends of a data file whose writer left no checksum
+_COLUMNS = ("learning_rate", "batch_size", "consumed_samples", "grad_norm", "loss_scale", "skipped")
+
+
+def ledger_path(log: LogConfig, save: str | None) -> Path | None:
+    """Where the ledger of a run is: --ledger, else in --save; None without either."""
+    return Path(log.ledger) if log.ledger else Path(save) / FILE if save else None
+
+
+@contextmanager
+def recorded(run: Run) -> Iterator[None]:
+    """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
+    machines = collectives.gather_objects((socket.gethostname(), name_of(run.mesh.device)), run.mesh.world)
+    if run.ledger.is_kept:
+        _record_start(run, machines)
+    try:
+        yield
+    except BaseException as error:
+        run.ledger.add("end", reason=f"{type(error).__name__}: {error}", iteration=run.progress.iteration, failed=True)
+        raise
+
+
+def record_steps(ledger: Ledger, steps: Sequence[Step]) -> None:
+    """All numbers of resolved steps in whole precision, a list for each; figures of experts are left to --log-jsonl."""
+    if not steps or not ledger.is_kept:
+        return
+    names = dict.fromkeys(name for step in steps for name in step.losses if not name.startswith("moe/"))
+    columns = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
+    ledger.add(
+        "steps",
+        iterations=[step.iteration for step in steps],
+        losses={name: [step.losses.get(name) for step in steps] for name in names},
+        **{name: values for name, values in columns.items() if any(value is not None for value in values)},
+    )
+
+
+def layout_of(config: RunConfig, mesh: Mesh) -> dict[str, int]:
+    """How the ranks are divided."""
+    return {
+        "ranks": mesh.world.size,
+        "tensor": mesh.tp.size,
+        "pipeline": mesh.pp.size,
+        "context": mesh.cp.size,
+        "data": mesh.dp.size,
+        "expert": mesh.ep.size,
+        "micro batch": config.train.micro_batch_size or 0,
+    }
+
+
+def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
+    assert run.ledger.path is not None, "a ledger that is kept has a path"
+    try:
+        before = [event for event in read_events(run.ledger.path) if event["event"] == "start"]
+    except OSError:
+        before = []
+    layout = layout_of(run.config, run.mesh)
+    settings, origins = _settings(run)
+    run.ledger.add(
+        "start",
+        number=len(before) + 1,
+        layout=layout,
+        settings=settings,
+        origins=origins,
+        messages=list(getattr(run.args, "messages", ())),
+        code=code_version(),
+        environment=environment(machines),
+        kernels={op: name for op, name, _ in run.kernels.report},
+        data=data_files(run.config),
+        tokenizer=fingerprint(run.tokenizer),
+    )
+    if before and before[-1].get("layout") != layout:
+        run.ledger.add("layout", before=before[-1].get("layout"), after=layout)
+
+
+def _settings(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every setting as the run uses it, and for those that are not our defaults, where it comes from."""
+    given, told = vars(run.args), getattr(run.args, "origins", {})
+    settings, origins = to_values(run.config), {}
+    for name, value in settings.items():
+        asked = given.get(name, value)
+        if (list(asked) if isinstance(asked, tuple) else asked) != value:
+            origins[name] = "derived"
+        elif name in told:
+            origins[name] = told[name]
+    return {name: value for name, value in settings.items() if value is not None}, origins
+
+
+def code_version() -> dict[str, Any]:
+    """Which code this is. sources: hash of all of our Python files, which holds without git too."""
+    content = hashlib.sha256()
+    for path in sorted([*ROOT.glob("*.py"), *(ROOT / "megatron").rglob("*.py")]):
+        content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    changed = None if commit is None else _git("status", "--porcelain", "--untracked-files=no")
+    return plain(
+        {
+            "sources": content.hexdigest(),
+            "version": __version__,
+            "commit": commit,
+            "changed": None if changed is None else bool(changed),
+        }
+    )
+
+
+def _git(*words: str) -> str | None:
+    """What git says, if it is there and says it soon."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """On what the run runs. machines: (host, device) of every rank."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "hosts": dict(Counter(host for host, _ in machines)),
+        "devices": dict(Counter(device for _, device in machines)),
+        "variables": told_environment(),
+    }
+
+
+def data_files(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What is known of each dataset: sizes, and the checksums of its sidecar; without one, hashes of its files' ends."""
+    try:
+        prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
+    except ConfigError as error:  # a script with data of its own
+        return {"": {"problem": str(error)}}
+    return {prefix: _facts(prefix) for prefix in prefixes if prefix != MOCK_PREFIX}
+
+
+def _facts(prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    try:
+        for path in (bin_path(prefix), idx_path(prefix)) if not Path(prefix).is_file() else (prefix,):
+            if is_remote(path):
+                there = inspect_object(path)
+                found[Path(path).suffix] = {"bytes": there.size, "version": there.version}
+            else:
+                with open(path, "rb") as file:
+                    content = xxhash.xxh3_128(file.read(_END_BYTES))
+                    size = file.seek(0, 2)
+                    file.seek(max(0, size - _END_BYTES))
+                    content.update(file.read())
+                found[Path(path).suffix] = {"bytes": size, "ends": content.hexdigest()}
+        known = None if Path(prefix).is_file() else sidecar.read(prefix)
+    except (OSError, DataError) as error:
+        return found | {"problem": str(error)}
+    return found | ({"checksums": dict(known.checksums), "tokens": known.tokens} if known else {})

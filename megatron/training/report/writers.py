@@ -1,0 +1,372 @@
+"""Where a run's numbers go: console lines, a JSONL file, TensorBoard, Weights & Biases, a progress bar.
+
+`Writers` is given resolved steps, reports, validation results, memory and timers, and knows the words each place uses.
+Only one rank speaks (Megatron's last rank, since the loss is there); on the others every call does nothing. A place that cannot be
+written is told of once and never ends the run: a file is tried again with the next line, TensorBoard every minute, in a new file of
+its own; W&B, which may wait for a network, is given up.
+
+    JSONL        every step and every report, one object a line, whatever the other switches say: the full record
+    TensorBoard  Megatron's scalar names, many of them once more as `X vs samples`, by the --log-...-to-tensorboard flags
+    W&B          the same names, against the metric `iteration`, so that a late point is never dropped
+    console      one line a report and a sample; a progress bar only if standard error is a terminal
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import json
+import math
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.config.flags import refuse
+from megatron.core.config.settings.run import LogConfig
+from megatron.training.report.metrics import Report, Step, perplexity, report_line, time_left_line, validation_text
+from megatron.training.report.run_log import LogFile, plain
+
+TENSORBOARD = "--tensorboard-dir"
+RETRY_SECONDS = 60.0
+MEMORY_NAMES = {
+    "reserved": "mem-reserved-bytes",
+    "allocated": "mem-allocated-bytes",
+    "max allocated": "mem-max-allocated-bytes",
+    "allocated count": "mem-allocated-count",
+}
+
+
+class Board(Protocol):
+    """A place for named scalars."""
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name; with `samples`, also to the curve that is drawn over samples."""
+
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def missing_packages(log: LogConfig) -> list[str]:
+    """What cannot be written because a package is not installed, with the command that installs it."""
+    asked = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
+    return [
+        f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
+        for package, (flag, value) in asked.items()
+        if value and importlib.util.find_spec(package) is None
+    ]
+
+
+class Writers:
+    """All places of one run. Made on every rank, so that a missing package stops all of them alike."""
+
+    def __init__(
+        self,
+        log: LogConfig,
+        *,
+        speaks: bool,
+        world_size: int = 1,
+        start_iteration: int = 0,
+        train_iters: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        console: Callable[[str], None] | None = None,
+    ) -> None:
+        """speaks: whether this rank writes. settings: the run's config, for W&B. console: shows a line (default: stdout)."""
+        refuse(missing_packages(log))
+        self._log, self._speaks, self._world_size = log, speaks, world_size
+        self._boards: dict[str, Board] = {}
+        self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
+        self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
+        self._console = console or (self._bar.write if self._bar else _print)
+        self._openers = _openers(log, settings or {}) if speaks else {}
+        self._failed: dict[str, float] = {}  # name of a board -> when to try it again
+        for name in self._openers:
+            self._attempt(name, partial(self._open, name))
+        self._record("start", iteration=start_iteration, world_size=world_size)
+
+    def text(self, text: str | None) -> None:
+        """Show a line or a block of lines."""
+        if self._speaks and text is not None:
+            self._console(text)
+
+    def steps(self, steps: Sequence[Step]) -> None:
+        """Record resolved steps: all in the JSONL file, every --tensorboard-log-interval th on the boards."""
+        for step in steps:
+            if self._bar:
+                self._bar.update(step.iteration - self._bar.n)
+            self._record("step", **dataclasses.asdict(step))
+            if self._openers and step.iteration % self._log.tensorboard_log_interval == 0:
+                values = self._step_scalars(step)
+                self._write(values, iteration=step.iteration, samples=step.consumed_samples)
+
+    def report(self, report: Report) -> None:
+        """Show the log line of an interval and when the run ends, and record its speed."""
+        if not self._speaks:
+            return
+        now = datetime.now()
+        self._console(report_line(report, now))
+        self.text(time_left_line(report, now))
+        fields = dataclasses.asdict(report)
+        last = fields.pop("last")
+        self._record("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
+        values: dict[str, float] = {}
+        if self._log.log_timers_to_tensorboard:
+            values["iteration-time"] = report.seconds_per_iteration
+            if report.throughput:
+                values["throughput"] = report.throughput.causal_tflops
+        if report.skipped_samples > 0:
+            values["skipped-train-samples"] = report.skipped_samples
+        self._write(values, iteration=last["iteration"])
+
+    def validation(
+        self,
+        losses: Mapping[str, float],
+        *,
+        iteration: int,
+        consumed_samples: int,
+        final: str | None = None,
+        set_name: str | None = None,
+    ) -> None:
+        """Show and record a validation result.
+
+        final: `validation` or `test` for the runs after training; these stay off the boards, where they would look like
+        points of the curve. set_name: which of several validation sets this was.
+        """
+        if not self._speaks:
+            return
+        where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
+        self._console(validation_text(losses, where, set_name))
+        self._record(
+            "validation",
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            final=final,
+            set_name=set_name,
+            losses=losses,
+        )
+        if final is not None:
+            return
+        word = "validation" if set_name is None else f"validation-{set_name}"
+        values = {f"{loss_name} {word}": loss for loss_name, loss in losses.items()}
+        if self._log.log_validation_ppl_to_tensorboard:
+            values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
+        self._write(values, iteration=iteration, samples=consumed_samples)
+
+    def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
+        """Record how well a network does a task, after so many iterations of finetuning; whoever measures it says it."""
+        self._record("task", iteration=iteration, task=task, scores=dict(scores))
+        self._write({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
+
+    def samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
+        """Show and record prompts and what the network said after them."""
+        for number, (prompt, text) in enumerate(samples, start=1):
+            self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
+        self._record(
+            "samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples]
+        )
+        texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
+        self._on_boards(lambda board: board.write_texts(texts, iteration=iteration))
+
+    def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
+        """Record bytes, as `device.memory_report` gives them."""
+        self._record("memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()})
+        if self._log.log_memory_to_tensorboard:
+            self._write(
+                {MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration
+            )
+
+    def saved(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
+        """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
+        self._record("checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures)
+        self._write(
+            {"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},
+            iteration=iteration,
+        )
+
+    def times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
+        """Show a block of timers and record them."""
+        self.text(text)
+        if scalars:
+            self._record("times", iteration=iteration, seconds=dict(scalars))
+        if self._log.log_timers_to_tensorboard:
+            self._write(scalars, iteration=iteration)
+
+    def close(self) -> None:
+        """Write out what is left, and close everything."""
+        self._on_boards(lambda board: board.close())
+        if self._bar:
+            self._bar.close()
+
+    def _step_scalars(self, step: Step) -> dict[str, float]:
+        """A step under Megatron's scalar names."""
+        values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
+        values["decoupled-learning-rate"] = step.decoupled_learning_rate
+        values |= {name: loss for name, loss in step.losses.items() if not step.skipped}
+        if self._log.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = step.loss_scale
+        if self._log.log_world_size_to_tensorboard:
+            values["world-size"] = self._world_size
+        values |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _write(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
+        if values:
+            self._on_boards(lambda board: board.write(values, iteration=iteration, samples=samples))
+
+    def _open(self, name: str) -> None:
+        self._boards[name] = self._openers[name]()
+
+    def _on_boards(self, action: Callable[[Board], None]) -> None:
+        for name, due in list(self._failed.items()):
+            if name not in self._boards and time.monotonic() >= due:
+                self._attempt(name, partial(self._open, name))
+        for name, board in list(self._boards.items()):
+            self._attempt(name, partial(action, board))
+
+    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+        """Let a board do something. One that fails, for a full disk or want of a network, is told of once; the run goes on."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever another package raises
+            self._boards.pop(name, None)
+            again = name.startswith(TENSORBOARD)
+            if name not in self._failed:
+                self.text(
+                    f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it"
+                    + ", and tries it again every minute" * again
+                )
+            self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        if self._journal:
+            self._journal.write({"kind": kind, **fields})
+
+
+class Journal:
+    """A file of JSON objects, one a line, written at once and only ever appended to.
+
+    A run that resumes writes a line of kind `start` with its iteration; steps above it that were written before a crash
+    come again, and the later line is the one that counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = LogFile(Path(path), "--log-jsonl")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
+        self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
+
+
+def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], Board]]:
+    """What the flags ask for: a name, and what opens it."""
+    found: dict[str, Callable[[], Board]] = {}
+    if log.tensorboard_dir:
+        found[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
+    if log.wandb_project:
+        found[f"--wandb-project {log.wandb_project}"] = lambda: WeightsAndBiases(log, settings)
+    return found
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Say what ended a thread, but for TensorBoard's own: what ends it is raised at the next write too, and is told then."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
+
+
+class TensorBoard:
+    """Event files in --tensorboard-dir."""
+
+    def __init__(self, log: LogConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = _thread_failed
+        try:
+            self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+        except OSError:  # a full disk still has room for the name of a file
+            for left in Path(str(log.tensorboard_dir)).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                if not left.stat().st_size:
+                    left.unlink()
+            raise
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name, and of each `X vs samples`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name, as they are and not as Markdown."""
+        for name, text in texts.items():
+            self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), iteration)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of --wandb-project."""
+
+    def __init__(self, log: LogConfig, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder = log.wandb_save_dir
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=log.wandb_project,
+            name=log.wandb_exp_name,
+            entity=log.wandb_entity,
+            dir=folder,
+            config=dict(settings),
+        )
+        self._module = wandb
+        # W&B drops points whose own step goes back; against a metric of ours they may come in any order.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
+        """Add a point to the curve of each name; any of them can be drawn over the metric `samples` there."""
+        self._run.log({**values, "iteration": iteration, **({} if samples is None else {"samples": samples})})
+
+    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
+        """Show texts, each under its name, as they are."""
+        self._run.log(
+            {
+                **{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()},
+                "iteration": iteration,
+            }
+        )
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._run.finish()
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError:
+        pass  # a full disk, or a pipe whose reader has ended; there is nobody to tell
+
+
+def _progress_bar(start: int, total: int) -> Any | None:
+    """A bar on standard error, if that is a terminal and tqdm is there; log files get no bar."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total or None, initial=start, unit="it", dynamic_ncols=True)

@@ -1,0 +1,150 @@
+"""This rank's stages, the buckets around them, and the optimizer: everything a step works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.distributed.buffers import default_bucket_size
+from megatron.core.distributed.ddp import DataParallel
+from megatron.core.models.bert import BERTModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.parallel.rng import materialize
+from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
+from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.core.transformer.activation_offloading import offload_activations
+from megatron.core.transformer.layer import Layer
+from megatron.training.data.batch import Batch, LossFunction
+from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.run import Progress, Run
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
+
+Network = GPTModel | BERTModel | T5Model
+ModelProvider = Callable[[Run, StageSpec], Network]
+# (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
+ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]
+# this rank's stages -> prompts with what the network says after them, on every rank
+Samples = Callable[[Sequence[Any]], list[tuple[str, str]]]
+
+
+@dataclass(slots=True)
+class Trainer:
+    """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates.
+
+    samples: what --eval-generate asks for. before_update: called before weights and optimizer state change; a save may still be copying them. before_step: called
+    with the work of a step that begins. accepts: whether the update of a step may be made, by the work, its losses (this
+    rank's shares) and the norm of the gradient; asked of all ranks together, and answered alike.
+    """
+
+    run: Run
+    forward_step: ForwardStep
+    specs: tuple[StageSpec, ...]
+    stages: list[Network]
+    parallels: list[Parallel]
+    optimizer: Optimizer
+    schedule: Schedule | None
+    batches: BatchSchedule
+    scripts: dict[tuple[int, bool], Script] = field(default_factory=dict)
+    loss_names: tuple[str, ...] | None = None
+    note_names: tuple[str, ...] | None = None
+    samples: Samples | None = None
+    before_update: Callable[[], None] = lambda: None
+    before_step: Callable[[Any], None] = lambda work: None
+    accepts: Callable[[Any, Mapping[str, Tensor], Tensor], bool] = lambda work, losses, norm: True
+
+    @property
+    def progress(self) -> Progress:
+        """The run's counters."""
+        return self.run.progress
+
+    def script(self, num_microbatches: int, *, training: bool) -> Script:
+        """What this rank does in one step, or in one forward-only pass."""
+        key = (num_microbatches, training)
+        if key not in self.scripts:
+            parallel, axis = self.run.config.parallel, self.run.mesh.pp
+            chunks, together = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
+            if training:
+                plan = with_reduction(
+                    choose(
+                        axis.size,
+                        chunks,
+                        num_microbatches,
+                        name=parallel.pipeline_schedule,
+                        together=together,
+                        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+                    )
+                )
+            else:
+                plan = forward_only(axis.size, chunks, num_microbatches, parallel.placement)
+            self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication, together=together)
+        return self.scripts[key]
+
+    def train_mode(self, training: bool) -> None:
+        """Dropout on or off."""
+        for stage in self.stages:
+            stage.train(training)
+
+
+def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
+    """Build this rank's stages with their initial values, their buckets and the optimizer."""
+    config, mesh = run.config, run.mesh
+    specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
+    stages = [model(run, spec) for spec in specs]
+    for stage in stages:
+        offload_activations(stage, config.offload, mesh.device)
+    parallels = [_wrap(run, stage) for stage in stages]
+    sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+    optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)
+    if config.optimizer.optimizer_cpu_offload and optimizer.host is None:
+        run.say("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
+    batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
+    schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)
+    return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
+
+
+def _wrap(run: Run, stage: Network) -> Parallel:
+    """Give a stage its initial values, and its place among the data-parallel ranks."""
+    parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
+    seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
+    if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
+        from megatron.core.distributed.fsdp import (
+            FullySharded,
+        )  # and with it torch's DTensor, which takes as long as torch itself
+
+        return FullySharded(
+            stage,
+            [part for part in stage.modules() if isinstance(part, Layer)],
+            run.mesh,
+            grad_dtype=grad_dtype,
+            average=parallel.ddp_average_in_collective,
+            keep_layers=parallel.torch_fsdp2_no_reshard_after_forward,
+            fill=partial(materialize, mesh=run.mesh, seed=seed, draw_on=source),
+        )
+    stage.materialize(seed, draw_on=source)
+    size: int | None = None
+    if parallel.ddp_num_buckets is not None:
+        size = -(-sum(p.numel() for p in stage.parameters()) // parallel.ddp_num_buckets)
+    elif parallel.ddp_bucket_size is not None or parallel.overlap_grad_reduce or parallel.overlap_param_gather:
+        size = parallel.ddp_bucket_size or default_bucket_size(run.mesh.dp.size)
+    return DataParallel(
+        stage,
+        run.mesh,
+        grad_dtype=grad_dtype,
+        sharded=parallel.use_distributed_optimizer,
+        bucket_size=size,
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+        average=parallel.ddp_average_in_collective,
+    )

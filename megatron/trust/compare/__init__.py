@@ -1,0 +1,1 @@
+"""Two checkpoints or two runs side by side, and a bad step repeated."""

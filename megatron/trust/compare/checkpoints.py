@@ -1,0 +1,211 @@
+"""Two tensors, or two checkpoints of any layout and any dialect: where they differ, and by how much.
+
+Tensors are read block by block, so memory does not grow with them. Without a tolerance, equal means every bit; where
+the dtypes differ, it means the same values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.parallel.boxes import Box
+from megatron.trust.compare.contents import fits
+
+_BLOCK = 1 << 22  # elements compared at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """|a - b| <= absolute + relative * |b| counts as equal. With both zero, only equal bits do."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether every bit counts."""
+        return self.relative == 0.0 and self.absolute == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """An element: its index in the global tensor, and both values."""
+
+    index: tuple[int, ...]
+    a: float
+    b: float
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.index))}] {self.a!r} and {self.b!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How two tensors differ. count: of elements that do. relative_norm: |a - b| / |b| over all elements, inf for b = 0.
+
+    largest: where |a - b| is largest; where one of both is not a number, that counts as infinite.
+    """
+
+    count: int
+    elements: int
+    first: Spot
+    largest: Spot
+    relative_norm: float
+
+    def __str__(self) -> str:
+        same = self.first == self.largest
+        return (
+            f"{self.count} of {self.elements} elements differ, relative norm {self.relative_norm:.3g}; first {self.first}"
+            + ("" if same else f"; largest {self.largest}")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A name whose content differs. what: in words. gap: for tensors that can be compared."""
+
+    name: str
+    what: str
+    gap: Gap | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> Gap | None:
+    """How two tensors of one shape differ; None where they do not."""
+    return _compared(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
+
+
+def compare_sources(
+    a: Source,
+    b: Source,
+    *,
+    tolerance: Tolerance = Tolerance(),
+    patterns: Sequence[str] = (),
+    dtypes: bool = True,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Iterator[Difference]:
+    """Every tensor and value, by name, that two checkpoints do not hold alike.
+
+    patterns: compare only names like these. dtypes: whether another dtype alone is a difference. advance: told the bytes
+    of `a` that were compared. What the runs were told (`run.config`) is for `settings_differences`.
+    """
+    names = dict.fromkeys([*a.formats, *b.formats])
+    for name in (name for name in names if fits(name, patterns)):
+        mine, theirs = a.formats.get(name), b.formats.get(name)
+        if mine is None or theirs is None:
+            yield Difference(name, f"only in {b.where if mine is None else a.where}")
+            continue
+        if tuple(mine.shape) != tuple(theirs.shape):
+            yield Difference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
+            continue
+        if dtypes and mine.dtype != theirs.dtype:
+            yield Difference(name, f"dtype {_word(mine.dtype)} and {_word(theirs.dtype)}")
+        gap = _compared(tuple(mine.shape), lambda box, name=name: (a.read(name, box), b.read(name, box)), tolerance)
+        if gap is not None:
+            yield Difference(name, str(gap), gap)
+        advance(math.prod(mine.shape) * mine.dtype.itemsize)
+    for name in dict.fromkeys([*a.values, *b.values]):
+        if fits(name, patterns) and name != "run.config" and a.values.get(name) != b.values.get(name):
+            yield Difference(name, value_differences(a.values.get(name), b.values.get(name)))
+
+
+def value_differences(a: Any, b: Any) -> str:
+    """Two values that differ, in words: of two mappings, the keys that do."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return ", ".join(
+            f"{key} {a.get(key)!r} and {b.get(key)!r}" for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
+        )
+    return f"{a!r} and {b!r}"
+
+
+def settings_differences(a: Source, b: Source) -> list[str]:
+    """Settings that both checkpoints state, and not alike, a line each."""
+    return [
+        f"{name}: {a.settings[name]!r} and {b.settings[name]!r}"
+        for name in sorted(set(a.settings) & set(b.settings))
+        if a.settings[name] != b.settings[name]
+    ]
+
+
+def _compared(shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance) -> Gap | None:
+    found = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
+    if not found:
+        return None
+    # Only now is the size of b worth a second reading; blocks of equal bits add nothing to the size of the gap.
+    square = sum(_sum_of_squares(read(box)[1]) for box in blocks(shape))
+    norm = math.sqrt(sum(block.square for block in found) / square) if square else math.inf
+    largest = max(found, key=lambda block: block.size).largest
+    return Gap(sum(block.count for block in found), math.prod(shape), found[0].first, largest, norm)
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Boxes of whole rows that together are a tensor, in order, each of a bounded size if no row is larger."""
+    if not shape:
+        yield Box((), ())
+        return
+    rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    for low in range(0, shape[0], rows):
+        yield Box((low, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - low), *shape[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What differs within a box. square: of the gap's norm. size: the largest |a - b|."""
+
+    count: int
+    square: float
+    first: Spot
+    largest: Spot
+    size: float
+
+
+def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Block | None:
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
+        return None
+    x, y = a.to(torch.float64), b.to(torch.float64)
+    unlike = ~((x == y) | (x.isnan() & y.isnan()))
+    gap = torch.where(unlike, (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
+    if not tolerance.is_zero:
+        differs = unlike & ~(gap.isfinite() & (gap <= tolerance.absolute + tolerance.relative * y.abs()))
+    else:
+        differs = (_bits(a) != _bits(b)).any(-1) if a.dtype == b.dtype else unlike
+    if not bool(differs.any()):
+        return None
+
+    def spot(place: int) -> Spot:
+        index = [int(at) for at in torch.unravel_index(torch.tensor(place), x.shape)] if x.dim() else []
+        return Spot(
+            tuple(at + low for at, low in zip(index, box.offset, strict=True)),
+            a.flatten()[place].item(),
+            b.flatten()[place].item(),
+        )
+
+    sizes = torch.where(differs, gap, -1.0).flatten()
+    place = int(sizes.argmax())
+    square = float(torch.where(gap.isfinite(), gap, 0.0).square().sum())
+    return _Block(
+        int(differs.sum()), square, spot(int(differs.flatten().int().argmax())), spot(place), float(sizes[place])
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes: [..., width of an element]."""
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _sum_of_squares(tensor: Tensor) -> float:
+    values = tensor.to(torch.float64)
+    return float(torch.where(values.isfinite(), values, 0.0).square().sum())
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

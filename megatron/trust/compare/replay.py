@@ -1,0 +1,299 @@
+"""A bad step once more, from its bundle: in one process, on the CPU, module by module.
+
+The whole global batch goes through the whole network, whatever the layout of the run was: the microbatches of the data
+ranks one after the other, each with the dropout stream of the rank that read it. Hooks on every module look at what it
+gives and at the gradient that comes back to it. The first value that is not finite, or larger than a bound, is where the
+trouble arises; if there is none, data and weights are sound, and the machine or the network of machines is not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.settings.kernels import KernelConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.store import CheckpointError, candidates
+from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
+from megatron.core.kernels.table import Need, select
+from megatron.core.optimizer.clip import global_norm
+from megatron.core.parallel.flight_recorder import action_words
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import spec_of
+from megatron.core.pipeline_parallel.executor import run as walk
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.data.batch import Batch
+from megatron.training.health.failure_dump import STEP, WEIGHTS, data_file, random_file
+from megatron.training.report.timers import Timers
+from megatron.training.run import Progress, Run
+from megatron.training.step import StepWork
+from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build_trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A value that is not finite, or too large. where: of the network; when: action of the step; cause: what went in."""
+
+    what: str
+    where: str
+    when: str
+    value: float
+    cause: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.where or 'the whole network'} is {self.value:g}, in {self.when}" + (
+            f"; {self.cause}" if self.cause else ""
+        )
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay found. first: of outputs and of gradients; largest: module -> largest absolute output."""
+
+    facts: dict[str, Any]
+    losses: dict[str, float]
+    norm: float
+    notes: list[str]
+    first: dict[str, Sight] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    bad_weights: list[str] = field(default_factory=list)
+    bad_gradients: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """What it means."""
+        if self.bad_weights:
+            return f"weights were not finite before the step: {', '.join(self.bad_weights[:4])}"
+        if "output" in self.first:
+            return f"the trouble arises in the forward pass: {self.first['output']}"
+        if "gradient" in self.first:
+            return f"the trouble arises in the backward pass: {self.first['gradient']}"
+        if self.bad_gradients:
+            return f"the trouble arises in the gradients of {', '.join(self.bad_gradients[:4])}, whose modules pass on none that is bad"
+        return (
+            "nothing of it happens here: this batch and these weights are sound, so look at the machines that computed or reduced "
+            "them, or at the steps between these weights and the bad one"
+        )
+
+
+class Observer:
+    """Looks at what every module gives and at the gradients that come back. bound: larger values count as trouble."""
+
+    def __init__(self, trainer: Trainer, found: Replayed, bound: float) -> None:
+        self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, found, bound
+        for stage in trainer.stages:
+            for name, module in stage.named_modules():
+                module.register_forward_hook(partial(self._look, name))
+
+    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _floating(output):
+            largest = _largest(tensor)
+            known = self._found.largest.get(name, 0.0)
+            self._found.largest[name] = known if known >= largest else largest
+            if not largest <= self._bound and "output" not in self._found.first:
+                self._found.first["output"] = Sight(
+                    "an output", name, self._when(), largest, self._cause(module, inputs)
+                )
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._look_back, name))
+
+    def _look_back(self, name: str, gradient: Tensor) -> None:
+        largest = _largest(gradient)
+        if not largest <= self._bound and "gradient" not in self._found.first:
+            self._found.first["gradient"] = Sight(
+                "the gradient that comes back to the output", name, self._when(), largest
+            )
+
+    def _when(self) -> str:
+        return action_words(self._trail.action)
+
+    def _cause(self, module: nn.Module, inputs: Any) -> str:
+        weights = [name for name, param in module.named_parameters() if not _largest(param.detach()) <= self._bound]
+        if weights:
+            return f"its {', '.join(weights[:3])} is not sound"
+        return (
+            "what goes in is sound"
+            if all(_largest(tensor) <= self._bound for tensor in _floating(inputs))
+            else "what goes in is not sound"
+        )
+
+
+def replay(
+    folder: Path,
+    providers: dict[str, tuple[ModelProvider, ForwardStep]],
+    *,
+    weights: Path | None = None,
+    bound: float = float("inf"),
+) -> Replayed:
+    """Repeat the step of a bundle. weights: a checkpoint to take instead of the bundle's own or the one that it names.
+
+    bound: absolute values from here on count as trouble, not only those that are not finite. Raises `ConfigError` when the
+    folder is no bundle, and `CheckpointError` when there are no weights.
+    """
+    try:
+        facts = json.loads((folder / STEP).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is no bundle of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
+            "faults/step-... after one"
+        ) from error
+    config, notes = _config(facts)
+    trainer = _trainer(config, facts, providers[config.model.architecture])
+    notes += _load(trainer, _weights_folder(folder, facts, weights), facts)
+    found = Replayed(facts, {}, 0.0, notes)
+    found.bad_weights = [
+        spec_of(param).name
+        for stage in trainer.stages
+        for param in stage.parameters()
+        if not bool(param.isfinite().all())
+    ]
+    Observer(trainer, found, torch.finfo(torch.float64).max if bound == float("inf") else bound)
+    count = config.train.global_batch_size // config.train.micro_batch_size
+    work = StepWork(trainer, _batches(folder, facts, trainer, notes), count, training=True)
+    walk(
+        trainer.script(count, training=True),
+        work=work,
+        axis=trainer.run.mesh.pp,
+        backward_axis=trainer.run.mesh.pp_backward,
+    )
+    for parallel in trainer.parallels:
+        parallel.finish_reduction()
+    found.losses = {name: float(total / number) for name, (total, number) in work.report().items()}
+    optimizer = trainer.optimizer
+    found.norm = float(
+        global_norm(optimizer.segments, trainer.run.mesh, sharded=False)
+        * work.missing_factor()
+        / optimizer.scaler.scale
+    )
+    found.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
+    return found
+
+
+def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
+    """The run's config in one process, and what that cannot repeat exactly."""
+    config = from_values(RunConfig, facts["config"])
+    parallel, model, notes = config.parallel, config.model, []
+    if parallel.hybrid_context_parallel:
+        raise ConfigError(
+            "a step with --hybrid-context-parallel cannot be repeated in one process: its microbatches are regrouped"
+        )
+    dropout = model.hidden_dropout or model.attention_dropout
+    if dropout and (parallel.tp > 1 or parallel.pp > 1 or parallel.context_parallel_size > 1):
+        notes.append("dropout is drawn otherwise than in the run, whose ranks each drew for a part of the network")
+    model = replace(model, attention_backend="auto", kernels=KernelConfig())  # this machine may have others
+    return replace(config, parallel=ParallelConfig(), model=model).resolve(1), notes
+
+
+def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
+    mesh = Mesh.single(torch.device("cpu"))
+    kernels = select(
+        Need(
+            device="cpu",
+            dtype=getattr(torch, config.precision.dtype),
+            documents=config.data.separates_documents,
+            padding=config.model.architecture != "gpt",
+        ),
+        config.model.kernel_wishes,
+    )
+    run = Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=NullTokenizer(config.model.true_vocab_size),
+        streams=RandomStreams.build(mesh, config.train.seed),
+        timers=Timers(level=0),
+        log=logging.getLogger("megatron"),
+        progress=Progress(**facts["progress"]),
+    )
+    trainer = build_trainer(run, *provider)
+    trainer.optimizer.scaler.scale = facts["loss_scale"]
+    return trainer
+
+
+def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -> Path:
+    asked = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+    if asked is None and facts["checkpoint"] is None:
+        raise CheckpointError(
+            "the bundle holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
+            "--bundle-weights to the run"
+        )
+    place = Path(facts["checkpoint"]["folder"]) if asked is None else asked
+    found = candidates(place) if not (place / "commit.txt").is_file() else []
+    return found[0].folder if found else place
+
+
+def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
+    """Fill the network; what to tell about that."""
+    source = open_saved(place)
+    state: Tree = {}
+    for stage in trainer.stages:
+        for param in stage.parameters():
+            put(state, f"model.{spec_of(param).name}", placed_parameter(param, trainer.run.mesh))
+    load(state, source, complete=("model.",))
+    missing = facts["iteration"] - 1 - source.commit.iteration
+    return [
+        f"the weights are {place}" + (f", {missing} steps before the bad one: numbers will differ" if missing else "")
+    ]
+
+
+def _batches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]) -> Iterator[Batch]:
+    """The microbatches of all data ranks, in their order; each rank's begin with its random streams."""
+    data_rank, context = 0, from_values(RunConfig, facts["config"]).parallel.context_parallel_size
+    while (folder / data_file(data_rank, 0)).is_file():
+        read = [torch.load(folder / data_file(data_rank, rank), weights_only=True) for rank in range(context)]
+        streams = torch.load(folder / random_file(read[0]["rank"]), weights_only=True)
+        if all(streams[name].shape == state.shape for name, state in trainer.run.streams.state().items()):
+            trainer.run.streams.load(streams)
+        elif data_rank == 0:
+            notes.append("random streams are those of another device, and start afresh")
+        for rows in zip(*(one["microbatches"] for one in read), strict=True):
+            yield _whole(rows)
+        data_rank += 1
+
+
+def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
+    """A microbatch from what the context ranks hold of it."""
+    first = pieces[0]
+    cut = Zigzag(sum(piece["tokens"].shape[-1] for piece in pieces), len(pieces))
+
+    def joined(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        rows = [pick(piece) for piece in pieces]
+        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.counts():
+            return rows[0]  # what is not cut, all hold
+        return torch.cat(rows, dim=-1)[..., cut.in_order(range(len(rows)), rows[0].device)]
+
+    names = [name for name in first if name not in ("samples", "extras")]
+    extras = {name: joined(lambda piece, name=name: piece["extras"][name]) for name in first["extras"]}
+    samples = None if first["samples"] is None else tuple(first["samples"])
+    return Batch(
+        **{name: joined(lambda piece, name=name: piece[name]) for name in names}, extras=extras, samples=samples
+    )
+
+
+def _floating(value: Any) -> list[Tensor]:
+    """The floating-point tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() and value.numel() else []
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for one in inner for tensor in _floating(one)]
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN or infinity if there is one."""
+    return float(torch.linalg.vector_norm(tensor.detach().double(), float("inf"))) if tensor.numel() else 0.0

@@ -1,0 +1,303 @@
+"""Two runs laid beside each other by their ledgers: where they part, and what they were given that differs.
+
+    steps 1 .. 11   equal to the last bit
+    step  12        the first that differs, in the last bits only       step 14   the first beyond the tolerance
+
+What differs is ranked by how likely it made the difference. Runs that are beyond the tolerance within three steps compute
+something else; where the last bits only differ, sums were taken in another order:
+
+    beyond     resumed state, data, tokenizer, network, order of samples, optimizer, number format, code, layout, machines
+    last bits  layout, machines, code, number format, resumed state, data, tokenizer, network, order of samples, optimizer
+
+Within a rank of that order settings come before what stands beside them, by name. Settings that only say what is reported
+and kept cannot change a number, and stand apart. Of a run that was started more than once, those inputs count that were in
+force at the step where the runs part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.settings.compilation import CompileConfig
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import (
+    CheckpointConfig,
+    LogConfig,
+    OffloadConfig,
+    RecomputeConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron.training.report.run_log import read_events
+
+BEYOND = (
+    "resumed state",
+    "data",
+    "tokenizer",
+    "network",
+    "order of samples",
+    "optimizer",
+    "number format",
+    "code",
+    "layout",
+    "machines",
+)
+LAST_BITS = (
+    "layout",
+    "machines",
+    "code",
+    "number format",
+    "resumed state",
+    "data",
+    "tokenizer",
+    "network",
+    "order of samples",
+    "optimizer",
+)
+_SOON = 3  # steps in which rounding does not grow far
+REPORTS = "reports"  # cannot change a number
+KINDS: Mapping[type, str] = {
+    ModelConfig: "network",
+    ParallelConfig: "layout",
+    PrecisionConfig: "number format",
+    RecomputeConfig: "layout",
+    OptimizerConfig: "optimizer",
+    ScheduleConfig: "optimizer",
+    DataConfig: "data",
+    TokenizerConfig: "tokenizer",
+    TrainConfig: "order of samples",
+    LogConfig: REPORTS,
+    CheckpointConfig: REPORTS,
+    OffloadConfig: "layout",
+    CompileConfig: "layout",
+}
+KIND_OF: Mapping[str, str] = {
+    **dict.fromkeys(("train_iters", "train_samples", "calculate_per_token_loss"), "optimizer"),
+    **dict.fromkeys(
+        (
+            "micro_batch_size",
+            "deterministic_mode",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+        ),
+        "layout",
+    ),
+    **dict.fromkeys(("on_bad_step", "max_bad_steps"), "order of samples"),
+    **dict.fromkeys(
+        ("finetune", "ckpt_step", "load_optim", "load_rng", "pretrained_checkpoint", "load"), "resumed state"
+    ),
+    **dict.fromkeys(
+        (
+            "eval_iters",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "exit_signal_handler",
+            "exit_signal",
+            "manual_gc",
+            "manual_gc_interval",
+            "empty_unused_memory_level",
+            "check_for_nan_in_loss_and_grad",
+            "log_samples",
+            "num_workers",
+            "data_cache_path",
+            "distributed_timeout_minutes",
+        ),
+        REPORTS,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run was given at one of its starts, and the iteration it went on from; loaded: from a checkpoint."""
+
+    given: Mapping[str, Any]
+    iteration: int
+    loaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A ledger, read. steps: iteration -> its numbers by name; of one that was run twice the later. end: the last word."""
+
+    path: str
+    starts: tuple[Start, ...]
+    steps: Mapping[int, Mapping[str, float]]
+    end: str
+
+    def at(self, iteration: int) -> Start:
+        """The start that was in force in an iteration."""
+        return next((start for start in reversed(self.starts) if start.iteration < iteration), self.starts[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A step in which two runs differ. size: the largest relative difference among values: name -> (a, b)."""
+
+    iteration: int
+    size: float
+    values: Mapping[str, tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Something that two runs were given differently. origins: where a setting came from in each."""
+
+    kind: str
+    name: str
+    a: Any
+    b: Any
+    origins: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """first: the first step that is not equal to the last bit; beyond: the first that differs by more than the tolerance.
+
+    common: the steps that both runs have. inputs: what differs, the likeliest cause first. idle: what cannot change numbers.
+    restarts: iterations, between the first common step and the parting, from which one run was resumed and the other not.
+    """
+
+    common: tuple[int, ...]
+    first: Apart | None
+    beyond: Apart | None
+    inputs: tuple[Input, ...]
+    idle: tuple[Input, ...]
+    restarts: tuple[int, ...]
+
+
+def read_history(path: str | Path) -> History:
+    """A ledger, or the one in this folder. Raises `OSError` for none, `ValueError` for one without a start."""
+    starts: list[Start] = []
+    steps: dict[int, dict[str, float]] = {}
+    end = "nothing more was heard of it"
+    for event in read_events(path):
+        if event["event"] == "start":
+            starts.append(Start(event, 0))
+            end = "nothing more was heard of it"
+        elif event["event"] == "loaded" and starts:
+            starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"], loaded=True)
+            steps = {iteration: step for iteration, step in steps.items() if iteration <= event["iteration"]}
+        elif event["event"] == "steps":
+            steps |= _rows(event)
+        elif event["event"] == "end":
+            end = event["reason"]
+    if not starts:
+        raise ValueError(f"{path} holds no start of a run")
+    return History(str(path), tuple(starts), steps, end)
+
+
+def difference(a: History, b: History, tolerance: float) -> Difference:
+    """Where two runs part and what may be the cause. tolerance: of the relative difference of a loss or gradient norm."""
+    common = tuple(sorted(a.steps.keys() & b.steps.keys()))
+    apart = [_apart(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
+    first = next((one for one in apart if one.values), None)
+    beyond = next((one for one in apart if one.size > tolerance), None)
+    parting = first.iteration if first else common[-1] if common else 1
+    soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
+    order = LAST_BITS if first and soon <= tolerance else BEYOND
+    mine, theirs = a.at(parting), b.at(parting)
+    found = list(differing_inputs(mine.given, theirs.given))
+    # A folder to go on from, which held nothing yet, is only where the run saves.
+    counts = [
+        one for one in found if one.kind in order and (one.kind != "resumed state" or mine.loaded or theirs.loaded)
+    ]
+    known = sorted(counts, key=lambda one: order.index(one.kind))
+    resumed = [{start.iteration for start in run.starts if start.iteration < parting} for run in (a, b)]
+    return Difference(
+        common,
+        first,
+        beyond,
+        tuple(known),
+        tuple(one for one in found if one not in known),
+        tuple(sorted(resumed[0] ^ resumed[1])),
+    )
+
+
+def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Input]:
+    """Everything that two starts were given differently."""
+    kinds = setting_kinds()
+    for name, (mine, theirs) in _unequal(a, b, "settings"):
+        origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
+        yield Input(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
+    for name, (mine, theirs) in _unequal(a, b, "data"):
+        yield Input("data", f"files of {name}", mine, theirs)
+    for part, kind in (
+        ("tokenizer", "tokenizer"),
+        ("code", "code"),
+        ("layout", "layout"),
+        ("kernels", "machines"),
+        ("environment", "machines"),
+    ):
+        for name, (mine, theirs) in _unequal(a, b, part):
+            if name in ("sources", "ranks") or part in ("tokenizer", "kernels"):
+                yield Input(kind, f"{part}: {name}", mine, theirs)
+            elif part == "code" or name == "hosts":  # what changed in the code, `sources` says
+                yield Input(REPORTS, f"{part}: {name}", mine, theirs)
+            elif part == "environment" and name != "variables":
+                yield Input(kind, f"{part}: {name}", mine, theirs)
+    variables = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
+    for name, (mine, theirs) in _unequal(*variables, "variables"):
+        # What the launcher tells of this very start says nothing of the numbers.
+        yield Input(REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs)
+
+
+def setting_kinds() -> dict[str, str]:
+    """Setting -> the kind of what it changes."""
+    return dict(_kinds_of(RunConfig(), REPORTS)) | dict(KIND_OF)
+
+
+def _kinds_of(config: Any, above: str) -> Iterator[tuple[str, str]]:
+    kind = KINDS.get(type(config), above)
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _kinds_of(value, kind)
+        else:
+            yield one.name, kind
+
+
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], part: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    mine, theirs = a.get(part) or {}, b.get(part) or {}
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            yield name, (mine.get(name), theirs.get(name))
+
+
+def _rows(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    columns: dict[str, Sequence[Any]] = dict(event["losses"])
+    columns |= {"gradient norm": event["grad_norm"]} if "grad_norm" in event else {}
+    return {
+        iteration: {name: float(values[place]) for name, values in columns.items() if values[place] is not None}
+        for place, iteration in enumerate(event["iterations"])
+    }
+
+
+def _apart(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> Apart:
+    values = {
+        name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if not _same(a.get(name), b.get(name))
+    }
+    return Apart(iteration, max((_relative(*pair) for pair in values.values()), default=0.0), values)
+
+
+def _same(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+def _relative(a: float | None, b: float | None) -> float:
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))

@@ -1,0 +1,1 @@
+"""A run's command as a checked config: the rules, repairs of what breaks them, and parameter counts."""

@@ -1,0 +1,93 @@
+"""What would be started: the words of a run's command, as a setting that rules can look at.
+
+--num-layers 12 ...                                                          flags alone, on one rank
+torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a BERT on 16 ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.arguments import read_flags
+from megatron.trust.flags.repair import Broken, Given
+
+# What an entry script says of itself.
+ENTRIES: Mapping[str, Mapping[str, Any]] = {
+    "pretrain_gpt.py": {"tokenizer_type": "GPT2BPETokenizer"},
+    "pretrain_bert.py": {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"},
+    "pretrain_t5.py": {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"},
+}
+# Scripts of Megatron, and what does their work here.
+ELSEWHERE: Mapping[str, str] = {
+    "gpt_static_inference.py": "tools/generate.py continues texts",
+    "gpt_dynamic_inference.py": "tools/generate.py continues texts",
+    "gpt_dynamic_inference_with_coordinator.py": "tools/run_text_generation_server.py serves a network on many ranks",
+    "run_text_generation_server.py": "its own --help lists the flags of the server",
+    "pretrain_hybrid.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_mamba.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_vlm.py": "images and multimodal models are not built yet; pretrain_gpt.py trains language models",
+    "train_rl.py": "reinforcement learning is not built yet; pretrain_gpt.py trains on texts and, with --sft, on conversations",
+    "main.py": "flags of tasks are looked at when tasks/main.py starts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command. unread: what of the flags could not be read, and is left out of the setting; None: nothing could be read.
+
+    messages: what of the flags was understood in another way, or is accepted although it changes nothing.
+    """
+
+    setting: Given | None
+    unread: tuple[Broken, ...]
+    messages: tuple[str, ...] = ()
+
+
+def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
+    """(the launcher's words, the entry script's name, its flags) of a command, or of flags alone, which are those of `entry`."""
+    place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
+    if place is None:
+        return [], entry, list(words)
+    return list(words[:place]), Path(words[place]).name, list(words[place + 1 :])
+
+
+def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
+    """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
+    if (script := _stranger(words)) is not None:
+        other = ELSEWHERE.get(script, f"the scripts that train are {', '.join(ENTRIES)}")
+        return Command(None, (Broken("command-line", f"{script} is not a script whose flags are known here: {other}"),))
+    launcher, entry, flags = split_command(words, entry)
+    ranks = _ranks(launcher) if ranks is None else ranks
+    try:
+        args = read_flags(flags, defaults=ENTRIES[entry])
+    except ConfigError as error:
+        return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
+    return Command(
+        Given(from_namespace(RunConfig, args), ranks),
+        tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
+        tuple(args.messages),
+    )
+
+
+def _stranger(words: Sequence[str]) -> str | None:
+    """The script that a whole command starts, if it is none of `ENTRIES`."""
+    script = next((word for word in words if word.endswith(".py")), None)
+    whole = bool(words) and not words[0].startswith("-")
+    return Path(script).name if script and whole and not any(Path(word).name in ENTRIES for word in words) else None
+
+
+def _ranks(launcher: Sequence[str]) -> int:
+    """Ranks that torchrun's words ask for; 1 of what they leave open, such as `gpu`."""
+    words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
+    given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}
+    counts = [value.rpartition(":")[2] for value in given.values()]  # 2:4 machines are at most 4
+    product = 1
+    for count in counts:
+        product *= int(count) if count.isdecimal() else 1
+    return product

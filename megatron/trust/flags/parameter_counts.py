@@ -1,0 +1,104 @@
+"""What a layout builds, against the network on one rank: layers of all stages, and parameters of every rank and of the whole.
+
+Nothing runs and nothing takes memory: each rank's place is a mesh without process groups, and parameters lie on the meta device.
+Ranks that differ only in their data are alike, so one of them is built. Two things are compared:
+
+    the boxes of all ranks  with the true shape of every named parameter: each element is somewhere
+    all named parameters    with those of one rank that has everything
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.models.describe import count_parameters, parameter_shapes
+from megatron.core.models.on_meta import network_on
+from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.spec import local_shards, spec_of
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What was found. ranks: places that were built. parameters: of the whole network. problems: what does not agree."""
+
+    ranks: int
+    layers: int
+    parameters: int
+    problems: tuple[str, ...]
+
+
+def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> Built:
+    """Build the places of a checked, resolved config, and compare. most: places to build; the first and the last of more."""
+    model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
+    config = replace(
+        config, model=replace(model, true_vocab_size=model.padded_vocab_size)
+    )  # a vocabulary without padding
+    stages, problems = stages_of(config), []
+    layers = sum(len(stage.layers) for stage in stages)
+    wanted = len(layer_rows(config.model))
+    if layers != wanted:
+        problems.append(f"the stages have {layers} layers, and the network {wanted}")
+    places = _places(config, world_size)
+    shown = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
+    held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for mesh in shown:
+        own = [stage for stage in stages if stage.rank == mesh.pp.rank]
+        networks = [network_on(config.model, mesh, stage) for stage in own]
+        tensors = {id(param): param for network in networks for param in network.parameters()}.values()
+        for param in tensors:
+            spec = spec_of(param)
+            shapes[spec.name] = spec.shape
+            held.setdefault(spec.name, set()).update(
+                (p.box.offset, p.box.shape) for p in local_shards(spec, mesh) if p.is_first_replica
+            )
+    counted = count_parameters(config.model).total
+    if len(shown) == len(places):
+        problems += [
+            f"{name} is {shape}, and the ranks hold {size:,} of its elements"
+            for name, shape in sorted(shapes.items())
+            if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)
+        ]
+        problems += _whole(shapes, config)
+    return Built(len(shown), layers, counted, tuple(problems))
+
+
+def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
+    """A rank's place on every axis, without process groups. lists: those of `axis_ranks`, and of `block_ranks` if there are some."""
+
+    def axis(name: str) -> Axis:
+        groups = lists["pp" if name == "pp_backward" else name]
+        ranks = next((group for group in groups if rank in group), (rank,))
+        return Axis(name, len(ranks), ranks.index(rank), ranks)
+
+    axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+    return Mesh(
+        device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes
+    )
+
+
+def _places(config: RunConfig, world_size: int) -> list[Mesh]:
+    """The first rank at every place that differs in what it holds."""
+    lists, found = axis_ranks(config.parallel, world_size), {}
+    for mesh in (mesh_of(lists, rank) for rank in range(world_size)):
+        found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
+    return list(found.values())
+
+
+def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
+    """What is wrong with the parameters of all ranks together."""
+    alone, problems = parameter_shapes(config.model), []
+    if alone != shapes:
+        odd = sorted(name for name in alone.keys() | shapes.keys() if alone.get(name) != shapes.get(name))
+        problems.append(f"one rank alone has other parameters: {', '.join(odd[:5])}")
+    found, counted = sum(map(math.prod, shapes.values())), count_parameters(config.model).total
+    if found != counted:
+        problems.append(f"the ranks hold {found:,} parameters in all, and one rank alone {counted:,}")
+    return problems

@@ -1,0 +1,471 @@
+"""The fewest changes of flags that make a configuration keep every rule.
+
+What a rule says names the flags that it speaks of and the numbers that matter. So the values to try come from the rules
+themselves: of a size its neighbours, divisors and multiples of those numbers; of a choice the other choices; of a switch
+the other state; of anything what it is when left out. The search adds one change at a time, always for a rule that is
+still broken, first with one change in all, then with two, and so on:
+
+    heads 30, tp 4, batch 100 on 8 ranks        broken: heads-over-tensor, global-batch
+      one change    cannot do: no flag is named by both
+      two changes   tp 4 -> 2 and batch 100 -> 96 keep every rule; heads 30 -> 32 and batch 100 -> 96 do so too
+
+Among sets of equal size the nearest wins: a size counts its ratio, and a change of the network more than one of the layout.
+The answer is the smallest among the values that were tried, not among all that exist; a limit of configurations can end it
+early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from megatron.core.config.flags import flag_fields, spelling, words_of
+from megatron.core.config.settings.data import ChatConfig, DataConfig, FillConfig, MaskingConfig, TokenizerConfig
+from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
+from megatron.core.config.settings.moe import MoEConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.core.config.settings.run import RunConfig, TrainConfig
+from megatron.training.cli.preflight import Preflight, examine, fitted, preflight
+
+WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
+# Values for what nobody but the user can know; the report says that they are examples.
+EXAMPLES: Mapping[str, Any] = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "train_iters": 1000,
+    "train_samples": 100_000,
+    "lr": 3e-4,
+    "save_interval": 1000,
+    "save": "FOLDER",
+    "load": "FOLDER",
+    "pretrained_checkpoint": "FOLDER",
+    "export_hf": "FOLDER",
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+    "recompute_num_layers": 1,
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_expert_capacity_factor": 1.0,
+    "kv_channels": 64,
+    "window_size": "127,0",
+    "data_path": ("PREFIX",),
+    "fim_split_sample": "TOKEN",
+    "vocab_file": "FILE",
+    "merge_file": "FILE",
+    "tokenizer_model": "FILE",
+    "vocab_size": 50257,
+}
+# Flags that a rule means without naming them: what the number of data-parallel ranks follows from, and others.
+_RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", WORLD)
+MEANT: Mapping[str, tuple[str, ...]] = {
+    "global-batch": _RANKS,
+    "rotations": ("position_embedding_type",),
+    "context": ("tensor_model_parallel_size",),
+    "hybrid-context": ("seq_length", *_RANKS),
+    "batch-over-time": (
+        *_RANKS,
+        "global_batch_size",
+        "micro_batch_size",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+        "decrease_batch_size_if_needed",
+    ),
+    "learning-rate-over-time": (
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+    ),
+}
+# Where sizes come from that are not given.
+FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "num_query_groups": ("num_attention_heads",),
+    "ffn_hidden_size": ("hidden_size",),
+    "kv_channels": ("hidden_size", "num_attention_heads"),
+    "moe_ffn_hidden_size": ("ffn_hidden_size", "hidden_size"),
+    "max_position_embeddings": ("seq_length",),
+    "global_batch_size": ("micro_batch_size",),
+    "decoder_seq_length": ("seq_length",),
+    "decoder_num_layers": ("encoder_num_layers",),
+}
+# How much a change counts beside its distance: one of the layout 1, one of the network most.
+WEIGHTS: Mapping[type, float] = {
+    ModelConfig: 4,
+    RopeConfig: 4,
+    MLAConfig: 4,
+    MTPConfig: 4,
+    MoEConfig: 4,
+    DataConfig: 3,
+    FillConfig: 3,
+    ChatConfig: 3,
+    MaskingConfig: 3,
+    TokenizerConfig: 3,
+    PrecisionConfig: 3,
+    OptimizerConfig: 2,
+    ScheduleConfig: 2,
+    TrainConfig: 2,
+}
+WEIGHT_OF: Mapping[str, float] = {
+    "num_layers": 10,
+    "encoder_num_layers": 10,
+    "hidden_size": 10,
+    "num_attention_heads": 10,
+    "seq_length": 6,
+    "max_position_embeddings": 2,
+    "padded_vocab_size": 2,
+    "attention_backend": 1,
+    "micro_batch_size": 1.5,
+    WORLD: 4,
+}
+# Switches that make another run of it. Nobody wants them on only because a rule would be kept.
+PURPOSES = ("skip_train", "mock_data", "sft", "fim_data", "use_checkpoint_args", "finetune")
+LARGEST, MOST_VALUES = 10**7, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A rule that is broken, and one line of what it says."""
+
+    rule: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One flag with another value. None: left out. example: the value stands for one that only the user knows.
+
+    mends: rules that are broken again without this change. far: how far it is from what was given.
+    """
+
+    name: str
+    before: Any
+    after: Any
+    example: bool = False
+    far: float = 0.0
+    mends: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The flag as it is spelled."""
+        return spelling(self.name)
+
+    def __str__(self) -> str:
+        flag = "ranks" if self.name == WORLD else self.flag
+        if isinstance(self.after, bool):
+            kept_off = self.after is False and _declared()[self.name].default is True
+            return f"add {_declared()[self.name].off}" if kept_off else f"{'add' if self.after else 'leave out'} {flag}"
+        if self.after is None or self.after == ():
+            return f"leave out {flag} {shown(self.before)}"
+        change = (
+            f"add {flag} {shown(self.after)}"
+            if self.before in (None, ())
+            else f"{flag} {shown(self.before)} -> {shown(self.after)}"
+        )
+        return change + ("  (for example)" if self.example else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Changes that keep every rule, or None if none were found. fewest: no smaller set among the values tried does it.
+
+    tried: configurations that were looked at.
+    """
+
+    edits: tuple[Edit, ...] | None
+    fewest: bool
+    tried: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user gave: a config that is not resolved, and how many ranks there will be.
+
+    whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
+    whether the files that it needs have to be here.
+    """
+
+    config: RunConfig
+    world_size: int
+    whole: bool = False
+    device: str = ""
+    files: bool = False
+
+    def value(self, name: str) -> Any:
+        """What a flag says."""
+        return self.world_size if name == WORLD else _at(self.config, _declared()[name].path)
+
+    def with_values(self, values: Mapping[str, Any]) -> Given:
+        """The setting with other values of some flags."""
+        config = self.config
+        for name, value in values.items():
+            config = config if name == WORLD else _put(config, _declared()[name].path, value)
+        return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
+
+    def as_started(self) -> Given:
+        """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
+        config, ranks = fitted(self.config, self.world_size)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
+        return dataclasses.replace(self, config=config, world_size=ranks)
+
+    def validated(self) -> Preflight:
+        """What a run would find before it starts."""
+        return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=True)
+
+    def broken(self) -> tuple[Broken, ...]:
+        """Every rule that is broken, a line each."""
+        if self.world_size < 1:
+            return (Broken("world-size", f"{self.world_size} ranks: there must be at least 1"),)
+        problems = self.validated().problems if self.whole else examine(self.config, self.world_size)[1]
+        return tuple(Broken(rule, line.strip()) for rule, said in problems for line in said.splitlines())
+
+
+def fewest_edits(setting: Given, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000) -> Answer:
+    """The smallest and nearest set of changes that keeps every rule, without changing the flags that are `fixed`.
+
+    most: changes in one set. tries: configurations that are looked at, after which the best so far must do.
+    """
+    search = _Search(setting, frozenset(fixed), tries)
+    start = search.look({})
+    for count in range(search.at_least(start, {}), most + 1):
+        search.descend({}, start, count, 0.0)
+        if search.best is not None or search.late:
+            break
+    if search.best is None:
+        return Answer(None, False, len(search.seen))
+    return Answer(_explained(setting, search.best), not search.late, len(search.seen))
+
+
+@dataclass(slots=True)
+class _Search:
+    """Sets of changes by rising size. best: the nearest that was found, of `cost`. seen: set of changes -> what it breaks."""
+
+    setting: Given
+    fixed: frozenset[str]
+    tries: int
+    best: dict[str, Edit] | None = None
+    cost: float = math.inf
+    late: bool = False
+    seen: dict[frozenset[tuple[str, str]], tuple[Broken, ...]] = field(default_factory=dict)
+
+    def look(self, done: Mapping[str, Edit]) -> tuple[Broken, ...]:
+        """What is broken after these changes."""
+        key = frozenset((name, repr(edit.after)) for name, edit in done.items())
+        if key not in self.seen:
+            self.seen[key] = self._after(done).broken()
+        return self.seen[key]
+
+    def at_least(self, broken: tuple[Broken, ...], done: Mapping[str, Edit]) -> int:
+        """Further changes without which these rules cannot be kept: as many as there are rules that share no flag."""
+        taken: set[str] = set()
+        count = 0
+        for names in sorted(([name for name in self._free(one) if name not in done] for one in broken), key=len):
+            if not taken & set(names):
+                taken, count = taken | set(names), count + 1
+        return count
+
+    def descend(self, done: Mapping[str, Edit], broken: tuple[Broken, ...], left: int, cost: float) -> None:
+        """Look through all sets with `left` more changes than `done`."""
+        if not broken:
+            self.best, self.cost = dict(done), cost
+            return
+        self.late = self.late or len(self.seen) > self.tries
+        if self.late or self.at_least(broken, done) > left:
+            return
+        setting = self._after(done)
+        one = min(
+            broken, key=lambda one: len(set(self._free(one)) - done.keys())
+        )  # the rule that leaves the least choice
+        edits = [edit for name in self._free(one) if name not in done for edit in candidates(setting, one, name)]
+        for edit in sorted(edits, key=lambda edit: edit.far):
+            if cost + edit.far >= self.cost:
+                break
+            longer = {**done, edit.name: edit}
+            self.descend(longer, self.look(longer), left - 1, cost + edit.far)
+
+    def _after(self, done: Mapping[str, Edit]) -> Given:
+        return self.setting.with_values({name: edit.after for name, edit in done.items()})
+
+    def _free(self, one: Broken) -> list[str]:
+        return [name for name in named(one, self.setting) if name not in self.fixed]
+
+
+def named(one: Broken, setting: Given) -> list[str]:
+    """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
+    found: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
+    text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
+    words = _words()
+    for word in re.findall(r"--[a-z0-9][a-z0-9_-]*", text):
+        name = words.get(word)
+        if name == "num_query_groups" and not setting.config.model.group_query_attention:
+            found += FOLLOWS[name]  # each head is a group of its own, whatever the flag says
+        elif name is not None:
+            found += [name, *(FOLLOWS.get(name, ()) if setting.value(name) is None else ())]
+    return list(dict.fromkeys([*found, *MEANT.get(one.rule, ())]))
+
+
+def candidates(setting: Given, one: Broken, name: str) -> list[Edit]:
+    """The changes of one flag that may mend what is broken, the nearest first."""
+    before, numbers = (
+        setting.value(name),
+        {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)},
+    )
+    for other in named(one, setting):
+        value = setting.value(other)
+        numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
+    flag = _declared()[name]
+    values = dict.fromkeys(value for value in [*_values(flag.kind, before, numbers), flag.default] if value != before)
+    example = before is None and name in EXAMPLES
+    if example:
+        values |= {EXAMPLES[name]: None}
+    edits = [
+        Edit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says))
+        for value in values
+    ]
+    return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
+
+
+def shown(value: Any) -> str:
+    """A value as on a command line."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
+    """Values of a flag of this type that the numbers of a rule suggest."""
+    base = (
+        next((part for part in get_args(kind) if part is not type(None)), kind)
+        if type(None) in get_args(kind)
+        else kind
+    )
+    if base is bool:
+        return [not before]
+    if get_origin(base) is Literal:
+        return list(get_args(base))
+    if get_origin(base) is tuple:
+        return _rows(get_args(base)[0], before or (), numbers)
+    if base is int:
+        return _sizes(before, {int(number) for number in numbers if number == int(number) and 0 < number <= LARGEST})
+    return sorted(numbers) if base is float else []
+
+
+def _sizes(before: int | None, numbers: set[int]) -> list[int]:
+    """Whole numbers: those of the rule and beside them, their small divisors, and multiples near what was given."""
+    found = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
+    products = numbers | {a * b for a in numbers for b in numbers if a < b}
+    for number in numbers:
+        found |= {part for part in range(1, min(number, 128) + 1) if number % part == 0}
+        found |= {number // part for part in range(1, 9) if number % part == 0}
+    if before is not None:
+        found |= {max(1, abs(before) // number + step) * number for number in products for step in (0, 1)}
+    return sorted(size for size in found if 0 < size <= LARGEST)
+
+
+def _rows(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
+    """Flags of several words: one word only, no word twice, shorter or longer, or two factors of a number."""
+    found = [before[:1], tuple(dict.fromkeys(before))]
+    found += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
+    lengths = sorted(int(number) for number in numbers if 1 <= number <= 512 and number == int(number))
+    found += [(before * length)[:length] for length in lengths]
+    if kind is int:
+        found += [(part, length // part) for length in lengths for part in range(2, length) if length % part == 0]
+        found += [(length - 2 * (length // 3), length // 3, length // 3) for length in lengths]
+    if kind is float:
+        found.append((0.0,) * len(before))
+    return [row for row in found if row]
+
+
+def _distance(name: str, before: Any, after: Any, says: str) -> float:
+    """How far a value is from another: a ratio of sizes; more where what was given is lost, less where something is added, or
+    where the rule itself says so.
+    """
+    if isinstance(after, bool):
+        return (10.0 if name in PURPOSES else 1.0) if after else 2.0
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)) and before > 0 and after > 0:
+        return 0.5 + abs(math.log2(after / before))
+    if after in (None, ()):
+        return 2.0
+    if before is None:
+        return 2.0 if name in EXAMPLES else 0.75
+    kept = set(after) <= set(before) if isinstance(after, tuple) else str(after) in re.findall(r"[\w+-]+", says)
+    return 0.75 if kept else 1.0
+
+
+def _explained(setting: Given, best: Mapping[str, Edit]) -> tuple[Edit, ...]:
+    """The changes, each with the rules that are broken without it; one that nothing needs is left out."""
+    explained = []
+    for name, edit in best.items():
+        others = {other: change.after for other, change in best.items() if other != name}
+        mends = tuple(dict.fromkeys(one.rule for one in setting.with_values(others).broken()))
+        explained.append(dataclasses.replace(edit, mends=mends))
+    return tuple(edit for edit in explained if edit.mends)
+
+
+def _at(config: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        config = getattr(config, name)
+    return config
+
+
+def _put(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """The config with another value at this place."""
+    new = value if len(path) == 1 else _put(getattr(config, path[0]), path[1:], value)
+    return dataclasses.replace(config, **{path[0]: new})
+
+
+def _owners(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """A config and all parts that it holds, and where they are."""
+    inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
+    return [
+        (path, config),
+        *(found for name, value in inner if dataclasses.is_dataclass(value) for found in _owners(value, (*path, name))),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """What is declared of a flag. path: where it is in a RunConfig. off: what turns a switch off that is on when left out.
+
+    weight: how much a change counts.
+    """
+
+    path: tuple[str, ...]
+    kind: Any
+    default: Any
+    off: str
+    weight: float
+
+
+@cache
+def _declared() -> dict[str, _Flag]:
+    """Field -> what is declared of its flag, and of the number of ranks."""
+    owners = {
+        one.name: (path, type(part))
+        for path, part in _owners(RunConfig())
+        for one in dataclasses.fields(part)
+        if "help" in one.metadata
+    }
+    found = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
+    for one, kind in flag_fields(RunConfig):
+        path, owner = owners[one.name]
+        weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
+        found[one.name] = _Flag(
+            (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + spelling(one.name)[2:], weight
+        )
+    return found
+
+
+@cache
+def _words() -> dict[str, str]:
+    """Spelling of a flag -> its field."""
+    return {word: one.name for one, kind in flag_fields(RunConfig) for word in words_of(one, kind)}

@@ -1,0 +1,167 @@
+"""The page of all rules, made from their rows: an id, a sentence, an example, and what is said to it.
+
+The examples stand here, a row each; what is said is what the rule says when the page is made, so the page cannot be behind
+the rules. An example breaks its own rule and no other.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
+from megatron.trust.flags.command import read_command
+from megatron.trust.flags.repair import Broken
+
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 "
+    "--train-iters 10 --lr 1e-3 --mock-data"
+)
+# What is looked at beside the rows of core/config/rules/engine.py.
+OTHERS: Mapping[str, str] = {
+    "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
+    "learning-rate-over-time": "warm-up and decay are measured in one unit, and the warm-up ends before the decay",
+    "tokenizer": "the tokenizer is of a known kind and has what that needs",
+    "files": "the files that the flags name are here, and --save can be written",
+    "machine": "kernels that are asked for by name can compute what the run needs, and the machine has what it asks for",
+    "command-line": "every word is a flag of ours or its value",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Flags that break a rule when they are added to BASE. ranks: how many there are. without: what of BASE is left out.
+
+    whole: ask for all that a run asks, on a CPU, and not the rules between settings alone.
+    """
+
+    flags: str = ""
+    ranks: int = 1
+    without: str = ""
+    entry: str = "pretrain_gpt.py"
+    whole: bool = False
+
+    def said(self) -> tuple[Broken, ...]:
+        """What the rules say to it."""
+        words, base = self.flags.split(), BASE.split()
+        if self.without:
+            place = base.index(self.without)
+            del base[place : place + 2]
+        command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
+        setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
+        return (*command.unread, *(setting.broken() if setting else ()))
+
+
+_MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
+EXAMPLES: Mapping[str, Example] = {
+    "required": Example(without="--num-layers"),
+    "positive": Example("--pipeline-model-parallel-size 0"),
+    "world-size": Example("--tensor-model-parallel-size 4", ranks=6),
+    "heads-over-tensor": Example(
+        "--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4 --group-query-attention", ranks=4
+    ),
+    "query-groups": Example("--group-query-attention --num-query-groups 3"),
+    "ffn-over-tensor": Example("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
+    "head-size": Example("--hidden-size 60"),
+    "positions": Example("--max-position-embeddings 16"),
+    "sequence-parallel": Example("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
+    "pipeline-split": Example("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
+    "global-batch": Example("--global-batch-size 20", ranks=4),
+    "interleaved-groups": Example(
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
+        "--global-batch-size 6 --micro-batch-size 2",
+        ranks=2,
+    ),
+    "vocabulary": Example("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
+    "encoder-and-decoder": Example("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
+    "layer-patterns": Example("--window-size 4,0 --window-attn-skip-freq [1,0]"),
+    "attention": Example("--qk-clip --qk-layernorm"),
+    "rotations": Example("--position-embedding-type yarn --yarn-beta-slow 64"),
+    "choice-of-experts": Example(f"{_MOE} --moe-router-topk 9"),
+    "balance-of-experts": Example(f"{_MOE} --moe-router-load-balancing-type sinkhorn aux_loss"),
+    "experts-over-ranks": Example(f"{_MOE} --expert-model-parallel-size 3 --global-batch-size 6", ranks=3),
+    "upcycling": Example(f"{_MOE} --moe-use-upcycling"),
+    "few-bits": Example("--fp8-format hybrid --fp16"),
+    "few-bits-over-tensor": Example("--fp8-format e4m3 --tensor-model-parallel-size 8", ranks=8),
+    "context": Example("--context-parallel-size 2 --seq-length 30", ranks=2),
+    "hybrid-context": Example("--hybrid-context-parallel --reset-attention-mask", ranks=2),
+    "duration": Example("--train-samples 100"),
+    "learning-rate": Example(without="--lr"),
+    "number-formats": Example("--fp16 --bf16"),
+    "update-rule": Example("--optimizer sgd --muon-momentum 0.95"),
+    "narrow-state": Example("--exp-avg-dtype bf16"),
+    "activations-aside": Example("--fine-grained-activation-offloading"),
+    "activation": Example("--swiglu --squared-relu"),
+    "recompute": Example("--recompute-granularity full"),
+    "compilation": Example("--compile-backend aot_eager"),
+    "cuda-graphs": Example("--cuda-graph-impl local --hidden-dropout 0"),
+    "fully-sharded": Example("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
+    "overlap": Example("--overlap-param-gather", ranks=2),
+    "data": Example("--data-path corpus_text_document"),
+    "fill-in-the-middle": Example("--fim-rate 0.7"),
+    "conversations": Example("--sft --eod-mask-loss"),
+    "masked-text": Example("--mask-prob 0", entry="pretrain_bert.py"),
+    "relative-positions": Example("--position-embedding-type relative"),
+    "kernels": Example("--kernel rms_norm=fast"),
+    "norms": Example("--sandwich-norm --apply-residual-connection-post-layernorm"),
+    "dropout": Example("--hidden-dropout 1"),
+    "samples-in-training": Example("--eval-generate prompts.txt --eval-generate-tokens 0"),
+    "checkpoints": Example("--save-interval 100"),
+    "faults": Example("--on-bad-step rollback"),
+    "elastic": Example("--elastic"),
+    "experts": Example("--moe-grouped-gemm"),
+    "latent-attention": Example(f"{_MLA} --v-head-dim 0"),
+    "multi-token-prediction": Example("--mtp-num-layers 32"),
+    "batch-over-time": Example("--rampup-batch-size 3 4 1000"),
+    "learning-rate-over-time": Example("--lr-warmup-iters 20"),
+    "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
+    "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
+    "machine": Example(
+        "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
+    ),
+    "command-line": Example("--num-leyers 8"),
+}
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    rows = [(rule.name, rule.sentence) for rule in (*NEEDS, *RULES, *ALWAYS)] + list(OTHERS.items())
+    lines = [
+        "# Rules between settings",
+        "",
+        *textwrap.wrap(
+            "Every rule that a run's flags must keep, in the order in which they are looked at. All that are broken are "
+            "said at once, before anything starts. `python tools/check_config.py FLAGS --world-size N` says which ones, "
+            "and the fewest changes that keep all of them; `--why-not tensor-model-parallel-size=8` says what a change "
+            "would break.",
+            120,
+        ),
+        "",
+        "The page is made by `python tools/check_config.py --write-rules docs/rules.md`. Its examples stand behind these flags:",
+        "",
+        "```text",
+        *textwrap.wrap(BASE, 120, break_on_hyphens=False),
+        "```",
+    ]
+    for name, sentence in rows:
+        example = EXAMPLES[name]
+        where = f" of {example.entry}" if example.entry != "pretrain_gpt.py" else ""
+        shown = f"`{example.flags}`{where}" if example.flags else f"without `{example.without}`"
+        on = f" on {example.ranks} ranks" if example.ranks > 1 else ""
+        said = [
+            line
+            for one in example.said()
+            for line in textwrap.wrap(one.says, 120, break_on_hyphens=False, break_long_words=False)
+        ]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{sentence[0].upper()}{sentence[1:]}. For example {shown}{on}:",
+            "",
+            "```text",
+            *said,
+            "```",
+        ]
+    return "\n".join(lines) + "\n"

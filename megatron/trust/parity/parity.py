@@ -1,0 +1,312 @@
+"""Does a layout compute the same step as one rank? What two rehearsals of one config differ in, and where it begins.
+
+    compare(serial, ranks) -> Parity     losses, gradient norms, gradients and weights by logical name
+
+Nothing is gathered: each rank's piece is held against the same piece of what one rank computed, found by the boxes of its
+parameters and by the places of the sequence that it holds. Where something differs, the forward pass says where first: of
+all that goes into modules and comes out, in the order in which one rank computes, the first that differs. If nothing does,
+the gradients say it, in the order of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.trust.parity.local_ranks import RankFailed, on_ranks
+from megatron.trust.parity.proxy_config import Shrunk
+from megatron.trust.parity.short_run import Ranges, Rehearsal, Seen, Step, rehearsal_of, rehearse, rehearse_bytes
+
+TOLERANCE = 1e-10  # of fp64, relative to the largest value of a tensor
+_FLOOR = 1e-3  # the largest value of a tensor counts as at least this share of that of all tensors of its kind
+Event = tuple[int, str, str, int]  # (microbatch, module, side, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something of both runs. kind: loss, norm, gradient or weight. when: the step.
+
+    gap: largest difference, relative; inf: ranks disagree, or nothing can be compared.
+    """
+
+    kind: str
+    name: str
+    when: str
+    gap: float
+    says: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.says or f'differs by {self.gap:.3g}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost that can be named."""
+
+    during: str
+    module: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What was compared. checked: every loss, norm, gradient and weight. compared: tensors of modules that were held against
+    each other. start: where differences begin, if there are any.
+    """
+
+    checked: tuple[Difference, ...]
+    compared: int
+    start: Start | None
+    tolerance: float = TOLERANCE
+
+    @property
+    def problems(self) -> tuple[Difference, ...]:
+        """What differs."""
+        return tuple(one for one in self.checked if not one.gap <= self.tolerance)
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the same step."""
+        return not self.problems
+
+    def largest(self, count: int = 3) -> list[Difference]:
+        """The largest differences of each kind."""
+        kinds = dict.fromkeys(one.kind for one in self.checked)
+        return [
+            one
+            for kind in kinds
+            for one in sorted((one for one in self.checked if one.kind == kind), key=lambda one: -one.gap)[:count]
+        ]
+
+
+def compare(serial: Rehearsal, ranks: Sequence[Rehearsal], *, tolerance: float = TOLERANCE) -> Parity:
+    """Hold what every rank of a layout did against what one rank does alone."""
+    checked, compared, start = [], 0, None
+    for number, expected in enumerate(serial.steps):
+        theirs = [(rank, rank.steps[number]) for rank in ranks]
+        when = f"step {number + 1}"
+        found = [
+            *_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
+            *_numbers("norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}),
+            *_tensors("gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients),
+            *_tensors("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
+        ]
+        checked += found
+        if start is None:
+            count, start = _first_activation(when, expected.seen, theirs, tolerance)
+            compared += count
+            problems = [one for one in found if not one.gap <= tolerance]
+            start = _begun(problems, expected.seen) if start is None and problems else start
+    return Parity(tuple(checked), compared, start, tolerance)
+
+
+def checked_on_ranks(small: Shrunk, limit: float) -> Parity | str:
+    """Rehearse a small config both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
+    try:
+        ranks = on_ranks(rehearse_bytes, small.world_size, small.config, timeout=limit)
+    except RankFailed as error:
+        return str(error)
+    return compare(rehearse(small.serial), [rehearsal_of(rank) for rank in ranks])
+
+
+def _numbers(
+    kind: str, when: str, found: Sequence[Mapping[str, float]], expected: Mapping[str, float]
+) -> list[Difference]:
+    """Numbers that all ranks know. when: the step."""
+    differences = []
+    for name, value in expected.items():
+        theirs = [numbers.get(name, float("nan")) for numbers in found]
+        odd = [
+            place for place, one in enumerate(theirs) if one != theirs[0]
+        ]  # ranks that disagree are apart, however little
+        says = (
+            f"{theirs[0]!r} on rank 0, {theirs[odd[0]]!r} on rank {odd[0]}"
+            if odd
+            else f"{theirs[0]!r}, on one rank {value!r}"
+        )
+        differences.append(
+            Difference(kind, name, when, float("inf") if odd else _gap(abs(theirs[0] - value), abs(value)), says)
+        )
+    return differences
+
+
+def _gap(distance: float, size: float) -> float:
+    return distance / size if size else float("inf") if distance else 0.0
+
+
+def _tensors(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree) -> list[Difference]:
+    """Tensors that lie on ranks in pieces, by name; what no rank holds is missing, and replicas that differ are apart."""
+    whole = {name: _whole(placed) for name, placed in serial.items()}
+    floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
+    found = []
+    for name, value in whole.items():
+        gap, says = _apart(kind, value, [(rank, theirs[name]) for rank, theirs in held if name in theirs], floor)
+        found.append(Difference(kind, name, when, gap, says))
+    more = sorted({name for _, theirs in held for name in theirs} - whole.keys())
+    return found + [Difference(kind, name, when, float("inf"), "one rank alone does not have it") for name in more]
+
+
+def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, Placed]], floor: float) -> tuple[float, str]:
+    """How far the pieces of a tensor are from the whole, relative to its largest value, and in words. floor: the least such size."""
+    found = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
+    size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
+    for rank, placed in held:
+        if tuple(placed.shape) != tuple(expected.shape):
+            return float("inf"), (f"has shape {tuple(placed.shape)}, on one rank {tuple(expected.shape)}")
+        for box, value in placed.pieces:
+            target = found[box.slices()]
+            known = ~target.isnan()
+            if kind == "weight" and not torch.equal(target[known], value[known]):
+                return float("inf"), f"its replica on rank {rank} differs from that of an earlier rank"
+            there = float((value - expected[box.slices()]).abs().max()) if value.numel() else 0.0
+            if not there <= gap:
+                gap, says = there, f"differs by {there:.3g} of {float(expected.abs().max()):.3g} on rank {rank}"
+            found[box.slices()] = value
+    if found.isnan().any() and not expected.isnan().any():
+        missing = int(found.isnan().sum())
+        return float("inf"), f"{missing} of {found.numel()} elements are on no rank, or not a number"
+    return _gap(gap, size), says
+
+
+def _whole(placed: Placed) -> Tensor:
+    value = torch.full(tuple(placed.shape), float("nan"), dtype=placed.dtype)
+    for box, piece in placed.pieces:
+        value[box.slices()] = piece
+    return value
+
+
+# Where it begins.
+
+
+def _first_activation(
+    when: str, serial: Sequence[Seen], ranks: Sequence[tuple[Rehearsal, Step]], tolerance: float
+) -> tuple[int, Start | None]:
+    """How many tensors of modules were compared, and the first that differs, in the order of one rank's forward pass."""
+    theirs: dict[Event, list[tuple[Rehearsal, Seen]]] = {}
+    for rank, step in ranks:
+        for seen in step.seen:
+            theirs.setdefault(_event(seen), []).append((rank, seen))
+    compared, before = 0, None  # before: the last that agrees
+    for expected in sorted(serial, key=lambda seen: seen.microbatch):  # stable: within a microbatch, as it happened
+        # Rows of experts stand in the order in which they arrived.
+        others = theirs.get(_event(expected), ()) if ".experts." not in f"{expected.module}." else ()
+        gaps = [(gap, rank, seen) for rank, seen in others if (gap := _distance(expected, rank, seen)) is not None]
+        compared += len(gaps)
+        wrong = [(gap, rank, seen) for gap, rank, seen in gaps if not gap <= tolerance]
+        if wrong:
+            gap, rank, seen = wrong[0]
+            where = f"{when}, microbatch {expected.microbatch}, rank {rank.rank}: differs by {gap:.3g}"
+            return compared, _forward_start(expected, seen, before, where)
+        if gaps:
+            before = gaps[0][2]
+    return compared, None
+
+
+def _event(seen: Seen) -> Event:
+    return seen.microbatch, seen.module, seen.side, seen.call
+
+
+def _distance(expected: Seen, rank: Rehearsal, seen: Seen) -> float | None:
+    """How far a rank's piece is from that of the whole; None where nobody knows which piece it is."""
+    piece = _piece(expected.value, seen.value, rank.place, seen.columns)
+    if piece is None:
+        return None
+    size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
+    return _gap(float((piece - seen.value).abs().max()) if piece.numel() else 0.0, max(size, 1e-6))
+
+
+def _piece(whole: Tensor, local: Tensor, place: Mapping[str, tuple[int, int]], columns: Ranges | None) -> Tensor | None:
+    """The part of a whole activation that lies on a rank. Both are [s, b, h] or [s, b, n, d], or [b, s], or have one shape.
+
+    A sequence is cut in a zigzag over cp, and what is left in pieces over tp; columns and heads are cut over tp.
+    """
+    if whole.shape == local.shape:
+        return whole
+    if whole.dim() != local.dim():
+        return None
+    (tp, tp_size), (cp, cp_size) = place["tp"], place["cp"]
+    along = 1 if whole.dim() == 2 else 0
+    if local.shape[along] != whole.shape[along]:
+        if cp_size > 1:
+            whole = Zigzag(whole.shape[along], cp_size).piece(whole, cp, dim=along)
+        if local.shape[along] * tp_size == whole.shape[along] != local.shape[along]:
+            whole = whole.chunk(tp_size, dim=along)[tp]
+    across = {3: 2, 4: 2}.get(whole.dim())
+    if across is not None and local.shape[across] != whole.shape[across]:
+        width = local.shape[across]
+        if columns is not None and sum(high - low for low, high in columns) == width:
+            whole = torch.cat([whole.narrow(across, low, high - low) for low, high in columns], dim=across)
+        elif width * tp_size % whole.shape[across] == 0:
+            copies = width * tp_size // whole.shape[across]
+            whole = whole.narrow(across, tp // copies * width, width)
+    return whole if whole.shape == local.shape else None
+
+
+def _forward_start(expected: Seen, seen: Seen, before: Seen | None, where: str) -> Start:
+    """What is known of the first activation that differs. before: the last one of its microbatch that does not."""
+    agrees = before is not None and before.microbatch == expected.microbatch
+    after = f"; the {before.side} of {before.module}, just before it, agrees" if agrees else ""
+    between = agrees and before.stage != seen.stage
+    if expected.side == "output":
+        return Start("forward", expected.module, f"the output of {expected.module} ({where}){after}")
+    # An input that is wrong was made by who calls the module, after what went before it.
+    module = expected.module if between else _outside(expected.module)
+    message = f", which a message brings from stage {before.stage} to stage {seen.stage}" if between else ""
+    return Start("forward", module, f"the input of {expected.module}{message} ({where}){after}")
+
+
+def _outside(module: str) -> str:
+    """The module that calls this one: folders of layers call nothing."""
+    parts = module.split(".")[:-1]
+    return ".".join(parts[:-1] if parts and parts[-1] == "layers" else parts)
+
+
+def _begun(problems: Sequence[Difference], seen: Sequence[Seen]) -> Start:
+    """Where a step goes wrong in which every module agrees: at the loss, in the backward pass, in the norm, or in the update."""
+    of = {kind: [one for one in problems if one.kind == kind] for kind in ("loss", "gradient", "norm", "weight")}
+    if of["gradient"]:
+        order = _modules(seen)
+        first = min(of["gradient"], key=lambda one: _backward_place(one.name, order))
+        return Start(
+            "backward",
+            first.name.rpartition(".")[0],
+            f"{first} ({first.when}); it is the first in the order of the backward pass, and all activations agree",
+        )
+    if of["loss"]:
+        return Start(
+            "loss",
+            "",
+            f"{of['loss'][0]} ({of['loss'][0].when}); all activations agree, so it is in how losses of ranks come together",
+        )
+    if of["norm"]:
+        return Start(
+            "norm",
+            "",
+            f"{of['norm'][0]} ({of['norm'][0].when}); all gradients agree, so it is in what the norm counts, or in the number "
+            "of tokens",
+        )
+    worst = max(of["weight"], key=lambda one: one.gap)
+    modules = {one.name.rpartition(".")[0] for one in of["weight"]}
+    return Start(
+        "update",
+        modules.pop() if len(modules) == 1 else "",
+        f"{worst} ({worst.when}), of {len(of['weight'])} that differ; gradients and their norm agree, so it is in the update",
+    )
+
+
+def _backward_place(name: str, order: Mapping[str, int]) -> int:
+    """When the backward pass reaches a parameter: from the last module of the forward pass to the first."""
+    module = name.rpartition(".")[0]
+    while module and module not in order:
+        module = module.rpartition(".")[0]
+    return -order.get(module, -1)
+
+
+def _modules(seen: Iterable[Seen]) -> dict[str, int]:
+    """Module -> its place in the forward pass of a microbatch, by its last output."""
+    return {one.module: place for place, one in enumerate(seen) if one.side == "output" and one.microbatch == 0}

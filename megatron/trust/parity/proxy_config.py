@@ -1,0 +1,612 @@
+"""A config made so small that a laptop runs it in seconds, with every feature that its flags choose.
+
+    ranks      each degree above 1 becomes 2, or what its flags need; a pipeline without chunks keeps a middle stage if it fits
+    network    the fewest layers that hold every kind of layer and fill every stage; narrow heads, few experts
+    batch      several microbatches stay several, and an interleaved schedule has more than one group of them
+    numbers    fp64, and nothing that is random, so that two layouts can agree to the last digits
+
+What must be switched off to be comparable, or does not fit on so few ranks, is said: `Change.lost`. The result is checked by
+the rules of any run; sizes are tried until all of them hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megatron.core.config.flags import ConfigError, spelling, to_values
+from megatron.core.config.plan import layer_rows, read_layout
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig
+from megatron.core.config.settings.kernels import NAMED
+from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
+from megatron.trust.flags.repair import Given, shown
+
+VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
+HEAD_SIZES = (8, 16, 32, 64)
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting, before and after. lost: it takes something out of the comparison."""
+
+    name: str
+    before: Any
+    after: Any
+    why: str
+    lost: bool = False
+
+    def __str__(self) -> str:
+        flag = self.name if self.name in ("ranks", "data-parallel size") else spelling(self.name)
+        before, after = (("nothing" if value in (None, ()) else shown(value)) for value in (self.before, self.after))
+        return f"{flag} {before} -> {after}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The small config and its ranks, resolved and with a vocabulary. serial: the same network and batch on one rank."""
+
+    config: RunConfig
+    world_size: int
+    changes: tuple[Change, ...]
+
+    @property
+    def serial(self) -> RunConfig:
+        """The same network and training without any layout; the cut into microbatches stays."""
+        moe = replace(
+            self.config.model.moe,
+            moe_token_dispatcher_type="allgather",
+            moe_grouped_gemm=False,
+            moe_shared_expert_overlap=False,
+        )
+        model = replace(self.config.model, moe=moe, padded_vocab_size=None)
+        return replace(
+            self.config,
+            model=model.with_vocabulary(VOCABULARY, 1),
+            parallel=ParallelConfig(),
+            recompute=RecomputeConfig(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks stand on each axis. etp is 0 where nothing is said of it: then it is tp."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def edp(self) -> float:
+        """Ranks that hold the same experts."""
+        return self.tp * self.cp * self.dp / (self.ep * (self.etp or self.tp))
+
+
+def shrink(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> Shrunk:
+    """The smallest config with these features; the config is resolved and keeps the rules. `ConfigError` if none is found."""
+    before, first = _without_files(config), []
+    for degrees in small_degrees(config, world_size, most_ranks):
+        for head in HEAD_SIZES:
+            wanted, lost = _values(before, world_size, degrees, head)
+            small = Given(before, world_size).with_values(
+                {**wanted, **{name: value for name, (value, _) in lost.items()}}
+            )
+            small = Given(small.config.resolve(degrees.ranks), degrees.ranks)
+            broken = small.broken()
+            if not broken:
+                model = small.config.model.with_vocabulary(VOCABULARY, degrees.tp)
+                return Shrunk(
+                    replace(small.config, model=model),
+                    degrees.ranks,
+                    _changes(config, world_size, small, degrees, lost),
+                )
+            first = first or [one.says for one in broken]
+    raise ConfigError(
+        "\n".join(
+            [
+                f"no small form of this config on at most {most_ranks} ranks keeps the rules; the first that was tried:",
+                *(f"  {said}" for said in first),
+            ]
+        )
+    )
+
+
+def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[Degrees]:
+    """Degrees worth trying: those that keep most of what is divided first, and of equals those with fewest ranks."""
+    parallel = config.parallel
+    dp = parallel.data_parallel_size(world_size)
+    given = Degrees(
+        parallel.tp,
+        parallel.pp,
+        parallel.context_parallel_size,
+        dp,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or 0,
+    )
+    chunks = len(stages_of(config)) // parallel.pp
+    sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
+    found = []
+    for numbers in product(
+        *([size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5]))
+    ):
+        for etp in (0,) if not given.etp else (1, 2, 4):
+            one = Degrees(*numbers, etp)
+            if one.ranks <= most_ranks and one.edp == int(one.edp):
+                found.append(one)
+    return sorted(found, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))
+
+
+def _kept(one: Degrees, given: Degrees, config: RunConfig, chunks: int) -> float:
+    """How much of what the layout divides is still divided."""
+    weights = {"tp": 8.0, "pp": 7.0, "cp": 6.0, "ep": 6.0, "dp": 5.0}
+    kept = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
+    kept += 2.0 * (given.edp > 1 and one.edp > 1)
+    etp, other = (one.etp or one.tp) - one.tp, (given.etp or given.tp) - given.tp
+    kept += 2.0 * ((etp > 0) - (etp < 0) == (other > 0) - (other < 0)) + ((one.etp > 1) == (given.etp > 1))
+    kept += 1.0 * (given.pp > 2 and chunks == 1 and one.pp > 2)  # a stage that neither embeds nor predicts
+    levels = config.parallel.hierarchical_context_parallel_sizes
+    kept += 2.0 * (levels is not None and min(levels) > 1 and one.cp == 4)
+    kept += 2.0 * (config.parallel.hybrid_context_parallel and one.dp == 4)  # blocks of two, and of four
+    return kept
+
+
+def _without_files(config: RunConfig) -> RunConfig:
+    """The config on made-up text, which neither reads nor writes files."""
+    data = DataConfig(
+        mock_data=True,
+        reset_position_ids=config.data.restarts_positions,
+        reset_attention_mask=config.data.separates_documents,
+    )
+    return replace(
+        config,
+        data=data,
+        tokenizer=TokenizerConfig(),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        precision=PrecisionConfig(fp64=True),
+        schedule=ScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+    )
+
+
+def _values(
+    config: RunConfig, world_size: int, degrees: Degrees, head: int
+) -> tuple[Values, dict[str, tuple[Any, str]]]:
+    """What the small config has of its own, and what it loses: setting -> (value, why)."""
+    parallel = config.parallel
+    chunks = len(stages_of(config)) // parallel.pp
+    kept = min(chunks, 2) if degrees.pp > 1 else 1
+    values: Values = {
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "context_parallel_size": degrees.cp,
+        "expert_model_parallel_size": degrees.ep,
+        "expert_tensor_parallel_size": degrees.etp or None,
+        "distributed_timeout_minutes": 2.0,
+        "distributed_backend": "auto",
+    }
+    values |= _depth(config, degrees.pp, kept)
+    values |= _widths(config, degrees, head)
+    values |= _lengths(config, degrees)
+    values |= _experts(config, degrees)
+    values |= _batch(config, world_size, degrees, chunks, kept)
+    values |= _training(config)
+    if (
+        parallel.ddp_bucket_size
+        or parallel.ddp_num_buckets
+        or parallel.overlap_grad_reduce
+        or parallel.overlap_param_gather
+    ):
+        values |= {"ddp_bucket_size": 400, "ddp_num_buckets": None}
+    return values, _lost(config, degrees)
+
+
+# Layers and stages.
+
+
+def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
+    """The fewest layers that fill pp * chunks stages and hold every kind, and where they are cut."""
+    model, parallel = config.model, config.parallel
+    rows, stages = _kinds(config), pp * chunks
+    counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    depths = min(model.mtp.mtp_num_layers or 0, 2)
+    values: Values = {
+        "mtp_num_layers": depths or None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+    }
+    least = max(len(set(rows)), 2)
+    if stages == 1:
+        layers = least
+        values |= {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False}
+    elif parallel.pipeline_model_parallel_layout is not None:
+        cut = _small_layout(read_layout(parallel.pipeline_model_parallel_layout), stages, least, depths)
+        layers = "".join(cut).count("t")
+        values["pipeline_model_parallel_layout"] = "|".join(cut)
+    elif first is not None or last is not None:
+        counts = [
+            sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)
+        ]
+        middle = counts[len(counts) // 2]
+        ends = {0: first, pp - 1: last}
+        small = [
+            chunks * (1 if place in ends and ends[place] is not None and ends[place] < middle else 2)
+            for place in range(pp)
+        ]
+        if all(
+            ends.get(place) is not None and ends[place] > middle for place in (0, pp - 1) if ends.get(place) is not None
+        ):
+            small = [chunks * (2 if ends.get(place) is not None else 1) for place in range(pp)]
+        layers = sum(small)
+        values |= {
+            "decoder_first_pipeline_num_layers": None if first is None else small[0],
+            "decoder_last_pipeline_num_layers": None if last is None else small[-1],
+            "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+        }
+    else:
+        each = -(-(least + counted) // stages)
+        layers = each * stages - counted
+        if chunks > 1:
+            by_layers = parallel.num_layers_per_virtual_pipeline_stage is not None
+            values["num_layers_per_virtual_pipeline_stage" if by_layers else "num_virtual_stages_per_pipeline_rank"] = (
+                each if by_layers else chunks
+            )
+    return values | _layers(config, layers, rows) | _recomputed(config)
+
+
+def _kinds(config: RunConfig) -> list[tuple[Any, ...]]:
+    """What tells the layers of the network from each other, a row a layer."""
+    ways = config.parallel.cp_comm_type
+    rows = layer_rows(config.model)
+    return [
+        (row.mixer, row.causal, row.cross, row.window, row.rope, row.mlp, ways[place] if len(ways) == len(rows) else "")
+        for place, row in enumerate(rows)
+    ]
+
+
+def _layers(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
+    """So many layers, and what says which of them have a property."""
+    model = config.model
+    if model.architecture == "t5":
+        encoder = -(-count // 2)
+        return {"num_layers": encoder, "encoder_num_layers": encoder, "decoder_num_layers": count - encoder}
+    values: Values = {"num_layers": count}
+    picked = _picked(rows, count)
+    small = [layer_rows(model)[place] for place in picked]
+    if model.window_attn_skip_freq is not None:
+        values["window_attn_skip_freq"] = _listed([row.window is not None for row in small])
+    if model.rope.no_rope_freq is not None:
+        values["no_rope_freq"] = _listed([not row.rope for row in small])
+    if model.moe.num_experts:
+        every = all(row.mlp == "moe" for row in small)
+        values["moe_layer_freq"] = "1" if every else _listed([row.mlp == "moe" for row in small])
+    if len(config.parallel.cp_comm_type) > 1:
+        values["cp_comm_type"] = tuple(config.parallel.cp_comm_type[place] for place in picked)
+    return values
+
+
+def _picked(rows: list[tuple[Any, ...]], count: int) -> list[int]:
+    """Layers of the network that stand for all: the first of each kind, and others spread evenly; repeated if there are too few."""
+    found = {rows.index(kind) for kind in rows}
+    spread = [round(place * (len(rows) - 1) / max(1, count - 1)) for place in range(count)]
+    for place in [*spread, *range(len(rows))]:
+        if len(found) < count:
+            found.add(place)
+    return sorted([*sorted(found), *[len(rows) - 1] * (count - len(found))])
+
+
+def _listed(on: list[bool]) -> str:
+    return f"[{','.join(str(int(one)) for one in on)}]"
+
+
+def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) -> list[str]:
+    """The first and the last stages of a layout and some between, with one or two layers where there were few or many."""
+    spread = [round(place * (len(stages) - 1) / (count - 1)) for place in range(count)]
+    if count > 2 and "m" in stages[-2]:
+        spread[-2] = len(stages) - 2
+    few = min((stage.count("t") for stage in stages if "t" in stage), default=1)
+    small = []
+    for place in spread:
+        layers = stages[place].count("t")
+        letters = "".join(letter for letter in stages[place] if letter in "EL")
+        layers = 0 if not layers else 1 if layers == few else 2
+        ahead = "m" * depths if "m" in stages[place] else ""
+        small.append(("E" if "E" in letters else "") + "t" * layers + ahead + ("L" if "L" in letters else ""))
+    if depths and not any("m" in stage for stage in small):
+        small[-1] = small[-1].replace("L", "m" * depths + "L")
+    home = next((place for place, stage in enumerate(small) if "t" in stage), 0)
+    missing = least - "".join(small).count("t")
+    head = 1 if small[home].startswith("E") else 0
+    small[home] = small[home][:head] + "t" * max(0, missing) + small[home][head:]
+    return small
+
+
+def _recomputed(config: RunConfig) -> Values:
+    choice = config.recompute
+    return (
+        {}
+        if choice.recompute_num_layers is None
+        else {
+            "recompute_num_layers": min(choice.recompute_num_layers, 2 if choice.recompute_method == "uniform" else 1)
+        }
+    )
+
+
+# Sizes.
+
+
+def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
+    """Heads, groups and widths. head: size of one that is tried."""
+    model, mla = config.model, config.model.mla
+    unit = degrees.tp * _traded(config, degrees)
+    groups = heads = 0
+    if model.group_query_attention and model.num_query_groups < model.num_attention_heads:
+        copied = model.num_query_groups < config.parallel.tp  # more tensor ranks than groups: they hold copies
+        groups = min(model.num_query_groups, max(1, degrees.tp // 2) if copied else max(2, degrees.tp))
+        heads = math.lcm(unit, 2 * groups)
+    heads = max(heads, unit)
+    heads *= -(-4 // heads)
+    usual = model.kv_channels * model.num_attention_heads == model.hidden_size or mla.multi_latent_attention
+    hidden = heads * head if usual and not mla.multi_latent_attention else 32 if heads * head != 32 or usual else 48
+    values: Values = {
+        "num_attention_heads": heads,
+        "num_query_groups": groups or heads,
+        "hidden_size": hidden,
+        "kv_channels": head,
+        "ffn_hidden_size": 48,
+        "make_vocab_size_divisible_by": 4,
+        "padded_vocab_size": None,
+        "init_method_std": 0.1,
+    }
+    if model.group_query_attention and not groups:
+        values["num_query_groups"] = heads
+    if model.embedding_init_method_std is not None:
+        values["embedding_init_method_std"] = 0.1
+    if mla.multi_latent_attention:
+        turned = head // 2
+        values |= {
+            "q_lora_rank": None if mla.q_lora_rank is None else 12,
+            "kv_lora_rank": 8,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": turned,
+            "v_head_dim": 5 if model.uneven_heads else 6 + turned,
+        }
+    if model.rope.mrope_section is not None:
+        pairs, parts = int(head * model.rope.rotary_percent) // 2, len(model.rope.mrope_section)
+        used = [place for place, size in enumerate(model.rope.mrope_section) if size] or [0]
+        section = [pairs // len(used) if place in used else 0 for place in range(parts)]
+        section[used[0]] += pairs - sum(section)
+        values["mrope_section"] = tuple(section)
+    if model.rope.position_embedding_type == "relative":
+        values |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+    return values
+
+
+def _traded(config: RunConfig, degrees: Degrees) -> int:
+    """Ranks that heads are traded to, one axis or level of sequences that are cut."""
+    kinds, levels = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
+    if "a2a" in kinds:
+        return degrees.dp if config.parallel.hybrid_context_parallel else degrees.cp
+    return min(levels[0], 2) if levels is not None and degrees.cp > 1 else 1
+
+
+def _lengths(config: RunConfig, degrees: Degrees) -> Values:
+    """Sequences that can be cut, and windows that are shorter than they."""
+    model, train, parallel = config.model, config.train, config.parallel
+    unit = math.lcm(2 * degrees.cp, degrees.cp * degrees.tp)
+    length = unit * -(-16 // unit)
+    values: Values = {
+        "seq_length": length,
+        "encoder_seq_length": None if train.encoder_seq_length is None else length,
+        "max_position_embeddings": length if model.max_position_embeddings == train.seq_length else length + 4,
+    }
+    if model.architecture == "t5":
+        values["decoder_seq_length"] = length if train.decoder_seq_length == train.seq_length else length // 2
+    if model.window is not None:
+        sides = (
+            side if side in (-1, 0) else length if side >= train.seq_length else min(side, length // 4)
+            for side in model.window
+        )
+        values["window_size"] = ",".join(map(str, sides))
+    levels = parallel.hierarchical_context_parallel_sizes
+    if levels is not None:
+        inner = 2 if levels[0] > 1 and degrees.cp > 1 else 1
+        values["hierarchical_context_parallel_sizes"] = (inner, degrees.cp // inner)
+    if parallel.hybrid_context_parallel:
+        values["max_seqlen_per_dp_cp_rank"] = -(-length // degrees.dp)
+    return values
+
+
+def _experts(config: RunConfig, degrees: Degrees) -> Values:
+    """Few experts, of which a token uses as many of as many groups as shows the difference."""
+    moe = config.model.moe
+    if not moe.num_experts:
+        return {}
+    topk, groups, taken = moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk
+    values: Values = {
+        "moe_ffn_hidden_size": 24,
+        "moe_use_upcycling": False,
+        "moe_upcycling_granularity": 1,
+        "moe_router_dtype": None,
+    }
+    if groups is not None and taken is not None:
+        small = min(taken, 2)
+        groups = small if groups == taken else 2 * small
+        values |= {"moe_router_num_groups": groups, "moe_router_group_topk": small}
+        experts, topk = 2 * groups * -(-degrees.ep // (2 * groups)), small * min(2, max(1, topk // taken))
+    else:
+        experts = max(4, 2 * degrees.ep)
+        topk = experts if topk == moe.num_experts else min(topk, 2)
+    values |= {"num_experts": experts, "moe_router_topk": topk}
+    if moe.moe_shared_expert_intermediate_size is not None:
+        values["moe_shared_expert_intermediate_size"] = 16
+    return values
+
+
+def _batch(config: RunConfig, world_size: int, degrees: Degrees, chunks: int, kept: int) -> Values:
+    """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
+    train, parallel = config.train, config.parallel
+    count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
+    values: Values = {
+        "micro_batch_size": min(train.micro_batch_size, 2),
+        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False,
+        "train_iters": 8,
+        "train_samples": None,
+    }
+    if kept > 1:
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+        small = degrees.pp if group <= parallel.pp else 2 * degrees.pp
+        values["microbatch_group_size_per_virtual_pipeline_stage"] = (
+            small if parallel.microbatch_group_size_per_virtual_pipeline_stage else None
+        )
+        count = 2 * small if count >= 2 * group else small
+    else:
+        values["microbatch_group_size_per_virtual_pipeline_stage"] = None
+        count = min(count, (2 if parallel.overlap_moe_expert_parallel_comm else 1) * degrees.pp + 1)
+    values["global_batch_size"] = values["micro_batch_size"] * degrees.dp * count
+    return values
+
+
+def _training(config: RunConfig) -> Values:
+    """An update that shows: at a rate of its own from the first step on, with a gradient that is clipped."""
+    optimizer, model = config.optimizer, config.model
+    values: Values = {"adam_eps": 1e-6, "skip_train": False, "iterations_to_skip": (), "deterministic_mode": False}
+    if optimizer.clip_grad > 0:
+        values["clip_grad"] = 0.1
+    if optimizer.decoupled_lr is not None:
+        values |= {"decoupled_lr": 2e-2, "decoupled_min_lr": None}
+    if optimizer.weight_decay_incr_style != "constant":
+        values |= {
+            "weight_decay": optimizer.end_weight_decay,
+            "start_weight_decay": None,
+            "end_weight_decay": None,
+            "weight_decay_incr_style": "constant",
+        }
+    if model.qk_clip:
+        values["qk_clip_threshold"] = 0.02
+    if model.activation_func_clamp_value is not None:
+        values["activation_func_clamp_value"] = 0.3
+    return values
+
+
+def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
+    """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
+    model, moe, lost = config.model, config.model.moe, {}
+    random = "random numbers differ between layouts"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(model, name) and degrees.ranks > 1:
+            lost[name] = (0.0, random)
+    if moe.moe_input_jitter_eps:
+        lost["moe_input_jitter_eps"] = (None, random)
+    if moe.moe_expert_capacity_factor is not None and degrees.tp * degrees.cp > 1:
+        why = "what is over capacity depends on how tokens lie on tensor and context ranks"
+        lost |= {
+            "moe_expert_capacity_factor": (None, why),
+            "moe_pad_expert_input_to_capacity": (False, why),
+            "moe_token_drop_policy": ("probs", why),
+        }
+    kinds = moe.moe_router_load_balancing_type
+    if moe.num_experts and "global_aux_loss" in kinds and degrees.dp > 1:
+        other = next(kind for kind in ("aux_loss", "seq_aux_loss", "none") if kind not in kinds)
+        lost["moe_router_load_balancing_type"] = (
+            tuple(other if kind == "global_aux_loss" else kind for kind in kinds),
+            "it looks at the microbatches so far, which are others on one rank",
+        )
+    if moe.moe_enable_routing_replay:
+        lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
+    if model.attention_backend not in ("auto", "fused", "unfused", "local"):
+        lost["attention_backend"] = ("auto", "this kernel needs a GPU")
+    if any(word in _ON_GPUS for word in model.kernels.kernel):
+        lost["kernel"] = (
+            tuple(word for word in model.kernels.kernel if word not in _ON_GPUS),
+            "this kernel needs a GPU",
+        )
+    if moe.library == "deepep":
+        lost |= {
+            "moe_enable_deepep": (False, "DeepEP needs GPUs"),
+            "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs"),
+        }
+    return lost
+
+
+_ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))
+_FORMATS = ("fp16", "bf16", "fp64", "moe_router_dtype")
+_WHY: Mapping[str, str] = {
+    "adam_eps": "above the rounding of gradients that are zero",
+    "init_method_std": "narrow layers need larger weights",
+    "clip_grad": "so that the gradient is clipped",
+    "qk_clip_threshold": "so that heads are clipped",
+    "activation_func_clamp_value": "so that something is cut off",
+    "ddp_bucket_size": "several buckets, which end anywhere",
+    "lr": "constant from the first step on, so that the update shows",
+}
+
+
+def _changes(
+    config: RunConfig, world_size: int, small: Given, degrees: Degrees, lost: Mapping[str, tuple[Any, str]]
+) -> tuple[Change, ...]:
+    """Every setting of layout, network and training that another value stands for."""
+    before, after = to_values(config), to_values(small.config)
+    data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
+    axes = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    }
+    found = [Change("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
+    if data_parallel[0] != data_parallel[1]:
+        found.append(Change("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
+    for name in _reported(config):
+        if before[name] != after[name] and name not in lost:
+            why = _dropped(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
+            found.append(Change(name, before[name], after[name], *why))
+    found += [
+        Change(name, before[name], value, why, lost=True)
+        for name, (value, why) in lost.items()
+        if before[name] != value
+    ]
+    return tuple(found)
+
+
+def _dropped(before: int, after: int) -> tuple[str, bool]:
+    return ("does not fit on so few ranks", True) if before > 1 and after == 1 else ("", False)
+
+
+def _reported(config: RunConfig) -> Iterator[str]:
+    """Settings whose change is said: those of data, files and reports are not, nor of how long the run would be."""
+    silent = {
+        "train_iters",
+        "train_samples",
+        "distributed_timeout_minutes",
+        "distributed_backend",
+        "skip_train",
+        "iterations_to_skip",
+        "make_vocab_size_divisible_by",
+        "moe_use_upcycling",
+        "moe_upcycling_granularity",
+        "true_vocab_size",
+        "deterministic_mode",
+    }
+    parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
+    yield from (name for part in parts for name in to_values(part) if name not in silent)
+    yield from (*_FORMATS[:3], "lr")

@@ -1,0 +1,345 @@
+"""Some training steps of a config on made-up text, on the ranks of this process's world, with everything that they make.
+
+    run_of(config) -> Run            this process's place, alone or among the ranks of the default group
+    batches(run, iteration)          its microbatches of a global batch that is the same in every layout
+    rehearse(config) -> Rehearsal    losses, norms, activations by module, gradients and weights by logical name
+
+Weights are drawn by name and text by sample, so two layouts of one config begin alike, and all that differs later is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import pretrain_bert
+import pretrain_gpt
+import pretrain_t5
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_segment, put
+from megatron.core.distributed.finalize import finalize
+from megatron.core.kernels.table import Need, select
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import local_shards, spec_of
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.core.transformer.stack import Stack
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.data.batch import Batch, LossFunction
+from megatron.training.data.rebalance import Regrouped
+from megatron.training.report.timers import Timers
+from megatron.training.run import Run
+from megatron.training.step import train_step
+from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
+
+PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor that went into a module or came out of it on one rank.
+
+    side: input or output. microbatch: its place in the global batch. call: of the module in this microbatch. columns: places
+    of its last dimension in that of the whole, if it is cut as a weight of the module is. stage: of the pipeline.
+    """
+
+    module: str
+    side: str
+    call: int
+    microbatch: int
+    stage: int
+    value: Tensor
+    columns: Ranges | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """One training step of a rank. losses: means over all tokens, by name; norm: of the gradient.
+
+    seen: what went through modules. gradients: what this rank owns of them, before clipping, and before they are divided by
+    the number of tokens that count. weights: after the step, what this rank owns of them; after the last step, all it holds.
+    """
+
+    losses: dict[str, float] = field(default_factory=dict)
+    norm: float = 0.0
+    seen: list[Seen] = field(default_factory=list)
+    gradients: Tree = field(default_factory=dict)
+    weights: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one rank did. place: axis -> (this rank's place, its size)."""
+
+    rank: int
+    place: dict[str, tuple[int, int]]
+    steps: tuple[Step, ...]
+
+
+def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
+    """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    mesh = Mesh.single(device) if alone else Mesh.build(config.parallel, device)
+    kernels = select(Need(device=device.type, dtype=getattr(torch, config.precision.dtype)), config.model.kernel_wishes)
+    assert config.model.true_vocab_size is not None, "the config has its vocabulary"
+    return Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        timers=Timers(level=0),
+        tokenizer=NullTokenizer(config.model.true_vocab_size),
+        streams=RandomStreams.build(mesh, config.train.seed),
+        log=logging.getLogger("megatron.rehearsal"),
+    )
+
+
+# Text.
+
+
+def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
+    """The global batch of an iteration: random ids, and a loss mask with very uneven rows."""
+    random = np.random.default_rng((config.train.seed, iteration))
+    shape = (config.train.global_batch_size, config.train.seq_length)
+    window = random.integers(0, config.model.true_vocab_size, (shape[0], shape[1] + 1))
+    kept = random.random(shape) < random.uniform(0.1, 1.0, (shape[0], 1))
+    kept[:, 0] = True
+    ends = random.random(shape) < 0.15
+    documents = np.cumsum(ends, axis=1) - ends
+    if config.model.architecture != "gpt":
+        return _with_padding(config, random, window, kept)
+    starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
+    return {
+        "tokens": window[:, :-1].copy(),
+        "labels": window[:, 1:].copy(),
+        "loss_mask": kept.astype(np.float32),
+        "documents": documents,
+        "positions": np.arange(shape[1]) - starts,
+    }
+
+
+def _with_padding(
+    config: RunConfig, random: np.random.Generator, window: np.ndarray, kept: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The global batch of a BERT or a T5: rows of very uneven length, and what else their samples hold."""
+    train, ids = config.train, config.model.true_vocab_size
+    lengths = random.integers(1, train.seq_length + 1, (len(window), 1))
+    padding = np.arange(train.seq_length) < lengths
+    if config.model.architecture == "bert":
+        return {
+            "tokens": window[:, :-1].copy(),
+            "labels": window[:, 1:].copy(),
+            "loss_mask": (kept & padding).astype(np.int64),
+            "types": random.integers(0, 2, padding.shape),
+            "padding_mask": padding.astype(np.int64),
+            "is_random": random.integers(0, 2, len(window)),
+        }
+    size = train.decoder_seq_length
+    return {
+        "tokens": window[:, :-1].copy(),
+        "enc_mask": padding.astype(np.int64),
+        "loss_mask": kept[:, :size].astype(np.int64),
+        "text_dec": random.integers(0, ids, (len(window), size)),
+        "labels": random.integers(0, ids, (len(window), size)),
+    }
+
+
+def batches(run: Run, iteration: int) -> Iterator[Batch]:
+    """This rank's microbatches of an iteration, in the order of the single sampler; those of all ranks regrouped, if asked."""
+    if run.config.parallel.hybrid_context_parallel:
+        return Regrouped(rows(run, iteration, Axis("dp")), run.mesh, run.config)
+    return rows(run, iteration, run.mesh.dp)
+
+
+def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
+    """The microbatches of one rank of a data axis."""
+    whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
+    for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
+        first = start + axis.rank * train.micro_batch_size
+        own = {
+            name: torch.from_numpy(array[first : first + train.micro_batch_size]).to(run.mesh.device)
+            for name, array in whole.items()
+        }
+        batch = Batch(
+            tokens=own["tokens"],
+            labels=own["labels"],
+            loss_mask=own["loss_mask"],
+            positions=own["positions"] if data.restarts_positions else None,
+            documents=own["documents"] if data.separates_documents else None,
+            extras={name: row for name, row in own.items() if name not in Batch.__slots__},
+        )
+        yield batch.looking_ahead(
+            run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+        ).over_context(run.mesh.cp)
+
+
+# Steps.
+
+
+def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
+    """Train so many steps on every rank of this process's world. The config is resolved and has a vocabulary.
+
+    In the first step biases are zero and moments too, so that not every mistake shows before the second.
+    """
+    run, provider = run_of(config), PROVIDERS[config.model.architecture]
+    watch = _Watch(run)
+    trainer = build_trainer(run, watch.building(provider.model), watch.following(provider.forward_step))
+    # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
+    hooks = [] if config.parallel.hybrid_context_parallel else watch.hooks(trainer.stages)
+    done = [_one_step(trainer, watch) for _ in range(steps)]
+    for hook in hooks:
+        hook.remove()
+    for parallel in trainer.parallels:
+        parallel.finish_gather()
+    done[-1].weights = {
+        name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()
+    }
+    place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
+    return Rehearsal(run.mesh.world.rank, place, tuple(done))
+
+
+def _one_step(trainer: Trainer, watch: _Watch) -> Step:
+    run, step = trainer.run, Step()
+    watch.begin(step.seen)
+    trainer.before_update = lambda: step.gradients.update(gradients_of(trainer))
+    made = train_step(trainer, batches(run, trainer.progress.iteration))
+    for name, pair in made.losses.items():
+        if name.endswith("loss"):
+            total, count = collectives.all_reduce(torch.stack(tuple(pair.double())), run.mesh.world).tolist()
+            step.losses[name] = total / count if count else 0.0
+    step.norm = float(made.grad_norm)
+    step.weights = owned(trainer, [segment.data for segment in trainer.optimizer.segments])
+    return step
+
+
+def rehearse_bytes(config: RunConfig, steps: int = 2) -> bytes:
+    """What `rehearse` finds, as one piece for a pipe."""
+    return pickle.dumps(
+        rehearse(config, steps)
+    )  # whole: torch would hand over each of its thousands of tensors as an open file
+
+
+def rehearsal_of(content: bytes) -> Rehearsal:
+    """The way back from `rehearse_bytes`."""
+    return pickle.loads(content)
+
+
+def gradients_of(trainer: Trainer) -> Tree:
+    """What this rank owns of the gradient, once data-parallel ranks agree; the step's own sums are still to come."""
+    segments = [replace(segment, grad=segment.grad.clone()) for segment in trainer.optimizer.segments]
+    finalize(segments, trainer.run.mesh)
+    return owned(trainer, [segment.grad for segment in segments])
+
+
+def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
+    """Copies of what belongs to the parameters that this rank owns, by name. values: flat, one for each of its segments."""
+    found: Tree = {}
+    for segment, value in zip(trainer.optimizer.segments, values, strict=True):
+        put(found, segment.name, _copied(placed_segment(segment, value, trainer.run.mesh)))
+    return found
+
+
+def _copied(placed: Placed) -> Placed:
+    return replace(placed, pieces=[(box, piece.clone()) for box, piece in placed.pieces])
+
+
+class _Watch:
+    """Keeps what goes through modules in forward passes, but not in those that are done again for a backward pass."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._seen: list[Seen] = []
+        self._stage: Network | None = None
+        self._counts: dict[int, int] = {}
+        self._calls: dict[str, int] = {}
+        self._columns: dict[str, dict[int, Ranges]] = {}
+
+    def begin(self, seen: list[Seen]) -> None:
+        """Another step begins. seen: where to keep what it shows."""
+        self._seen, self._counts = seen, {}
+
+    def building(self, model: ModelProvider) -> ModelProvider:
+        """The provider of stages, which tells how the weights of their modules are cut."""
+
+        def build(run: Run, stage: StageSpec) -> Network:
+            made = model(run, stage)
+            for name, module in made.named_modules():
+                self._columns[name] = _cut_columns(module, run.mesh)
+            return made
+
+        return build
+
+    def following(self, forward_step: ForwardStep) -> ForwardStep:
+        """The forward step, which tells of itself."""
+
+        def step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
+            self._stage, self._calls = stage, {}
+            try:
+                return forward_step(run, batches, stage)
+            finally:
+                self._counts[stage.stage.index] = self._counts.get(stage.stage.index, 0) + 1
+                self._stage = None
+
+        return step
+
+    def hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
+        """Look at every module of these stages of which no other stage has a part."""
+        modules = [
+            (name, module)
+            for stage in stages
+            for name, module in stage.named_modules()
+            if name and not isinstance(module, Stack)
+        ]
+        return [module.register_forward_pre_hook(self._before(name)) for name, module in modules] + [
+            module.register_forward_hook(self._after(name)) for name, module in modules
+        ]
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if self._stage is not None:
+                # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
+                again = name.startswith("embedding") and not self._stage.stage.has_embedding
+                self._calls[name] = self._calls.get(name, int(again)) + 1
+                self._keep(name, "input", inputs[0] if inputs else None)
+
+        return look
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, _: Any, output: Any) -> None:
+            if self._stage is not None:
+                self._keep(name, "output", output)
+
+        return look
+
+    def _keep(self, name: str, side: str, value: Any) -> None:
+        value = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
+            index, dp = self._stage.stage.index, self.run.mesh.dp
+            microbatch = self._counts.get(index, 0) * dp.size + dp.rank
+            columns = self._columns[name].get(int(side == "input"))
+            self._seen.append(Seen(name, side, self._calls[name], microbatch, index, value.detach().clone(), columns))
+
+
+def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
+    """Dimension of the module's own matrix that is cut -> where this rank's piece lies in the whole: 0 outputs, 1 inputs."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return {}
+    boxes = [piece.box for piece in local_shards(spec_of(weight), mesh)]
+    return {
+        shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
+        for shard in spec_of(weight).shards
+    }

@@ -1,0 +1,181 @@
+"""Time and memory of a layout by closed formulas, in a thousandth of the time of a dry run: for putting many in order.
+
+Memory is `rank_memory` of models/flops.py, without temporaries: what it says does not fit cannot. Time is that of the layers'
+matrix products, attention, element-wise passes, collectives and messages, each at the rates of hardware.py; all layers alike,
+the pipeline filled and emptied once:
+
+    step = (microbatches + (p-1)/v) x (slowest stage, forward and backward) + sums of gradients that nothing hides + update
+
+The words of a layer: `mats` FLOPs of its products, `met` of its attention, both of one microbatch on one rank, forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.models.flops import BYTES, flops_per_sample, rank_memory
+from megatron.trust.plan.cost import StepTime, step_time
+from megatron.trust.plan.hardware import Hardware, collective_seconds
+
+# Element-wise passes of one layer's forward pass: widths of the hidden state that are read or written for each token, outside and
+# inside of the region that tensor ranks share; and its kernels.
+OUTSIDE, INSIDE, KERNELS = 10, 12, 30
+LOGITS = 13  # passes over the fp32 logits in loss and gradient
+UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam and the cast
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """needs: bytes of the rank that holds most, `position` on the pipeline. time: of a step."""
+
+    needs: float
+    position: int
+    time: StepTime
+
+
+def with_vocabulary(config: RunConfig, true_vocab_size: int) -> RunConfig:
+    """The config with its vocabulary padded as a run would."""
+    return replace(config, model=config.model.with_vocabulary(true_vocab_size, config.parallel.tp))
+
+
+def microbatches(config: RunConfig, world_size: int) -> int:
+    """Microbatches of one step on each data-parallel rank."""
+    train = config.train
+    return max(1, train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size)))
+
+
+def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
+    """The group of rank 0 on each axis, in Megatron's order: what `axis_ranks` gives, without all other groups."""
+    parallel = config.parallel
+    tp, cp, pp, ep = parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size
+    etp, dp = parallel.expert_tensor_parallel_size or tp, parallel.data_parallel_size(world_size)
+    across = parallel.use_tp_pp_dp_mapping
+    data = tp * cp * (pp if across else 1)
+    line = tp * cp * (1 if across else dp)
+    found = {
+        "tp": range(tp),
+        "cp": range(0, tp * cp, tp),
+        "dp": range(0, data * dp, data),
+        "pp": range(0, line * pp, line),
+        "ep": range(0, etp * ep, etp),
+    }
+    return found | {"dp_cp": range(0, tp * cp * dp, tp) if not across or cp == 1 and pp == 1 else found["dp"]}
+
+
+def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]) -> Sketch:
+    """config: resolved, with its vocabulary. stages: its pipeline's (`stages_of`), which many variants share."""
+    count = microbatches(config, world_size)
+    dp = config.parallel.data_parallel_size(world_size)
+    held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
+    position = max(range(len(held)), key=lambda place: held[place].total)
+    forward, again, parts = _layer(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
+    ends = _head(config, hardware)
+    passes = [
+        _passes(config, [stage for stage in stages if stage.rank == place], forward, again, ends)
+        for place in range(config.parallel.pp)
+    ]
+    slowest, chunks = max(passes), len(stages) // config.parallel.pp
+    # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
+    fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
+    late, update = _sums(config, world_size, hardware, max(one.parameters for one in held), slowest)
+    seconds = (count + fill) * slowest + late + update
+    layers = sum(len(stage.layers) for stage in stages if stage.rank == passes.index(slowest))
+    share = {name: count * layers * part for name, part in parts.items() if part}
+    share |= {
+        "output and loss": count * slowest - sum(share.values()),
+        "update": update,
+        "waiting": fill * slowest + late,
+    }
+    time = step_time(config, world_size, hardware, seconds=seconds, bubble=fill / (count + fill), parts=share)
+    return Sketch(held[position].total, position, time)
+
+
+def _layer(
+    config: RunConfig, world_size: int, hardware: Hardware, layers: int
+) -> tuple[float, float, dict[str, float]]:
+    """Seconds of a mean layer's forward and backward pass of one microbatch, of what is computed again, and all by their parts."""
+    model, parallel, train = config.model, config.parallel, config.train
+    size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, groups(config, world_size)
+    cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
+    tokens = train.micro_batch_size * train.seq_length / cp
+    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _flops(config))
+    experts = max(1, (model.moe.num_experts or 1) // parallel.expert_model_parallel_size)
+    products = 4 if experts == 1 else 4 + 2 * experts
+    arithmetic = products * hardware.matmul_seconds(mats / products, dtype)
+    attention = hardware.attention_seconds(met, dtype, backward=False)
+    back = hardware.attention_seconds(2.5 * met, dtype, backward=True)
+    saved = tp if parallel.sequence_parallel else 1
+    passes = size * h * tokens * (OUTSIDE / saved + INSIDE / tp) / hardware.memory_rate + KERNELS * hardware.launch
+    whole = size * tokens * h
+    tensor = 2 * collective_seconds("all_reduce", whole, at["tp"], hardware)
+    context = collective_seconds("all_gather", 2 * size * tokens * cp * model.key_size / tp, at["cp"], hardware)
+    rows = whole / saved * (model.moe.moe_router_topk if model.moe.num_experts else 0)
+    expert = 2 * collective_seconds("all_to_all", rows, at["ep"], hardware)
+    ahead = arithmetic + attention + passes + tensor + context + expert
+    parts = {
+        "matrix products": 3 * arithmetic,
+        "attention": attention + back,
+        "other operations": 3 * passes,
+        "tp collectives": 2 * tensor,
+        "cp collectives": 3 * context,
+        "ep collectives": 2 * expert,
+    }
+    # Selective recomputation runs a kernel of the layer twice; of all that it can name, attention is what Megatron names first.
+    granularity = config.recompute.recompute_granularity
+    again = ahead if granularity == "full" else attention if granularity == "selective" else 0.0
+    return sum(parts.values()), again, parts | {"computed again": again}
+
+
+def _flops(config: RunConfig) -> tuple[float, float]:
+    """FLOPs of the layers of one sample, forward and backward: products, and attention."""
+    model, train = config.model, config.train
+    whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
+    if model.architecture == "t5":
+        return whole - _head_flops(config), 0.0
+    products = train.seq_length * flops_per_sample(model, 1, "causal")
+    return products - _head_flops(config), whole - products
+
+
+def _head_flops(config: RunConfig) -> float:
+    """FLOPs of the output layer on one sample."""
+    return (
+        6
+        * config.model.hidden_size
+        * config.model.padded_vocab_size
+        * (config.train.decoder_seq_length or config.train.seq_length)
+    )
+
+
+def _head(config: RunConfig, hardware: Hardware) -> float:
+    """Seconds of the output layer and the loss on one microbatch: three products, and the passes over fp32 logits."""
+    parallel, train = config.parallel, config.train
+    share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
+    logits = 4 * config.model.padded_vocab_size * train.seq_length * share
+    return (
+        3 * hardware.matmul_seconds(_head_flops(config) / 3 * share, config.precision.dtype)
+        + LOGITS * logits / hardware.memory_rate
+    )
+
+
+def _passes(config: RunConfig, own: list[StageSpec], layer: float, again: float, head: float) -> float:
+    """Seconds of a pipeline rank's forward and backward passes of one microbatch."""
+    layers = sum(len(stage.layers) for stage in own)
+    repeated = layers
+    if config.recompute.recompute_method == "block":
+        repeated = min(layers, len(own) * (config.recompute.recompute_num_layers or 1))
+    return layers * layer + repeated * again + head * any(stage.has_output for stage in own)
+
+
+def _sums(config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float) -> tuple[float, float]:
+    """Seconds of gradients' sums that nothing hides, and of the update with the gather of new weights. last: a backward pass."""
+    parallel, at = config.parallel, groups(config, world_size)["dp_cp"]
+    gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]
+    sharded = parallel.use_distributed_optimizer
+    summed = collective_seconds("reduce_scatter" if sharded else "all_reduce", gradients, at, hardware)
+    late = max(0.0, summed - 0.6 * last) if parallel.overlap_grad_reduce else summed
+    gathered = collective_seconds("all_gather", weights, at, hardware) if sharded else 0.0
+    gathered = max(0.0, gathered - 0.3 * last) if parallel.overlap_param_gather else gathered
+    return late, gathered + parameters * UPDATE_BYTES / (len(at) if sharded else 1) / hardware.memory_rate

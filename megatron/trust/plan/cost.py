@@ -1,0 +1,436 @@
+"""How long a training step takes: the time of every event of a dry run, laid along the schedule that is really run.
+
+    operation    the larger of its arithmetic over the rate that a product of its size reaches, and its bytes over the memory's
+                 bandwidth; and the launch of a kernel. What moves no bytes is a view, and takes no time
+    collective   a ring, a tree or an exchange over the links that the group's ranks have (hardware.py)
+    action       the sum of what happens in it: one forward or backward pass of one stage
+    step         the plan, played with these durations and the messages' time (timeline.py); sums of gradients run beside it, from
+                 the moment at which each is begun, and what of them is left at its end is waited for; then the update
+
+So the bubble is the schedule's own, with its uneven stages, and not (p-1)/(m+p-1). Not in the time: reading data, writing
+checkpoints, ranks that are slower than others, experts with more tokens than others, and a link that two axes want at once. A
+collective of tensor, context or expert ranks is counted in full, though some run beside a product: the estimate is late there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.models.flops import flops_per_sample
+from megatron.core.pipeline_parallel.schedules import num_stages
+from megatron.core.pipeline_parallel.timeline import Timeline, play
+from megatron.trust.plan.hardware import Hardware, collective_seconds
+from megatron.trust.simulate.trace import DryRun, Event, Part, Trace, parts_of
+
+_ROOT = Path(__file__).resolve().parents[3]
+DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
+ATTENTION = re.compile(r"attention|flash|sdpa")
+# What runs nothing: memory that is only taken, and tensors that share it.
+FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fresh|_reshape_alias)")
+# What reads a few rows of a table: it moves what it makes.
+PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
+FUSED = "megatron/core/kernels/fused.py:"
+ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
+# A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
+FEW_BITS, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "product")
+# Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
+BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
+ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step. seconds; bubble: idle share of the schedule; parts: seconds of the busiest pipeline position by what they go to.
+
+    tokens: a second, of all ranks. flops: model FLOPs a second of one rank, causal; mfu, mfu_square: shares of the peak.
+    """
+
+    seconds: float
+    bubble: float
+    tokens: float
+    flops: float
+    mfu: float
+    mfu_square: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a dry run costs. time: of a step. timeline: of its whole plan, in seconds. traffic: bytes that a rank gives to or takes
+    from the collectives of each axis in a step, the most of any rank; messages under `pp`.
+    """
+
+    time: StepTime
+    timeline: Timeline
+    traffic: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Spent:
+    """All events of one kind of action or of one phase on a rank. begun: each action -> the seconds before it. launches: sums of
+    gradients begun in its last one: (seconds after its beginning, seconds that it takes). beside: seconds of FSDP2's gathers and sums,
+    which run beside the layers.
+    """
+
+    begun: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    parts: Counter[str] = field(default_factory=Counter)
+    traffic: Counter[str] = field(default_factory=Counter)
+    launches: list[tuple[float, float]] = field(default_factory=list)
+    beside: float = 0.0
+
+    def add(self, other: Spent, before: float) -> None:
+        """Events of a stretch that follows in an action. before: what had been spent here when the action began."""
+        self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
+        self.seconds += other.seconds
+        self.beside += other.beside
+        self.parts.update(other.parts)
+        self.traffic.update(other.traffic)
+
+    @property
+    def each(self) -> float:
+        """Seconds of one action."""
+        return self.seconds / len(self.begun)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """A rank's time. spent: by kind of action (F0, B0, W0, R0) and by phase. message: seconds of its slowest message to a neighbour.
+    gathers: seconds of each gather of new weights that the next step's forward pass may hide.
+    """
+
+    place: int
+    spent: Mapping[str, Spent]
+    message: float
+    gathers: tuple[float, ...]
+
+
+def cost(run: DryRun, hardware: Hardware) -> Cost:
+    """Seconds, bytes and shares of the step that was run dry."""
+    ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
+    if (
+        run.config.parallel.hybrid_context_parallel
+    ):  # a rank with fewer microbatches than the schedule is idle in the others
+        for key, spent in (
+            (key, spent) for rank in ranks for key, spent in rank.spent.items() if key[0] in "FB" and ACTION.match(key)
+        ):
+            spent.begun |= {
+                f"{key}.{number}": spent.seconds for number in range(len(spent.begun), run.num_microbatches)
+            }
+    stages, pp = num_stages(run.whole_plan), len(run.whole_plan)
+    times = {
+        op: [
+            max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
+            for stage in range(stages)
+        ]
+        for op in "FBW"
+    }
+    message = max(rank.message for rank in ranks)
+    if not run.config.parallel.overlap_p2p_communication:
+        # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
+        times |= {
+            op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])]
+            for op in "FB"
+        }
+        message = -message
+    whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
+    timeline = play(
+        run.whole_plan,
+        forward=times["F"],
+        backward=whole,
+        weight=times["W"],
+        message=message,
+        together=run.config.parallel.overlap_moe_expert_parallel_comm,
+    )
+    ends = [_reduced(rank, run, timeline) for rank in ranks]
+    tails = [
+        sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
+        for rank in ranks
+    ]
+    seconds = max(ends) + max(tails)
+    busiest = max(range(len(ranks)), key=lambda place: sum(ranks[place].spent[key].each for key in ranks[place].spent))
+    parts = _parts(ranks[busiest], run.whole_microbatches, seconds)
+    traffic: dict[str, float] = {}
+    for rank in ranks:
+        for axis, moved in _traffic(rank, run.whole_microbatches).items():
+            traffic[axis] = max(traffic.get(axis, 0.0), moved)
+    assert pp == run.config.parallel.pp, f"a plan of {pp} rows for {run.config.parallel.pp} pipeline ranks"
+    return Cost(
+        step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts),
+        timeline,
+        traffic,
+    )
+
+
+def step_time(
+    config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float, parts: Mapping[str, float]
+) -> StepTime:
+    """Rates of a step that takes so long."""
+    train = config.train
+    assert train.global_batch_size and train.seq_length, "rules let no run pass without a batch and a length"
+    causal, square = (
+        train.global_batch_size
+        * flops_per_sample(config.model, train.seq_length, count, decoder_length=train.decoder_seq_length)
+        / seconds
+        / world_size
+        for count in ("causal", "square")
+    )
+    peak = hardware.flops(config.precision.dtype)
+    return StepTime(
+        seconds,
+        bubble,
+        train.global_batch_size * train.seq_length / seconds,
+        causal,
+        causal / peak,
+        square / peak,
+        parts,
+    )
+
+
+def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
+    """The time of everything that a rank does, by action."""
+    spent: dict[str, Spent] = {}
+    meter = _Meter(config, hardware, trace.rank)
+    for part in parts_of(trace.events):
+        if part.again:
+            place = spent.setdefault(_key(part.action), Spent())
+            place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
+            continue
+        for event in part.events:
+            if event.action != "setup" and event.kind != "action":
+                place = spent.setdefault(_key(event.action), Spent())
+                # A message is under way before the action that it is for.
+                meter.count(
+                    event,
+                    place,
+                    0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds),
+                )
+    for place in spent.values():
+        shows = max(0.0, place.beside - place.seconds)
+        place.seconds += shows
+        place.parts["gathers and sums of FSDP2"] += shows
+    return RankTime(trace.place.get("pp", 0), spent, meter.message, tuple(meter.gathers))
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Prices of one rank's events, equal ones and equal stretches looked at once. message, gathers: as in `RankTime`."""
+
+    config: RunConfig
+    hardware: Hardware
+    rank: int
+    message: float = 0.0
+    gathers: list[float] = field(default_factory=list)
+    _prices: dict[tuple[Any, ...], tuple[float, str]] = field(default_factory=dict)
+    _stretches: dict[tuple[int, str], Spent] = field(default_factory=dict)
+
+    def count(self, event: Event, place: Spent, before: float) -> None:
+        """Add an event to where its action's are counted. before: what had been spent there when the action began."""
+        acts = _acts(event.action)
+        where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
+        alike = (
+            event.kind,
+            event.name,
+            where,
+            event.action[:1],
+            event.flops,
+            event.moved,
+            event.axis,
+            event.ranks,
+            event.peer,
+            event.shape,
+            event.dtype,
+            event.factors,
+        )
+        if alike not in self._prices:
+            self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), part_of(event)
+        seconds, part = self._prices[alike]
+        if event.kind in ("send", "receive"):
+            place.traffic["pp"] += bytes_of(event)
+            self.message = max(self.message, seconds)
+            return
+        if event.kind == "collective":
+            place.traffic[event.axis] += bytes_of(event)
+            if event.axis in DATA_AXES and self.config.parallel.use_torch_fsdp2 and acts:
+                place.beside += seconds
+                return
+            if event.axis in DATA_AXES and acts:
+                place.launches.append((place.seconds - before, seconds))
+                return
+            if event.axis in DATA_AXES and event.name == "all_gather" and self.config.parallel.overlap_param_gather:
+                self.gathers.append(seconds)
+                return
+        place.seconds += seconds
+        place.parts[part] += seconds
+
+    def again(self, part: Part) -> Spent:
+        """What a stretch that repeats an earlier one takes."""
+        key = id(part.events), part.action[:1]
+        if key not in self._stretches:
+            self._stretches[key] = found = Spent()
+            for event in part:
+                self.count(event, found, 0.0)
+        return self._stretches[key]
+
+
+def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
+    """What one event takes on this rank."""
+    if event.kind in ("send", "receive"):
+        return hardware.path((rank, event.peer)).seconds(bytes_of(event))
+    if event.kind == "collective":
+        return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
+    if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
+        return 0.0
+    dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
+    dtype = dtype if dtype in hardware.peak else config.precision.dtype
+    if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
+        # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
+        met = 1.0 if event.where.startswith(ROWS) else _met(config)
+        return hardware.attention_seconds(
+            event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
+        )
+    few = _few_bits(config, hardware)
+    if few and event.where in _emulated():
+        size = bytes_of(event)
+        moved = (event.moved - size) / item_size(event.dtype) + size * item_size(config.precision.dtype) / item_size(
+            event.dtype
+        )
+        return (
+            max(hardware.matmul_seconds(event.flops, few), moved / hardware.memory_rate) + hardware.launch
+            if event.flops
+            else 0.0
+        )
+    if ATTENTION.search(event.name):
+        busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
+    else:
+        busy = hardware.matmul_seconds(event.flops, dtype)
+    moved = 2 * bytes_of(event) if PICKS.match(event.name) else event.moved
+    return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
+
+
+def _few_bits(config: RunConfig, hardware: Hardware) -> str:
+    """The format of a run's linear layers that the machine multiplies by itself, at a rate that its profile knows; else nothing."""
+    low = config.precision.low
+    if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:
+        return ""
+    wanted = ("float4", "float8") if low.fp4_format is not None else ("float8",)
+    return next((name for name in wanted if name in hardware.peak), "")
+
+
+@cache
+def _emulated() -> frozenset[str]:
+    """The lines that emulate a product of few bits."""
+    tree = ast.parse((_ROOT / FEW_BITS).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
+    return frozenset(
+        f"{FEW_BITS}:{line}" for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    )
+
+
+def _attention_flops(event: Event, config: RunConfig) -> float:
+    """Those of the keys that are met. torch counts all keys, and does not count its CPU kernel: that is counted here from the shape of
+    what it makes, [b, n, s, d], with as many keys as queries.
+    """
+    if event.flops:
+        return event.flops * _met(config)
+    batch, heads, length, width = (event.shape + (1,) * 4)[:4]
+    return _met(config) * 4 * batch * heads * length**2 * width * (2.5 if "backward" in event.name else 1.0)
+
+
+def _met(config: RunConfig) -> float:
+    """The share of the keys that a query meets."""
+    return 0.5 if config.model.architecture == "gpt" else 1.0
+
+
+def bytes_of(event: Event) -> float:
+    """Bytes of the tensor that a collective or message is about."""
+    count = 1
+    for size in event.shape:
+        count *= size
+    return count * item_size(event.dtype)
+
+
+def item_size(dtype: str) -> float:
+    """Bytes of one number."""
+    digits = re.search(r"(?:float|int|uint|complex)(\d+)", dtype)
+    return int(digits[1]) / 8 if digits else 1.0
+
+
+def part_of(event: Event) -> str:
+    """What a second of this event is spent on."""
+    if event.kind == "collective":
+        return f"{event.axis} collectives"
+    if ATTENTION.search(event.name) or event.where.startswith((FUSED, ROWS)):
+        return "attention"
+    return "matrix products" if event.flops else "other operations"
+
+
+@cache
+def _key(action: str) -> str:
+    """The kind of an action: F0 of F0.3; a phase is itself."""
+    found = ACTION.match(action)
+    return found[1] if found else action or "begin"
+
+
+@cache
+def _acts(action: str) -> bool:
+    """Whether this is an action of the schedule, and no phase around it."""
+    return ACTION.match(action) is not None
+
+
+def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
+    """When a rank has done its part of the schedule, and its gradients are summed."""
+    row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
+    launches = []
+    for key, spent in rank.spent.items():
+        begun = [start for action, start in zip(row, starts, strict=True) if _key(str(action)) == key]
+        if not begun and key[0] == "R":  # the plan of a run without reductions in it
+            begun = [timeline.end[rank.place][-1]]
+        launches += [(begun[-1] + after, seconds) for after, seconds in spent.launches if begun]
+    free = 0.0
+    for ready, seconds in sorted(launches):
+        free = max(free, ready) + seconds
+    return max(free, timeline.end[rank.place][-1])
+
+
+def _exposed_gather(rank: RankTime) -> float:
+    """What a step waits for new weights when their gathers run beside the first forward pass: the first, which nothing hides, and
+    what is longer than that pass.
+    """
+    if not rank.gathers:
+        return 0.0
+    hides = sum(spent.each for key, spent in rank.spent.items() if key[0] == "F" and ACTION.match(key))
+    return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
+
+
+def _times(key: str, spent: Spent, microbatches: int) -> float:
+    """How often what was recorded happens in the whole step, for each time that it was."""
+    return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
+
+
+def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
+    """Where a rank's step goes; what is left is waiting: for other stages, messages and sums of gradients."""
+    found: Counter[str] = Counter()
+    for key, spent in rank.spent.items():
+        for part, share in spent.parts.items():
+            found["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
+    found["waiting"] = max(0.0, seconds - sum(found.values()))
+    return dict(found.most_common())
+
+
+def _traffic(rank: RankTime, microbatches: int) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for key, spent in rank.spent.items():
+        # Sums of gradients are begun once in a step, however many microbatches there are.
+        once = key[0] == "B" and bool(spent.launches)
+        for axis, moved in spent.traffic.items():
+            found[axis] += moved * (1.0 if once and axis in DATA_AXES else _times(key, spent, microbatches))
+    return found

@@ -1,0 +1,344 @@
+"""Which layouts of a run fit, in order of their estimated time, and why the others do not.
+
+Every division of the ranks into tensor x context x pipeline x data, with interleaving, expert sizes, micro batch, recomputation and
+the distributed optimizer, goes through three sieves, the cheap ones first:
+
+    rules       as the run itself would check them; a layout that breaks one is rejected with the rule and its numbers
+    formulas    memory and time by analytic_estimate.py; what needs more than the budget without temporaries cannot fit
+    dry runs    the best of what is left, with their real peak and the time of their real schedule
+
+The network, the global batch and the number formats stay as they were given. What the first two sieves leave is complete; the
+third looks at as many as it is allowed to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.repair import Given
+from megatron.trust.plan.analytic_estimate import Sketch, sketch, with_vocabulary
+from megatron.trust.plan.cost import StepTime
+from megatron.trust.plan.hardware import Hardware
+from megatron.trust.units import bytes_text
+
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_activations": False,
+    },
+    "selective": {
+        "recompute_granularity": "selective",
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_activations": False,
+    },
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_activations": False,
+        "recompute_modules": None,
+    },
+}
+MICRO = (1, 2, 4, 8)
+LONG = 8192  # tokens from which context parallelism is worth a try
+MOST_CHUNKS = 8
+Progress = Callable[[int, int, str], None]
+Planner = Callable[[RunConfig, int], tuple[int, StepTime]]  # peak bytes and time of a step, from a dry run
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to run. dp follows from the others and the number of ranks."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    chunks: int
+    ep: int
+    etp: int
+    micro: int
+    recompute: str
+    sharded: bool
+
+    def __str__(self) -> str:
+        found = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
+        found += [
+            f"{name} {size}" for name, size in (("cp", self.cp), ("vpp", self.chunks), ("ep", self.ep)) if size > 1
+        ]
+        found += [f"etp {self.etp}"] * (self.ep > 1 and self.etp > 1)
+        found += [f"micro {self.micro}"] * (self.micro > 0) + [f"recompute {self.recompute}"] * (
+            self.recompute != "none"
+        )
+        return ", ".join(found + ["zero"] * self.sharded)
+
+    def values(self, setting: Given) -> dict[str, Any]:
+        """The settings that make this layout of what was given."""
+        parallel = setting.config.parallel
+        found: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "sequence_parallel": self.tp > 1,
+            "micro_batch_size": self.micro,
+            "use_distributed_optimizer": self.sharded,
+            "expert_model_parallel_size": self.ep,
+            "overlap_param_gather": parallel.overlap_param_gather and self.sharded,
+            **RECOMPUTE[self.recompute],
+        }
+        if self.pp != parallel.pp:
+            found |= {
+                "pipeline_model_parallel_layout": None,
+                "decoder_first_pipeline_num_layers": None,
+                "decoder_last_pipeline_num_layers": None,
+                "microbatch_group_size_per_virtual_pipeline_stage": None,
+            }
+        if setting.config.model.moe.num_experts:
+            found["expert_tensor_parallel_size"] = self.etp
+        if self.cp != parallel.context_parallel_size:
+            found["hierarchical_context_parallel_sizes"] = None
+        return found
+
+    def flags(self, setting: Given) -> str:
+        """The words that change what was given into this layout."""
+        given, left_out = [], []
+        for name, value in self.values(setting).items():
+            before, flag = setting.value(name), spelling(name)
+            if value != before and value is not None and value != () and value is not False:
+                given.append(flag if value is True else f"{flag} {value}")
+            elif value != before and before not in (None, ()):
+                left_out.append(f"(without {flag})")
+        return " ".join(given + left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A layout that cannot be, or need not. rules: those that it breaks, or `memory`, or `no-gain`. says: with the numbers."""
+
+    layout: Layout
+    rules: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A layout that fits. needs: bytes of its fullest rank. planned: by a dry run, and not only by formulas."""
+
+    layout: Layout
+    config: RunConfig
+    needs: float
+    time: StepTime
+    planned: bool = False
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search found, the fastest first. complete: nothing was left out for want of time."""
+
+    fits: list[Fits] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    tried: int = 0
+    complete: bool = True
+
+    def reasons(self) -> Counter[str]:
+        """How many layouts each rule, or the memory, kept out."""
+        return Counter(rule for one in self.rejected for rule in one.rules)
+
+
+def divisors(value: int, most: int) -> list[int]:
+    """All divisors of a number up to `most`."""
+    return [size for size in range(1, min(value, most) + 1) if value % size == 0]
+
+
+def shapes(setting: Given, node: int) -> Iterator[Layout]:
+    """Every division of the ranks, with micro batch 0 and no more said. node: most tensor ranks, as they want fast links."""
+    model, train, ranks = setting.config.model, setting.config.train, setting.world_size
+    layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
+    long = (train.seq_length or 0) >= LONG or setting.config.parallel.context_parallel_size > 1
+    for tp in divisors(ranks, node):
+        for cp in divisors(ranks // tp, max(1, (train.seq_length or 0) // 2048)) if long else [1]:
+            if tp & (tp - 1) or cp & (cp - 1):
+                continue
+            for pp in divisors(ranks // tp // cp, layers):
+                chunks = (
+                    [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
+                    if pp > 1
+                    else [1]
+                )
+                for ep, etp in _experts(setting, tp, ranks // pp):
+                    yield from (
+                        Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
+                    )
+
+
+def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:
+    """Expert and expert-tensor sizes on this many ranks of a stage."""
+    count = setting.config.model.moe.num_experts
+    if not count:
+        return [(1, tp)]
+    return [
+        (ep, etp) for etp in dict.fromkeys((1, tp)) for ep in divisors(count, ranks // etp) if ranks % (ep * etp) == 0
+    ]
+
+
+def search(
+    setting: Given,
+    hardware: Hardware,
+    *,
+    true_vocab_size: int,
+    planner: Planner | None,
+    plans: int = 3,
+    seconds: float = 120.0,
+    progress: Progress = lambda done, whole, what: None,
+) -> Found:
+    """Look through all layouts of a setting. planner: runs one dry, or None for formulas alone. plans: how many are run dry.
+
+    seconds: after which no more is looked at.
+    """
+    started, found = time.monotonic(), Found()
+    divisions = list(shapes(setting, hardware.node))
+    for done, shape in enumerate(divisions):
+        progress(done, len(divisions), "rules and formulas")
+        if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
+            found.complete = False
+            break
+        _look(setting, shape, hardware, true_vocab_size, found)
+    progress(len(divisions), len(divisions), "rules and formulas")
+    found.fits.sort(key=_order)
+    if planner is not None:
+        _plan(found, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress)
+    return found
+
+
+def _order(one: Fits) -> tuple[bool, float, float]:
+    """Those that were run dry first, then by time, then by memory."""
+    return not one.planned, round(one.time.seconds, 9), one.needs
+
+
+def _look(setting: Given, shape: Layout, hardware: Hardware, true_vocab_size: int, found: Found) -> None:
+    """Put a division, in all its variants, among those that fit or that do not."""
+    first = _rejects(setting, replace(shape, micro=1), found)
+    if first is None:
+        return
+    asked, batch, stages = setting.config.train.micro_batch_size, first.train.global_batch_size, stages_of(first)
+    for micro in sorted({*MICRO, *([asked] if asked else [])}):
+        layout = replace(shape, micro=micro)
+        if micro * shape.dp > batch:
+            break
+        one = first if micro == 1 else _rejects(setting, layout, found)
+        if one is None:
+            continue
+        drawn = [
+            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            for variant, config in [_variants(layout, one, true_vocab_size)[0]]
+        ]
+        if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
+            found.tried += 1
+            said = f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
+            found.rejected.append(Rejected(layout, ("memory",), (said,)))
+            break
+        drawn += [
+            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            for variant, config in _variants(layout, one, true_vocab_size)[1:]
+        ]
+        _sift(drawn, hardware, found)
+
+
+def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
+    """All recomputations of a layout, with and without the distributed optimizer, the leanest first. plain: its resolved config."""
+    made = []
+    for sharded in (True, False) if layout.dp * layout.cp > 1 else (False,):
+        for name in reversed(RECOMPUTE):
+            changes = RECOMPUTE[name]
+            recompute = replace(plain.recompute, **changes)
+            if name == "selective" and not recompute.recompute_modules:
+                recompute = replace(recompute, recompute_modules=("core_attn",))
+            parallel = replace(
+                plain.parallel,
+                use_distributed_optimizer=sharded,
+                overlap_param_gather=plain.parallel.overlap_param_gather and sharded,
+            )
+            config = with_vocabulary(replace(plain, recompute=recompute, parallel=parallel), true_vocab_size)
+            made.append((replace(layout, recompute=name, sharded=sharded), config))
+    return made
+
+
+def _sift(drawn: list[tuple[Layout, RunConfig, Sketch]], hardware: Hardware, found: Found) -> None:
+    """Keep of the variants of one layout those that fit and that no other beats in both time and memory."""
+    found.tried += len(drawn)
+    kept: list[Fits] = []
+    for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
+        if one.needs > hardware.budget():
+            found.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
+        elif kept and one.needs >= min(other.needs for other in kept):
+            found.rejected.append(
+                Rejected(
+                    layout,
+                    ("no-gain",),
+                    (f"needs {bytes_text(one.needs)}, no less than with {kept[-1].layout}, and takes longer",),
+                )
+            )
+        else:
+            kept.append(Fits(layout, config, one.needs, one.time))
+    found.fits += kept
+
+
+def _rejects(setting: Given, layout: Layout, found: Found) -> RunConfig | None:
+    """The resolved config of a layout, or None when rules forbid it, which is noted."""
+    given = setting.with_values(layout.values(setting))
+    config, problems = examine(given.config, setting.world_size)
+    if not problems:
+        return config
+    found.tried += 1
+    found.rejected.append(
+        Rejected(
+            layout,
+            tuple(dict.fromkeys(rule for rule, _ in problems)),
+            tuple(" ".join(said.split()) for _, said in problems),
+        )
+    )
+    return None
+
+
+def _plan(
+    found: Found, world_size: int, hardware: Hardware, planner: Planner, *, plans: int, until: float, progress: Progress
+) -> None:
+    """Run the best layouts dry until `plans` of them fit, and put these first by what was found."""
+    fitting, done = 0, 0
+    for place, one in enumerate(list(found.fits)):
+        if fitting == plans:
+            break
+        if time.monotonic() > until:
+            found.complete = False
+            break
+        progress(fitting, plans, f"dry run {done + 1}: {one.layout}")
+        peak, step = planner(one.config, world_size)
+        done += 1
+        if peak > hardware.budget():
+            found.fits.remove(one)
+            found.rejected.append(
+                Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",))
+            )
+        else:
+            fitting += 1
+            found.fits[found.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
+    progress(plans, plans, "dry runs")
+    found.fits.sort(key=_order)
+
+
+def _too_much(needs: float, hardware: Hardware, position: int | None) -> str:
+    where = "" if position is None else f" on pipeline rank {position}"
+    return f"needs {bytes_text(needs)}{where} of {bytes_text(hardware.budget())}"

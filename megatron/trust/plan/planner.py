@@ -1,0 +1,226 @@
+"""What a run will need, and what to change when it does not fit: a dry run, its cost, and edits that were tried.
+
+Who plans brings the dry run (`DryRunner`), which needs torch; all else here does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.repair import Given
+from megatron.trust.plan.analytic_estimate import sketch, with_vocabulary
+from megatron.trust.plan.cost import Cost, cost
+from megatron.trust.plan.hardware import Hardware
+from megatron.trust.simulate.collective_matching import Matching
+from megatron.trust.simulate.trace import KINDS, DryRun, Trace
+from megatron.trust.units import bytes_text
+
+# Edits to try when memory is short, those that cost the least time first: what to write, and the settings that it means.
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+    "recompute_activations": False,
+}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_activations": False}
+MOST_TRIED = 6
+
+
+class DryRunner(Protocol):
+    """dry_run.py's function, or something like it."""
+
+    def __call__(self, config: RunConfig, world_size: int, ranks: Sequence[int] | None = None) -> DryRun:
+        """One step of every distinct kind of rank, or of these ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change that was planned. words: flags; peak: bytes afterwards; saved: bytes; slower: a step's seconds over those before, by
+    formulas; fits: afterwards.
+    """
+
+    words: str
+    peak: int
+    saved: int
+    slower: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run, planned. seconds: that planning took. advice: changes that save memory, if it does not fit. matching: whether its ranks
+    wait for each other forever, if that was looked at.
+    """
+
+    run: DryRun
+    cost: Cost
+    hardware: Hardware
+    seconds: float
+    advice: tuple[Advice, ...] = ()
+    matching: Matching | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether no rank waits forever, as far as was looked."""
+        return self.matching is None or not self.matching.problems
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within its memory."""
+        return self.run.worst.peak <= self.hardware.budget()
+
+
+def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> Planned:
+    """Plan a resolved config, with its vocabulary."""
+    started = time.monotonic()
+    run = dry_run(config, world_size)
+    return Planned(run, cost(run, hardware), hardware, time.monotonic() - started)
+
+
+def advised(
+    planned: Planned, setting: Given, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
+) -> Planned:
+    """The plan of a setting that does not fit, with changes that save memory: each was run dry, alone and then together until it fits.
+
+    seconds: after which no further change is tried.
+    """
+    until, tried, found = time.monotonic() + seconds, 0, []
+    saving: list[tuple[Advice, dict[str, Any]]] = []
+    trial = _Trial(planned, setting, dry_run, true_vocab_size)
+    for words, values in edits(setting, planned.run.config):
+        one = trial.of(words, values) if time.monotonic() < until else None
+        tried += one is not None
+        if one is not None and one.saved > 0:
+            found.append(one)
+            saving.append((one, dict(values)))
+        if tried == MOST_TRIED:
+            break
+    if saving and not any(one.fits for one in found):
+        saving.sort(key=lambda pair: -pair[0].saved)
+        words, together = saving[0][0].words, saving[0][1]
+        for one, values in saving[1:]:
+            if time.monotonic() > until or set(values) & set(together):
+                continue
+            words, together = f"{words} {one.words}", together | values
+            both = trial.of(words, together)
+            if both is not None:
+                found.append(both)
+                if both.fits:
+                    break
+    found.sort(key=lambda one: (not one.fits, one.slower if one.fits else -one.saved))
+    return replace(planned, advice=tuple(found))
+
+
+def edits(setting: Given, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    """Changes that can save memory, which this run has not made yet. config: the setting's, resolved."""
+    parallel, train, ranks = config.parallel, config.train, setting.world_size
+    dp, found = parallel.data_parallel_size(ranks), []
+    granularity = config.recompute.recompute_granularity
+    if not parallel.use_distributed_optimizer and dp * parallel.context_parallel_size > 1:
+        found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        found.append(("--sequence-parallel", {"sequence_parallel": True}))
+    if granularity is None:
+        found.append(("--recompute-granularity selective", SELECTIVE))
+    if train.micro_batch_size % 2 == 0:
+        half = train.micro_batch_size // 2
+        found.append(
+            (f"--micro-batch-size {half}", {"micro_batch_size": half, "global_batch_size": train.global_batch_size})
+        )
+    if granularity != "full":
+        found.append(("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", FULL))
+    if dp % 2 == 0:
+        tp, pp = 2 * parallel.tp, 2 * parallel.pp
+        keep = {"global_batch_size": train.global_batch_size}
+        found.append(
+            (
+                f"--tensor-model-parallel-size {tp} --sequence-parallel",
+                {"tensor_model_parallel_size": tp, "sequence_parallel": True, **keep},
+            )
+        )
+        found.append((f"--pipeline-model-parallel-size {pp}", {"pipeline_model_parallel_size": pp, **keep}))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What changes of a setting are compared with."""
+
+    planned: Planned
+    setting: Given
+    dry_run: DryRunner
+    true_vocab_size: int
+
+    def of(self, words: str, values: Mapping[str, Any]) -> Advice | None:
+        """What a change does, or None if rules forbid it."""
+        ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
+        config, problems = examine(self.setting.with_values(values).config, ranks)
+        if problems:
+            return None
+        config = with_vocabulary(config, self.true_vocab_size)
+        times = [sketch(one, ranks, hardware, stages_of(one)).time.seconds for one in (before.config, config)]
+        # The fullest rank stays the fullest when only what all ranks do alike changes.
+        same = all(
+            getattr(before.config.parallel, size) == getattr(config.parallel, size)
+            for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size")
+        )
+        peak = self.dry_run(config, ranks, [before.worst.rank] if same else None).worst.peak
+        return Advice(words, peak, before.worst.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.budget())
+
+
+def why(run: DryRun) -> list[str]:
+    """Why the fullest rank is the fullest: what it has more of than the emptiest, and what of the layout makes it so."""
+    worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
+    if worst.peak - least.peak < 0.001 * worst.peak:
+        return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]
+    ahead = {kind: getattr(worst.at_peak, kind) - getattr(least.at_peak, kind) for kind in KINDS}
+    more = [
+        f"{kind} {bytes_text(getattr(worst.at_peak, kind))} against {bytes_text(getattr(least.at_peak, kind))}"
+        for kind in sorted(ahead, key=lambda kind: -ahead[kind])[:2]
+        if ahead[kind] > 0.01 * worst.peak
+    ]
+    said = [
+        f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
+    ]
+    facts = [(holds(run, trace), in_flight(run, trace)) for trace in (worst, least)]
+    if facts[0] != facts[1]:
+        for trace, (what, alive) in zip((worst, least), facts):
+            waiting = (
+                f"{alive} forward passes at once still await their"
+                if alive > 1
+                else "1 forward pass at once still awaits its"
+            )
+            said.append(
+                f"rank {trace.rank} holds {what or 'neither embedding nor head'}, and at most {waiting} backward pass"
+            )
+    return said
+
+
+def holds(run: DryRun, trace: Trace) -> str:
+    """What a rank's stages have beside layers."""
+    own = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
+    has = [
+        name
+        for name, there in (
+            ("the embedding", any(stage.has_embedding for stage in own)),
+            ("the head", any(stage.has_output for stage in own)),
+        )
+        if there
+    ]
+    return " and ".join(has)
+
+
+def in_flight(run: DryRun, trace: Trace) -> int:
+    """Forward passes of a rank whose backward pass is still to come, at most."""
+    live = most = 0
+    for action in run.whole_plan[trace.place.get("pp", 0)]:
+        live += {"F": 1, "B": -1}.get(action.op, 0)
+        most = max(most, live)
+    return most

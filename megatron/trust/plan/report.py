@@ -1,0 +1,408 @@
+"""A plan in words, as JSON, and as one HTML page that needs nothing else.
+
+text(planned)      one screen: the verdict first, then memory by kind of rank, time, traffic, what to change
+plain(planned)     the same as plain values
+page(planned, command)  the same, with the memory over the step and the schedule drawn
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from megatron.core.models.describe import count_parameters
+from megatron.core.pipeline_parallel.schedules import num_stages
+from megatron.trust.plan.cost import FUSED
+from megatron.trust.plan.layout_search import Found
+from megatron.trust.plan.planner import Planned, holds, why
+from megatron.trust.simulate.trace import KINDS, DryRun, Held, Trace
+from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
+
+TEMPLATE = Path(__file__).with_name("report.html")
+SHOWN_RANKS, DRAWN_ACTIONS, DRAWN_ROWS = 8, 4000, 64
+WIDE, TALL, ROW = 1000, 300, 22
+LEFT, BELOW = 70, 36  # room for the axes of a picture
+
+
+def text(planned: Planned) -> str:
+    """One screen."""
+    run, time = planned.run, planned.cost.time
+    lines = [verdict(planned), "", headline(run), "", *_table(_memory_rows(planned))]
+    worst, summit = run.worst, run.worst.summit
+    lines += [
+        "",
+        f"peak of rank {worst.rank}: {summit.name} in {summit.action}"
+        + (f", {summit.module}" if summit.module else "")
+        + (f", {summit.where}" if summit.where else ""),
+    ]
+    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(why(run))]
+    parts = [
+        f"{part} {seconds / time.seconds:.0%}"
+        for part, seconds in time.parts.items()
+        if seconds >= 0.005 * time.seconds
+    ]
+    lines += [
+        "",
+        f"time of a step: {seconds_text(time.seconds)}, of which {', '.join(parts)}",
+        f"schedule: {_many(num_stages(run.whole_plan), 'stage')}, {_many(run.whole_microbatches, 'microbatch')}, bubble {time.bubble:.1%}",
+    ]
+    moved = [
+        f"{axis} {bytes_text(size)}" for axis, size in sorted(planned.cost.traffic.items(), key=lambda pair: -pair[1])
+    ]
+    lines += [f"a rank's collectives and messages in a step: {', '.join(moved) or 'none'}"]
+    lines += [] if planned.matching is None else [planned.matching.text]
+    lines += notes(run)
+    lines += ["", *_advice(planned)] if not planned.fits else []
+    return "\n".join(lines) + "\n"
+
+
+def verdict(planned: Planned) -> str:
+    """The one line that matters."""
+    time, worst, hardware = planned.cost.time, planned.run.worst, planned.hardware
+    fits = "FITS" if planned.fits else "DOES NOT FIT"
+    if not planned.ends:
+        fits = f"NEVER ENDS (see below), and {fits}"
+    return (
+        f"{fits}: the fullest rank needs {bytes_text(worst.peak)} of {bytes_text(hardware.budget())} on {hardware.name}; about "
+        f"{seconds_text(time.seconds)} a step, {count_text(time.tokens)} tokens/s, MFU {time.mfu:.1%} causal ({time.mfu_square:.1%} square)"
+    )
+
+
+def headline(run: DryRun) -> str:
+    """The layout and the batch."""
+    parallel, train = run.config.parallel, run.config.train
+    sizes = [
+        ("tp", parallel.tp),
+        ("pp", parallel.pp),
+        ("cp", parallel.context_parallel_size),
+        ("ep", parallel.expert_model_parallel_size),
+        ("dp", parallel.data_parallel_size(run.world_size)),
+    ]
+    layout = ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one"
+    model, batches = run.config.model, _many(run.whole_microbatches, "microbatch")
+    batches = (
+        f"up to {batches} of at most {parallel.max_seqlen_per_dp_cp_rank:,} tokens on a rank"
+        if parallel.hybrid_context_parallel
+        else f"{batches} of {train.micro_batch_size} x {train.seq_length:,} tokens"
+    )
+    return (
+        f"{_many(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
+        f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.dtype}"
+    )
+
+
+def plain(planned: Planned) -> dict[str, Any]:
+    """Everything as plain values, in bytes and seconds."""
+    run, hardware = planned.run, planned.hardware
+    ranks = [
+        {
+            "rank": trace.rank,
+            "place": dict(trace.place),
+            "ranks": list(own),
+            "parameters": trace.parameters,
+            "peak": trace.peak,
+            "at_peak": asdict(trace.at_peak),
+            "steady": asdict(trace.steady),
+            "summit": {name: getattr(trace.summit, name) for name in ("name", "where", "action", "module")},
+        }
+        for trace, own in zip(run.traces, run.stands_for, strict=True)
+    ]
+    return {
+        "fits": planned.fits,
+        "hardware": hardware.name,
+        "budget": hardware.budget(),
+        "world_size": run.world_size,
+        "worst_rank": run.worst.rank,
+        "why": why(run),
+        "notes": notes(run),
+        "ranks": ranks,
+        "microbatches": run.whole_microbatches,
+        "time": asdict(planned.cost.time),
+        "traffic": dict(planned.cost.traffic),
+        "advice": [asdict(one) for one in planned.advice],
+        "waits_forever": None
+        if planned.matching is None
+        else [asdict(problem) for problem in planned.matching.problems],
+        "planning_seconds": planned.seconds,
+    }
+
+
+def page(planned: Planned, command: Sequence[str]) -> str:
+    """One HTML page. command: the words that asked for it."""
+    run, time = planned.run, planned.cost.time
+    fullest = sorted(run.traces, key=lambda trace: -trace.peak)
+    drawn = [fullest[0], *([fullest[-1]] if fullest[-1].peak < fullest[0].peak else [])]
+    figures = "".join(
+        f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.summit.name)} in "
+        f"{html.escape(trace.summit.action)}</figcaption>{memory_picture(trace, planned.hardware.budget())}</figure>"
+        for trace in drawn
+        if trace.timeline
+    )
+    split = _html_table(
+        [
+            ["part", "seconds", "share"],
+            *([part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}"] for part, seconds in time.parts.items()),
+        ]
+    )
+    moved = _html_table(
+        [
+            ["axis", "bytes a rank and step"],
+            *([axis, bytes_text(size)] for axis, size in sorted(planned.cost.traffic.items())),
+        ]
+    )
+    keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in KINDS)
+    changes = (
+        "".join(f"<li>{html.escape(line.strip())}</li>" for line in _advice(planned)[1:]) if not planned.fits else ""
+    )
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(
+            f"{'fits' if planned.fits else 'does not fit'}, {seconds_text(time.seconds)} a step, {headline(run)}"
+        ),
+        command=html.escape(shlex.join(command)),
+        state="good" if planned.fits else "bad",
+        verdict=html.escape(verdict(planned)),
+        headline=html.escape(headline(run)),
+        memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
+        why="".join(f"<li>{html.escape(line)}</li>" for line in (*why(run), *notes(run))),
+        figures=figures,
+        keys=keys,
+        schedule=schedule_picture(planned),
+        bubble=f"{time.bubble:.1%}",
+        split=split,
+        moved=moved,
+        advice=f"<h2>What to change</h2><ul>{changes}</ul>" if changes else "",
+    )
+
+
+def memory_picture(trace: Trace, budget: float) -> str:
+    """What a rank holds over its step, as SVG: one band a kind, and the budget as a line."""
+    points = trace.timeline
+    top = 1.05 * max(budget if budget < 2 * trace.peak else 0.0, trace.peak, 1)
+    last = max(points[-1][0], 1)
+    across = [WIDE * event / last for event, _ in points]
+    below, bands = [0.0] * len(points), []
+    for kind in KINDS:
+        above = [under + getattr(held, kind) for under, (_, held) in zip(below, points, strict=True)]
+        if above != below:
+            corners = [(x, TALL * (1 - y / top)) for x, y in zip(across, above, strict=True)]
+            corners += [(x, TALL * (1 - y / top)) for x, y in zip(reversed(across), reversed(below), strict=True)]
+            bands.append(f'<polygon class="{kind}" points="{_points(corners)}"><title>{kind}</title></polygon>')
+        below = above
+    line = TALL * (1 - budget / top)
+    limit = f'<line class="limit" x1="0" x2="{WIDE}" y1="{line:.1f}" y2="{line:.1f}"/><text x="4" y="{line - 4:.1f}">{bytes_text(budget)}</text>'
+    unit, name = (GIB, "GiB") if trace.peak >= GIB else (2**20, "MiB")
+    sides = [(TALL * (1 - size * unit / top), f"{size:g} {name}") for size in ticks(top / unit)]
+    return (
+        f'<svg viewBox="{-LEFT} -14 {WIDE + LEFT + 30} {TALL + 14 + BELOW}" role="img" aria-label="memory over the step">'
+        f"{_axes(TALL, sides, [(WIDE * event / last, f'{event:,.0f}') for event in ticks(last)], 'operations of the step, in their order')}"
+        f"{''.join(bands)}{limit if line >= 0 else ''}</svg>"
+    )
+
+
+def schedule_picture(planned: Planned) -> str:
+    """The plan as it is played, as SVG: a row a pipeline rank; of a long step its beginning."""
+    plan, timeline = planned.run.whole_plan, planned.cost.timeline
+    actions = [
+        (start, end, rank, action)
+        for rank, (row, starts, ends) in enumerate(zip(plan, timeline.start, timeline.end, strict=True))
+        for action, start, end in zip(row, starts, ends, strict=True)
+        if rank < DRAWN_ROWS and end > start
+    ]
+    shown = sorted(actions, key=lambda one: (one[0], one[2]))[:DRAWN_ACTIONS]
+    span, rows = max((end for _, end, _, _ in shown), default=1.0), min(len(plan), DRAWN_ROWS)
+    boxes = []
+    for start, end, rank, action in shown:
+        x, width = WIDE * start / span, WIDE * (end - start) / span
+        chunk = action.stage // len(plan)
+        boxes.append(
+            f'<rect class="{action.op} c{min(chunk, 3)}" x="{x:.2f}" y="{ROW * rank + 1}" width="{max(width - 0.3, 0.2):.2f}" '
+            f'height="{ROW - 2}"><title>rank {rank}: {action}, {seconds_text(end - start)}</title></rect>'
+        )
+        if width > 14:
+            boxes.append(f'<text class="in" x="{x + width / 2:.1f}" y="{ROW * rank + 15}">{action.microbatch}</text>')
+    note = "" if len(shown) == len(actions) else f"<p>The first {len(shown):,} of {len(actions):,} actions.</p>"
+    sides = [(ROW * (rank + 0.5), f"pp {rank}") for rank in range(rows)]
+    below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in ticks(span)]
+    return (
+        f'<svg viewBox="{-LEFT} 0 {WIDE + LEFT + 30} {ROW * rows + BELOW}" role="img" aria-label="schedule">'
+        f"{_axes(ROW * rows, sides, below, 'time since the step began')}{''.join(boxes)}</svg>{note}"
+    )
+
+
+def ticks(top: float, about: int = 5) -> list[float]:
+    """Round numbers from 0 to the top, about so many: steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(top / about))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= top * 0.999)
+    return [step * count for count in range(math.floor(top / step * 1.000001) + 1)]
+
+
+def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple[float, str]], name: str) -> str:
+    """Ticks at the side (y, label), and below with their lines (x, label); name: of what lies below."""
+    drawn = [
+        f'<line class="axis" x1="0" x2="0" y1="0" y2="{tall}"/><line class="axis" x1="0" x2="{WIDE}" y1="{tall}" y2="{tall}"/>'
+    ]
+    drawn += [
+        f'<line class="axis" x1="-4" x2="0" y1="{y:.1f}" y2="{y:.1f}"/><text class="tick side" x="-7" y="{y + 4:.1f}">{label}</text>'
+        for y, label in sides
+    ]
+    drawn += [
+        f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{tall + 4}"/><text class="tick" x="{x:.1f}" y="{tall + 16}">{label}</text>'
+        for x, label in below
+    ]
+    return "".join(drawn) + f'<text class="tick" x="{WIDE / 2}" y="{tall + 31}">{name}</text>'
+
+
+def found_text(found: Found, flags: Iterable[str], most: int = 10) -> str:
+    """A search's result: the best layouts, and why others were rejected. flags: of the layouts that fit, in their order."""
+    if found.fits:
+        best = found.fits[0]
+        how = "run dry" if best.planned else "by formulas alone"
+        lines = [
+            f"{len(found.fits)} of {found.tried:,} layouts fit; the fastest: {best.layout}: {seconds_text(best.time.seconds)} a step, "
+            f"{bytes_text(best.needs)}, MFU {best.time.mfu:.1%} causal ({how})",
+            "",
+        ]
+        rows = [["", "layout", "memory", "step", "tokens/s", "MFU", "bubble", "by"]]
+        rows += [
+            [
+                str(place),
+                str(one.layout),
+                bytes_text(one.needs),
+                seconds_text(one.time.seconds),
+                count_text(one.time.tokens),
+                f"{one.time.mfu:.1%}",
+                f"{one.time.bubble:.1%}",
+                "dry run" if one.planned else "formulas",
+            ]
+            for place, one in enumerate(found.fits[:most], start=1)
+        ]
+        lines += [*_table(rows, left=2), "", f"changes for 1: {next(iter(flags)) or 'none: it is what was given'}"]
+    else:
+        lines = [f"none of {found.tried:,} layouts fits"]
+    lines += ["", f"{len(found.rejected):,} were rejected:"]
+    for rule, count in found.reasons().most_common():
+        example = next(one for one in found.rejected if rule in one.rules)
+        said = example.says[min(example.rules.index(rule), len(example.says) - 1)]
+        lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {said}")
+    if not found.complete:
+        lines += ["", "time was up before all were looked at; give more --seconds"]
+    return "\n".join(lines) + "\n"
+
+
+def found_plain(found: Found, flags: Sequence[str]) -> dict[str, Any]:
+    """A search's result as plain values, with the reason for each layout that was rejected."""
+    return {
+        "tried": found.tried,
+        "complete": found.complete,
+        "fits": [
+            {
+                "layout": asdict(one.layout),
+                "flags": words,
+                "needs": one.needs,
+                "time": asdict(one.time),
+                "planned": one.planned,
+            }
+            for one, words in zip(found.fits, flags, strict=True)
+        ],
+        "rejected": [asdict(one) for one in found.rejected],
+    }
+
+
+def _memory_rows(planned: Planned, most: int = SHOWN_RANKS) -> list[list[str]]:
+    """Peaks by kind of rank: the fullest ones, in the order of ranks. Kinds of one stage that hold the same share a row."""
+    run = planned.run
+    unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
+    alike: dict[tuple[str, ...], tuple[Trace, int]] = {}
+    for trace, own in zip(run.traces, run.stands_for, strict=True):
+        key = (str(trace.place.get("pp", 0)), *(f"{size / unit:.2f}" for size in (trace.peak, *_sizes(trace.at_peak))))
+        first, count = alike.get(key, (trace, 0))
+        alike[key] = first if first.peak >= trace.peak else trace, count + len(own)
+    fullest = sorted(alike.values(), key=lambda pair: -pair[0].peak)
+    rows = [[f"{name} at the peak", "ranks", "peak", *KINDS]]
+    for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
+        held = [f"{size / unit:.2f}" for size in _sizes(trace.at_peak)]
+        mark = " <- fullest" if trace is fullest[0][0] and len(fullest) > 1 else ""
+        has = holds(run, trace).replace("the ", "").replace(" and ", "+")
+        stage = f"pp {trace.place.get('pp', 0)}" + (f" {has}" if has else "") + f", rank {trace.rank}"
+        rows.append([stage, f"{count:,}", f"{trace.peak / unit:.2f}", *held[:-1], held[-1] + mark])
+    if len(fullest) > most:
+        rows.append([f"and {len(fullest) - most} kinds with less", "", "", *[""] * len(KINDS)])
+    return rows
+
+
+def _sizes(held: Held) -> list[int]:
+    """Bytes of every kind."""
+    return [getattr(held, kind) for kind in KINDS]
+
+
+def notes(run: DryRun) -> list[str]:
+    """What of the dry run is not as on the machine that is planned for."""
+    found = []
+    if run.config.parallel.hybrid_context_parallel:
+        found.append(
+            "note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
+            "the real lengths divide less evenly takes longer"
+        )
+    if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst.events):
+        found.append(
+            "note: attention ran unfused here, as a CPU has no fused kernel with such masks; where the machine has one, less "
+            "memory is needed"
+        )
+    return found
+
+
+def _advice(planned: Planned) -> list[str]:
+    """What to change, first what makes it fit."""
+    if not planned.advice:
+        return ["What to change: no change that was tried saves memory; --search looks at all layouts"]
+    lines = ["What to change (each was planned; times by formulas):"]
+    for one in planned.advice:
+        slower = f"{one.slower:+.1%} time" if abs(one.slower) >= 0.0005 else "no more time"
+        lines.append(
+            f"  {one.words} saves {bytes_text(one.saved)}: {bytes_text(one.peak)}, {slower}{', FITS' if one.fits else ''}"
+        )
+    return (
+        lines
+        if any(one.fits for one in planned.advice)
+        else [*lines, "  none of them is enough; --search looks at all layouts"]
+    )
+
+
+def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Columns: the first `left` to the left, the others to the right."""
+    widths = [max(len(row[place].split(" <-")[0]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            _cell(cell, width, place < left) for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
+
+
+def _cell(cell: str, width: int, left: bool) -> str:
+    value, arrow, mark = cell.partition(" <-")
+    return (value.ljust(width) if left else value.rjust(width)) + arrow + mark
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _points(corners: Iterable[tuple[float, float]]) -> str:
+    return " ".join(_pairs(corners))
+
+
+def _pairs(corners: Iterable[tuple[float, float]]) -> Iterator[str]:
+    yield from (f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -1,0 +1,422 @@
+"""Would these ranks hang? Every collective and message of their traces, held against each other without running anything.
+
+    match(dry_run) -> Matching       what does not fit, the first of it with both lines of source
+
+Three things are asked, by what NCCL and gloo do:
+
+    collectives    all ranks of a group come to the same ones in the same order: operation, format, shape, source
+    messages       between two ranks of a group, both ends see the same ones in the same order: direction (of a pipeline, where
+                   they are not begun together), format, shape
+    waiting        played together, no rank waits for another that waits, over however many others, for the first
+
+Played, a collective holds a rank until all of its group have come; a receive holds it where the action that takes the
+message begins; a send until the action after the one under way ends, or without overlap of messages at once. That is as
+strict as any transport, and stricter than most, so that what passes does not hang for lack of order anywhere.
+
+Groups of one list of ranks are one, except those of the pipeline's gradients and of blocks of sequences. In a large world a
+trace stands for many ranks, which are taken to do the same in their own groups; what one of them would do otherwise is not
+seen. Then groups are compared kind by kind, every kind that meets another in some group with it; and played are the ranks of
+one pipeline and its tensor ranks, the others taken to come when these do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
+from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, talks_of
+
+MOST_PLAYED = 64  # ranks that are played together
+_ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
+Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective or one end of a message, as one rank comes to it. peer: the other end, or the source of a broadcast."""
+
+    rank: int
+    name: str
+    axis: str
+    group: Group
+    peer: int
+    shape: tuple[int, ...]
+    dtype: str
+    where: str
+    action: str
+
+    def __str__(self) -> str:
+        other = {
+            "send": f" to rank {self.peer}",
+            "receive": f" from rank {self.peer}",
+            "broadcast": f" from rank {self.peer}",
+        }.get(self.name, "")
+        return (
+            f"rank {self.rank}, {self.action or 'nowhere'}: {self.name}{other} of {'x'.join(map(str, self.shape)) or '1'} {self.dtype} "
+            f"at {self.where or 'an unknown line'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What does not fit. kind: count, operation, shape, dtype, source, direction, or waiting. both: who meets whom; of a circle, all."""
+
+    kind: str
+    says: str
+    both: tuple[Meeting, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.says, *(f"    {one}" for one in self.both)])
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What was held against each other. collectives, messages: pairs that were compared. played: ranks that were played together."""
+
+    problems: tuple[Problem, ...]
+    collectives: int
+    messages: int
+    played: int
+
+    @property
+    def text(self) -> str:
+        """The report."""
+        looked = f"{self.collectives:,} collectives and {self.messages:,} messages compared, {self.played} ranks played together"
+        if not self.problems:
+            return f"no rank waits forever: {looked}"
+        more = f"\n... and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
+        return f"ranks would hang, or exchange what the other does not mean ({looked}):\n{self.problems[0]}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One rank's meetings in order, and the beginnings of its actions, which are strings."""
+
+    rank: int
+    steps: tuple[Meeting | str, ...]
+
+
+def match(run: DryRun) -> Matching:
+    """Hold the traces of a dry run against each other."""
+    lists = axis_ranks(run.config.parallel, run.world_size) | block_ranks(run.config.parallel, run.world_size)
+    lists["pp_backward"] = lists["pp"]
+    kind_of = {rank: place for place, ranks in enumerate(run.stands_for) for rank in ranks}
+    traced = {trace.rank: trace.events for trace in run.traces}
+    stands = [trace.rank for trace in run.traces]
+
+    def line(rank: int) -> Line:
+        return line_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
+
+    known = [rank for rank in range(run.world_size) if rank in kind_of]
+    everyone = len(known) <= MOST_PLAYED
+    chosen = known if everyone else [rank for rank in _some(lists, kind_of) if rank in kind_of]
+    played = (
+        known
+        if everyone
+        else [rank for rank in (next(group for group in lists["model"] if known[0] in group)) if rank in kind_of]
+    )
+    return match_lines(
+        {rank: line(rank) for rank in dict.fromkeys((*chosen, *played))},
+        played,
+        overlap=run.config.parallel.overlap_p2p_communication,
+    )
+
+
+def match_lines(lines: Mapping[int, Line], played: Sequence[int] | None = None, *, overlap: bool = True) -> Matching:
+    """Hold lines against each other. played: ranks to play, if not all. overlap: whether messages overlap with actions."""
+    problems, collectives = _compare_collectives(lines)
+    others, messages = _compare_messages(lines)
+    problems += others
+    chosen = list(lines) if played is None else list(played)
+    if not problems:  # what does not meet would only be found waiting for what never comes
+        problems += _play({rank: lines[rank] for rank in chosen}, overlap=overlap)
+    return Matching(tuple(problems), collectives, messages, len(chosen))
+
+
+def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> Line:
+    """What a rank does, when another was traced that stands for it: the same, in its own groups."""
+    groups = {
+        axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None))
+        for axis, found in lists.items()
+    }
+    steps: list[Meeting | str] = []
+    for event in talks_of(events):
+        if event.kind == "action":
+            steps.append(event.name)
+        elif event.talks:
+            theirs, own = groups.get(event.axis, (event.ranks, event.ranks))
+            ranks = own if rank != traced and theirs == event.ranks and own is not None else event.ranks
+            peer = _peer(event, traced, rank, ranks)
+            steps.append(
+                Meeting(
+                    rank,
+                    event.name,
+                    event.axis,
+                    group_of(event.axis, ranks),
+                    peer,
+                    event.shape,
+                    event.dtype,
+                    event.where,
+                    event.action,
+                )
+            )
+    return Line(rank, tuple(steps))
+
+
+def _peer(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
+    """The other end's rank in a group of its own: as far away as that of the traced rank; the source of a broadcast stands still."""
+    if event.peer not in event.ranks:
+        return event.peer
+    place = event.ranks.index(event.peer)
+    shift = ranks.index(rank) - event.ranks.index(traced) if event.kind in ("send", "receive") else 0
+    return ranks[(place + shift) % len(ranks)]
+
+
+def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
+    """The process group of an axis: axes of equal ranks share one, but for those that are made apart."""
+    return axis if axis == "pp_backward" or axis.startswith("block") else "", ranks
+
+
+def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
+    """Ranks in whose groups every kind meets every other that it meets anywhere: of groups that are alike, the first."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    found: dict[int, None] = {}
+    for axis, groups in lists.items():
+        for group in groups:
+            kinds = axis, tuple(kind_of.get(rank, -1) for rank in group)
+            if len(group) > 1 and kinds not in seen:
+                seen.add(kinds)
+                first = {kind: rank for kind, rank in reversed(list(zip(kinds[1], group, strict=True)))}
+                found |= dict.fromkeys(first.values())
+    return list(found)
+
+
+# In order, and alike.
+
+
+def _compare_collectives(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
+    """Members of each group against the first of them."""
+    by_group: dict[Group, dict[int, list[Meeting]]] = {}
+    for rank, line in lines.items():
+        for step in line.steps:
+            if isinstance(step, Meeting) and step.name not in ("send", "receive"):
+                by_group.setdefault(step.group, {}).setdefault(rank, []).append(step)
+    problems, count = [], 0
+    for group, found in by_group.items():
+        present = [rank for rank in group[1] if rank in lines]
+        first = found.get(present[0], [])
+        for rank in present[1:]:
+            other = found.get(rank, [])
+            count += min(len(first), len(other))
+            problems += _first_difference(
+                first, other, _unlike, (present[0], rank), f"the group of ranks {_short(group[1])}"
+            )
+    return problems, count
+
+
+def _compare_messages(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
+    """Both ends of every pair of ranks that send each other something in a group."""
+    by_pair: dict[tuple[Group, int, int], dict[int, list[Meeting]]] = {}
+    for rank, line in lines.items():
+        for step in line.steps:
+            if isinstance(step, Meeting) and step.name in ("send", "receive"):
+                pair = min(rank, step.peer), max(rank, step.peer)
+                by_pair.setdefault((step.group, *pair), {}).setdefault(rank, []).append(step)
+    problems, count = [], 0
+    for (_, low, high), found in by_pair.items():
+        if low in lines and high in lines:
+            ends, where = (found.get(low, []), found.get(high, [])), f"between ranks {low} and {high}"
+            count += min(map(len, ends))
+            ways = (
+                [("send", "receive"), ("receive", "send")]
+                if not any(one.axis in _ALONE for one in (*ends[0], *ends[1]))
+                else [(None, None)]
+            )
+            for way in ways:
+                own, other = (
+                    [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
+                )
+                problems += _first_difference(own, other, _unanswered, (low, high), where)
+    return problems, count
+
+
+def _first_difference(
+    first: Sequence[Meeting],
+    second: Sequence[Meeting],
+    unlike: Callable[[Meeting, Meeting], tuple[str, str] | None],
+    ranks: tuple[int, int],
+    where: str,
+) -> list[Problem]:
+    for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
+        found = unlike(a, b)
+        if found is not None:
+            return [Problem(found[0], f"number {number} of {where}: {found[1]}", (a, b))]
+    if len(first) == len(second):
+        return []
+    more, fewer = (0, 1) if len(first) > len(second) else (1, 0)
+    longer, shorter = (first, second) if len(first) > len(second) else (second, first)
+    return [
+        Problem(
+            "count",
+            f"number {len(shorter) + 1} of {where}: rank {ranks[more]} comes to it and rank {ranks[fewer]} never does",
+            (longer[len(shorter)], *shorter[-1:]),
+        )
+    ]
+
+
+def _unlike(a: Meeting, b: Meeting) -> tuple[str, str] | None:
+    """Why two ranks do not mean the same collective."""
+    if a.name != b.name:
+        return "operation", "different operations"
+    if a.dtype != b.dtype:
+        return "dtype", "different formats"
+    # What an all-to-all brings from each rank differs by design; the rows that are sent have one width.
+    if (a.shape[1:] != b.shape[1:]) if a.name == "all_to_all" else _elements(a.shape) != _elements(b.shape):
+        return "shape", "different sizes"
+    if a.name == "broadcast" and a.peer != b.peer:
+        return "source", "different sources"
+    return None
+
+
+def _unanswered(a: Meeting, b: Meeting) -> tuple[str, str] | None:
+    """Why two ends are not of one message."""
+    if a.name == b.name:
+        return "direction", f"both ends {'send' if a.name == 'send' else 'receive'}"
+    if a.dtype != b.dtype:
+        return "dtype", "different formats"
+    return ("shape", "different shapes") if a.shape != b.shape else None
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+# Who waits for whom.
+
+
+@dataclass(slots=True)
+class _Player:
+    """A rank that is played. todo: what it still does: beginnings of messages, and what it waits for."""
+
+    rank: int
+    todo: deque[tuple[str, Meeting, int]]
+    began: dict[tuple[Group, int, str], int] = field(default_factory=dict)  # ends of messages that it began
+    came: dict[Group, int] = field(default_factory=dict)  # collectives that it came to
+    stands: bool = False  # at a collective that it came to
+    followers: list[_Player] = field(default_factory=list)  # who waits for it
+
+
+def _play(lines: Mapping[int, Line], *, overlap: bool) -> list[Problem]:
+    """Let all ranks go on as long as any can; who is left waits in a circle."""
+    players = {rank: _Player(rank, deque(_waits(line, overlap=overlap))) for rank, line in lines.items()}
+    ready = deque(players.values())
+    while ready:
+        player, further = ready.popleft(), False
+        while player.todo:
+            further |= _come(player)
+            awaited = _awaited(player, players)
+            if awaited:
+                players[awaited[0]].followers.append(player)
+                break
+            player.stands, further = False, True
+            player.todo.popleft()
+        if further:  # who waited for this rank looks again
+            ready.extend(player.followers)
+            player.followers.clear()
+    stuck = [rank for rank, player in players.items() if player.todo]
+    return [_circle(stuck[0], players)] if stuck else []
+
+
+def _waits(line: Line, *, overlap: bool) -> Iterator[tuple[str, Meeting, int]]:
+    """(begin, through or meet, what, its number among those alike): the steps of a rank, with what it waits for put where it does."""
+    arriving: dict[str, list[tuple[Meeting, int]]] = {}
+    leaving: list[list[tuple[Meeting, int]]] = [[], []]  # sends that began during this action, and before it
+    together: list[tuple[Meeting, int]] = []  # both ways at once: through before anything else
+    numbers: dict[tuple[Group, int, str], int] = {}
+    for step in line.steps:
+        message = isinstance(step, Meeting) and step.name in ("send", "receive")
+        if not message or step.axis in _ALONE:
+            yield from (("through", *one) for one in together)
+            together = []
+        if isinstance(step, str):
+            yield from (("through", *one) for one in leaving[1])
+            leaving = [[], leaving[0]]
+            yield from (("through", *one) for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
+        elif not message:
+            yield "meet", step, 0
+        else:
+            key = step.group, step.peer, step.name
+            number = numbers[key] = numbers.get(key, 0) + 1
+            if step.axis not in _ALONE:
+                together.append((step, number))
+                yield "begin", step, number
+                continue
+            yield from (("through", *one) for one in leaving[1])  # the action is over: what left before it has arrived
+            leaving[1] = []
+            yield "begin", step, number
+            if not overlap:
+                yield "through", step, number
+            elif step.name == "send":
+                leaving[0].append((step, number))
+            else:
+                arriving.setdefault(step.action, []).append((step, number))
+    for one in (*together, *leaving[1], *leaving[0], *(one for found in arriving.values() for one in found)):
+        yield "through", *one
+
+
+def _come(player: _Player) -> bool:
+    """Come to the next step: begin a message, or stand where others are to come. Returns whether that is new to others."""
+    kind, meeting, number = player.todo[0]
+    if kind == "begin":
+        player.began[meeting.group, meeting.peer, meeting.name] = number
+    if kind != "meet" or player.stands:
+        return kind == "begin"
+    player.came[meeting.group] = player.came.get(meeting.group, 0) + 1
+    player.stands = True
+    return True
+
+
+def _awaited(player: _Player, players: Mapping[int, _Player]) -> list[int]:
+    """The ranks without which a rank's next step cannot be done."""
+    kind, meeting, number = player.todo[0]
+    if kind == "begin":
+        return []
+    if kind == "meet":
+        number = player.came.get(meeting.group, 0)
+        return [
+            rank
+            for rank in meeting.group[1]
+            if rank in players and rank != player.rank and players[rank].came.get(meeting.group, 0) < number
+        ]
+    answer = meeting.group, player.rank, "receive" if meeting.name == "send" else "send"
+    peer = players.get(meeting.peer)
+    return [] if peer is None or peer.began.get(answer, 0) >= number else [meeting.peer]
+
+
+def _circle(start: int, players: Mapping[int, _Player]) -> Problem:
+    """Ranks of which each waits for the next, from one that cannot go on."""
+    path = [start]
+    while True:
+        following = next(iter(_awaited(players[path[-1]], players)))
+        if following in path:
+            circle = path[path.index(following) :]
+            break
+        path.append(following)
+        if not players[following].todo:
+            circle = path  # it waits for one that has ended
+            break
+    both = tuple(players[rank].todo[0][1] for rank in circle if players[rank].todo)
+    return Problem(
+        "waiting",
+        f"{' waits for '.join(f'rank {rank}' for rank in (*circle, following))}, each at what it has begun:",
+        both,
+    )

@@ -1,0 +1,422 @@
+"""The real training step, on one CPU, for every distinct kind of rank of a cluster of any size.
+
+    dry_run(config, 1024) -> DryRun         traces of all kinds of rank: what each computes, sends and holds
+
+Nothing here knows how a step is made. It is `train_step` on what `build_trainer` built, by the real schedule, with three
+stand-ins below it: tensors without data (torch's FakeTensorMode), process groups that carry nothing (torch's fake
+backend), and text that nobody reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import pretrain_bert
+import pretrain_gpt
+import pretrain_t5
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.kernels.table import available, select
+from megatron.core.parallel.flight_recorder import FlightRecorder
+from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
+from megatron.core.pipeline_parallel.transfers import Transfer
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.cli.device_checks import kernel_need
+from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.report.timers import Timers
+from megatron.training.run import Run
+from megatron.training.step import train_step
+from megatron.training.trainer import Trainer, build_trainer
+from megatron.trust.flags.parameter_counts import mesh_of
+from megatron.trust.simulate.fake_batches import blank_batches, shares_of
+from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeWorld
+from megatron.trust.simulate.memoization import Copier, Unlike
+from megatron.trust.simulate.recorder import Recorder
+from megatron.trust.simulate.trace import DryRun, Events, Trace
+
+_MOST_KINDS = 8
+_PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
+_BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
+
+
+class _NoStreams(RandomStreams):
+    """Random streams whose states nobody keeps: they lie in the host's memory, and without data nothing is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), {"default": 0})
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """As it was."""
+        yield
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Nothing."""
+
+
+class _Told(FlightRecorder):
+    """A flight recorder that forwards its notes to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def begin(self, activity: str, iteration: int) -> None:
+        """As `FlightRecorder` says."""
+        super().begin(activity, iteration)
+        self.recorder.enter(_BEGIN)
+
+    def enter(self, action: object) -> None:
+        """As `FlightRecorder` says. Reading data is a part of the action that wants it."""
+        super().enter(action)
+        name = _PHASES.get(str(action), str(action))
+        if name and not name.startswith("data of"):
+            self.recorder.enter(name)
+
+    def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
+        """As `FlightRecorder` says."""
+        super().note(what, axis, ranks, size)
+        self.recorder.axis = axis
+        self.recorder.taker = str(what.taken_by) if isinstance(what, Transfer) else ""
+
+
+def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
+    """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
+    flight_recorder = _Told(recorder)
+    mesh = replace(
+        mesh,
+        **{name: replace(mesh.axis(name), flight_recorder=flight_recorder) for name in axes_of(mesh)},
+        blocks=tuple(replace(axis, flight_recorder=flight_recorder) for axis in mesh.blocks),
+    )
+    if config.parallel.use_torch_fsdp2:
+        recorder.shared = {
+            axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
+        }
+    need, wishes = kernel_need(config, mesh.device), config.model.kernel_wishes
+    if wishes["cross_entropy"] == "auto":
+        wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
+    kernels = select(need, available(need, wishes))
+    run = Run(
+        args=SimpleNamespace(),
+        config=config,
+        mesh=mesh,
+        kernels=kernels,
+        tokenizer=NullTokenizer(config.model.true_vocab_size or 2),
+        streams=_NoStreams(),
+        timers=Timers(level=0),
+        log=logging.getLogger("megatron.dry_run"),
+    )
+    provider = _PROVIDERS[config.model.architecture]
+    trainer = build_trainer(run, provider.model, provider.forward_step)
+    trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
+    return trainer
+
+
+def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextManager[None] = nullcontext()) -> Trace:
+    """One step of the trainer, with what it holds before named. around: what stands around it meanwhile."""
+    heap, mesh = recorder.heap, trainer.run.mesh
+    if recorder.shared:
+        gc.collect()  # rings of references that cutting weights leaves behind
+    heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
+    heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
+    heap.name(
+        (
+            whole
+            for parallel in trainer.parallels
+            for bucket in getattr(parallel, "buckets", ())
+            for whole in bucket.gathered
+        ),
+        "weights",
+    )
+    held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
+    heap.name((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
+    heap.name(trainer.optimizer.memory(), "optimizer")
+    recorder.events = Events()
+    heap.begin_step()
+    began = heap.clock
+    with recorder.naming(trainer.stages), around:
+        train_step(trainer, blank_batches(trainer))
+    recorder.enter("end")
+    place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    parameters = sum(param.numel() for param in held)
+    return Trace(
+        mesh.world.rank,
+        place,
+        parameters,
+        recorder.events,
+        heap.peak,
+        heap.peak_event,
+        heap.at(heap.peak_clock),
+        heap.at(heap.clock),
+        heap.timeline(began),
+        heap.left_behind(recorder.begins["reduction"]),
+    )
+
+
+def _here(param: Tensor) -> Tensor:
+    """What a rank holds of a parameter between steps."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def dry_run(
+    config: RunConfig,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
+    follows: bool = False,
+) -> DryRun:
+    """Run one step of every distinct kind of rank, or of these ranks. config: resolved, with its vocabulary.
+
+    whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself. follows: every operation of each;
+    else what repeats itself in a stage is counted again (memoization.py).
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a dry run makes a world of its own, and this process already belongs to one; start it in another process"
+        )
+    lists = axis_ranks(config.parallel, world_size) | block_ranks(config.parallel, world_size)
+    count = _microbatches(config, world_size)
+    enough = count if whole else _enough(config, count)
+    kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
+    short = _with_microbatches(config, world_size, enough)
+    world = FakeWorld()
+    try:
+        traces = tuple(
+            _of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
+            for kind in kinds
+        )
+    finally:
+        gc.unfreeze()
+    if config.parallel.hybrid_context_parallel:  # whose ranks have microbatches of their own, all of which were run
+        enough = count = max(
+            sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces
+        )
+    return DryRun(
+        config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count
+    )
+
+
+def _of_more(trace: Trace, found: int, count: int) -> Trace:
+    """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
+    more = trace.left_behind * (count - found)
+    return replace(
+        trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more)
+    )
+
+
+def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
+    """The ranks of a world, those of a kind together.
+
+    Stages of the pipeline differ, and ranks with other shares of the documents. On the other axes the first rank, the last and
+    those between may, by a few small tensors: where that makes more than a few kinds, ranks of one stage are of one kind, and the
+    first of them stands for all.
+    """
+    shares = _shares(config, lists, num_microbatches)
+    axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
+    edges = [
+        {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes
+    ]
+    for marks in (edges, []):
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for ranks in lists["pp"]:
+            for stage, rank in enumerate(ranks):
+                found.setdefault((stage, shares.get(rank, ()), *(mark[rank] for mark in marks)), []).append(rank)
+        if len(found) <= _MOST_KINDS:
+            break
+    return [tuple(found[key]) for key in sorted(found)]
+
+
+def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> dict[int, tuple[Any, ...]]:
+    """What each rank has to do of a global batch whose documents are divided by their lengths."""
+    if not config.parallel.hybrid_context_parallel:
+        return {}
+    found = shares_of(config, num_microbatches, len(lists["dp"][0]))
+    return {
+        rank: tuple((size, _edge(at, size), length) for size, at, length in found[place])
+        for group in lists["dp"]
+        for place, rank in enumerate(group)
+    }
+
+
+def _edge(place: int, size: int) -> int:
+    return 0 if place == 0 else 2 if place == size - 1 else 1
+
+
+def _microbatches(config: RunConfig, world_size: int) -> int:
+    """Microbatches of a full step."""
+    train, copies = config.train, config.parallel.data_parallel_size(world_size)
+    schedule = BatchSchedule.build(train, data_parallel_size=copies, seq_length=train.seq_length)
+    return schedule.full // schedule.unit
+
+
+def _enough(config: RunConfig, count: int) -> int:
+    """Microbatches after which a schedule has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
+    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
+    if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
+        return count
+    if parallel.splits_backward:
+        return min(count, chunks * parallel.pp + 2)
+    if chunks == 1:
+        return min(
+            count,
+            2 * parallel.pp + 1
+            if parallel.overlap_moe_expert_parallel_comm
+            else parallel.pp + 2
+            if parallel.pp > 1
+            else 2,
+        )
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+    warm = 2 * (parallel.pp - 1) + (chunks - 1) * group  # forward passes of a rank before its first backward pass
+    rounds = -(-(warm + 1) // (group * chunks)) + 1
+    return min(count, rounds * group + count % group)
+
+
+def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunConfig:
+    size = count * config.train.micro_batch_size * config.parallel.data_parallel_size(world_size)
+    train = replace(config.train, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
+    return replace(config, train=train)
+
+
+def plan_of(config: RunConfig, count: int) -> Plan:
+    """The schedule of a step of so many microbatches."""
+    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
+    return with_reduction(
+        choose(
+            parallel.pp,
+            chunks,
+            count,
+            name=parallel.pipeline_schedule,
+            together=parallel.overlap_moe_expert_parallel_comm,
+            group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        )
+    )
+
+
+def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int = 0) -> Trace:
+    """One rank's step, in a world of tensors without data. copied: of so many microbatches, those that do as others did are counted
+    again; 0: every one is followed.
+    """
+    try:
+        with _fake_groups(len(lists["world"][0]), rank):
+            return _trace_in_groups(config, lists, rank, world, copied)
+    except Unlike as unlike:
+        logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
+    return fake_trace(config, lists, rank, world)
+
+
+def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int) -> Trace:
+    """As `fake_trace`; a function of its own, so that nothing of the rank is left when its groups end."""
+    mesh, ranks = _mesh_of_own_groups(lists, rank)
+    recorder = FakeRecorder(
+        ranks,
+        choices_of(config),
+        world,
+        knows=config.parallel.hybrid_context_parallel,
+        masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
+    )
+    with world.mode, recorder, recorder.following((world.mode,)):
+        trainer = make_trainer(config, mesh, recorder)
+        for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
+            for one in bucket.sums:  # as on the GPUs of the plan
+                one.widens = one.total.dtype == torch.float32 and bucket.data.dtype in (torch.float16, torch.bfloat16)
+        around = Copier(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
+        return record_step(trainer, recorder, around)
+
+
+def _repeats(config: RunConfig) -> bool:
+    """Whether a stage does the same with all microbatches, one after the other, and all of a backward pass at once."""
+    parallel = config.parallel
+    return (
+        parallel.pipeline_schedule == "1f1b"
+        and not parallel.defers_weights
+        and not parallel.hybrid_context_parallel
+        and not parallel.overlap_moe_expert_parallel_comm
+        and not parallel.use_torch_fsdp2
+        and not config.offload.offloads
+    )
+
+
+def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
+    """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
+    axes = (*map(mesh.axis, axes_of(mesh)), *mesh.blocks)
+    recorder = Recorder(
+        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config)
+    )
+    with _without_collector(), recorder, recorder.following():
+        return record_step(make_trainer(config, mesh, recorder), recorder)
+
+
+def axes_of(mesh: Mesh) -> list[str]:
+    """The names of a mesh's axes, in the order in which their groups are made."""
+    return [field.name for field in fields(Mesh) if isinstance(getattr(mesh, field.name), Axis)]
+
+
+def choices_of(config: RunConfig) -> tuple[int, int] | None:
+    """(experts, how many of them a token chooses), if there are experts."""
+    moe = config.model.moe
+    return (moe.num_experts, moe.moe_router_topk) if moe.num_experts else None
+
+
+@contextmanager
+def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _without_collector():
+            yield
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+        gc.freeze()  # the next collection need not look through this rank's events
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """What is alive must not depend on when Python looks for rings of references."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """A rank's mesh with fake groups for its own axes only; and the ranks of each group, by its name."""
+    mesh, ranks, axes = mesh_of(lists, rank), {}, {}
+    made: dict[tuple[int, ...], Any] = {}
+
+    def grouped(axis: Axis) -> Axis:
+        if axis.size == 1:
+            return axis
+        if axis.ranks not in made:
+            made[axis.ranks] = dist.new_group(list(axis.ranks), backend="fake")
+        ranks[made[axis.ranks].group_name] = axis.ranks
+        return replace(axis, group=made[axis.ranks])
+
+    for name in axes_of(mesh):
+        if name == "pp_backward":  # as in Mesh.build
+            made.clear()
+        axes[name] = grouped(mesh.axis(name))
+    made.clear()
+    return replace(mesh, **axes, blocks=tuple(map(grouped, mesh.blocks))), ranks

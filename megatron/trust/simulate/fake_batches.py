@@ -1,0 +1,118 @@
+"""Microbatches of a dry run: shaped as the run's, and nothing in them.
+
+Under --hybrid-context-parallel the shapes follow from the lengths of documents, of which a dry run knows none. So it makes them
+up: one microbatch is rows of one document each, the next rows of two, then of four, until documents fit on one rank; then it
+begins again. So blocks of all sizes have work, and every rank's share is as large as it can become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.context_parallel.planner import deserved
+from megatron.training.data.batch import Batch
+from megatron.training.data.rebalance import Regrouped, divided
+from megatron.training.data.sample_order import needs_text
+from megatron.training.trainer import Trainer
+
+_TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
+
+
+def blank_batches(trainer: Trainer) -> Iterator[Batch]:
+    """Microbatches as a rank of this run reads them, all of whose numbers are one."""
+    rows = _rows(trainer)
+    hybrid = trainer.run.config.parallel.hybrid_context_parallel
+    return Regrouped(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
+
+
+def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
+    """For each data-parallel rank, in order: with how many it shares documents, its place among them, and how long these are.
+
+    num_microbatches: of a rank, before they are regrouped.
+    """
+    lengths = [
+        length
+        for number in range(num_microbatches * ranks)
+        for _ in range(config.train.micro_batch_size)
+        for length in document_lengths(config, number)
+    ]
+    shares = divided(lengths, config, ranks).shares
+    return [
+        [
+            (share.size, place - share.first, sum(lengths[number] for number in share.sequences))
+            for share in shares
+            if share.includes(place)
+        ]
+        for place in range(ranks)
+    ]
+
+
+def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
+    """Lengths of the documents of every row of a microbatch."""
+    length, size = config.train.seq_length, _document(config, number)
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _document(config: RunConfig, number: int) -> int:
+    """How long the documents of a microbatch are, but for the last of a row."""
+    length = config.train.seq_length
+    sizes = deserved(length, config.parallel.max_seqlen_per_dp_cp_rank).bit_length()
+    return -(-length // 2 ** (number % sizes))
+
+
+def _rows(trainer: Trainer) -> Generator[Batch]:
+    run, train = trainer.run, trainer.run.config.train
+    reads = needs_text(run.config, trainer.specs)
+    for number in count():
+        if not reads:
+            yield Batch()
+            continue
+        batch = Batch.from_arrays(
+            _sample(run.config, train.micro_batch_size), run.mesh.device, positions=run.config.data.restarts_positions
+        )
+        batch = replace(
+            batch,
+            **{name: _own(getattr(batch, name)) for name in _TEXT},
+            extras={name: _own(value) for name, value in batch.extras.items()},
+        )
+        if run.config.parallel.hybrid_context_parallel:
+            document = torch.arange(train.seq_length, device=run.mesh.device) // _document(run.config, number)
+            batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
+        yield batch.looking_ahead(
+            run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
+        ).over_context(run.mesh.cp)
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    """A tensor like this one, that is made here and now."""
+    return None if tensor is None else torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
+    """What a dataset of this kind gives for so many samples."""
+    length, short = config.train.seq_length, config.train.decoder_seq_length
+    found = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
+    if config.model.architecture == "gpt":
+        found["loss_mask"] = np.ones((rows, length), np.float32)
+        if config.data.separates_documents:
+            found["document_ids"] = np.ones((rows, length), np.int64)
+        return found
+    if config.model.architecture == "bert":
+        return {
+            **{name: found["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
+            **{name: np.ones(rows, np.int64) for name in ("is_random", "truncated")},
+        }
+    decoder = np.ones((rows, short), np.int64)
+    return {
+        "text_enc": found["tokens"],
+        "enc_mask": found["tokens"],
+        "truncated": np.ones(rows, np.int64),
+        **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")},
+    }

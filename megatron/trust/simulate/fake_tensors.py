@@ -1,0 +1,240 @@
+"""Tensors without data for a recorder: quick, and with answers where a step asks for numbers.
+
+Torch's FakeTensorMode works out what an operation gives from shapes alone. A step repeats the same operations on the same
+shapes thousands of times; so what it found is kept, and the next time a tensor is made from it directly.
+
+Numbers are asked for in few places. Which expert has how many tokens follows from the choice of experts, which is made in
+turn (see recorder.py), and which ranks share a document from its length: the true values of that choice and of texts, and of
+all that is made of whole numbers from them, are kept beside the tensors. Of anything else a step may ask only whether a number
+is finite, or small enough: it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from megatron.trust.simulate.recorder import Facts, Recorder, chosen_in_turn, facts_of, tensors_of
+
+aten = torch.ops.aten
+_MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
+_CPU = torch.device("cpu")
+_WHOLE = (torch.int64, torch.int32, torch.bool)
+_COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_FROM_NOTHING = (*_COUNTING, aten.zeros.default, aten.ones.default, aten.full.default)
+_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+_MAKES_CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+ROUNDS = 3  # what is repeated until a number is small enough is done so often
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """How a tensor is made. of: the input that it is, or that it looks into, or -1; shift: where it begins, from there."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    of: int = -1
+    shift: int = 0
+    same: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an operation on such shapes gives. kind: None for one output, else the type of their sequence."""
+
+    kind: type | None
+    outputs: tuple[_Output | None, ...]
+    facts: Facts
+
+
+@dataclass(slots=True)
+class FakeWorld:
+    """What the recorders of one dry run share."""
+
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    plans: dict[Any, _Plan | None] = field(default_factory=dict)
+
+
+class FakeRecorder(Recorder):
+    """A recorder over tensors without data. world: its FakeTensorMode must be active below. knows: whole numbers matter, even without
+    routers; masks: and numbers that say what counts, where shapes follow from these.
+    """
+
+    def __init__(
+        self,
+        ranks: dict[str, tuple[int, ...]],
+        choices: tuple[int, int] | None,
+        world: FakeWorld,
+        *,
+        knows: bool = False,
+        masks: bool = False,
+    ) -> None:
+        super().__init__(ranks, choices)
+        self.world, self.knows, self.asked = world, knows or masks or choices is not None, 0
+        self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
+
+    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
+        """As `Recorder` says."""
+        if func is aten._local_scalar_dense.default:
+            return self._answer(args[0], where), facts_of(func, args, kwargs, None)
+        if func is aten.randint.default:  # a seed, of which one is as good as another
+            result, facts = self._shaped(func, args, kwargs)
+            with torch._C._DisableTorchDispatch():
+                result.known = torch.zeros(result.shape, dtype=result.dtype)
+            return result, facts
+        if not self.knows:
+            return self._shaped(func, args, kwargs)
+        known = self._evaluated(func, args, kwargs)
+        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+            made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
+            result = made[0] if isinstance(known, Tensor) else tuple(made)
+            facts = facts_of(func, args, kwargs, result)
+        else:
+            result, facts = self._shaped(func, args, kwargs)
+        if self._chooses(func, args):
+            with torch._C._DisableTorchDispatch():
+                result[1].known = chosen_in_turn(*result[1].shape, self.choices[0])
+        elif func is aten.sort.stable and args[0].dim() == 1 and args[0].dtype.is_floating_point:
+            with torch._C._DisableTorchDispatch():  # one order is as good as another: numbers follow from none
+                result[1].known = torch.arange(args[0].numel())
+        elif known is not None:
+            for tensor, value in zip(tensors_of((result,)), tensors_of((known,)), strict=True):
+                tensor.known = value if value.numel() <= _MOST_KNOWN else None
+        elif func._schema.is_mutable:
+            for tensor in tensors_of((result,)):
+                tensor.known = None
+        return result, facts
+
+    def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """As `Recorder` says. All ranks choose alike, so what they gather is this rank's, again and again."""
+        result = func(*args, **kwargs)
+        if self.knows:
+            for tensor in tensors_of((args[0],)):
+                tensor.known = None
+            if func is torch.ops.c10d._allgather_base_.default and (own := getattr(args[1], "known", None)) is not None:
+                with torch._C._DisableTorchDispatch():
+                    args[0].known = own.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
+        return result
+
+    def _answer(self, tensor: Tensor, where: str) -> Any:
+        """The number that a step asks for."""
+        known = getattr(tensor, "known", None)
+        known = tensor.constant if known is None else known
+        if known is not None:
+            with torch._C._DisableTorchDispatch():
+                return known.item()
+        if tensor.dtype == torch.bool:
+            return True
+        if tensor.dtype.is_floating_point:
+            self.asked += 1
+            return float(self.asked % ROUNDS != 0)
+        raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
+
+    def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the operation gives on values that are known; None if they are not, or are no whole numbers."""
+        inputs = list(tensors_of((*args, *kwargs.values())))
+        if not inputs and not (
+            func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept
+        ):
+            return None
+        if not inputs and func not in _COUNTING and math.prod(args[0]) > _MOST_KNOWN:
+            return None
+        if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
+            with torch._C._DisableTorchDispatch():
+                return torch.full(
+                    inputs[0].shape,
+                    _LIKE[func] if func is not aten.full_like.default else args[1],
+                    dtype=inputs[0].dtype,
+                )
+        if any(getattr(tensor, "known", None) is None for tensor in inputs):
+            return None
+        with torch._C._DisableTorchDispatch():
+            return func(*_values(args), **{name: _values((value,))[0] for name, value in kwargs.items()})
+
+    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Facts]:
+        """What the operation gives, from what it gave before on such shapes."""
+        if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
+            self.world.mode.cache_enabled = False
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self.world.mode.cache_enabled = True
+            return result, facts_of(func, args, kwargs, result)
+        inputs: list[Tensor] = []
+        key = (func, _key(args, inputs), _key(tuple(kwargs.items()), inputs) if kwargs else ())
+        plan = self.world.plans.get(key)
+        if plan is None or any(tensor.constant is not None for tensor in inputs):
+            result = func(*args, **kwargs)
+            facts = facts_of(func, args, kwargs, result)
+            if key not in self.world.plans and func not in _MAKES_CONSTANTS:
+                self.world.plans[key] = _planned(result, inputs, facts)
+            return result, facts
+        made = [None if output is None else self._made(output, inputs) for output in plan.outputs]
+        return (made[0] if plan.kind is None else plan.kind(made)), plan.facts
+
+    def _made(self, output: _Output, inputs: list[Tensor]) -> Tensor:
+        if output.same:
+            return inputs[output.of]
+        with torch._C._DisableTorchDispatch():
+            if output.of < 0:
+                tensor = torch.empty_strided(output.size, output.stride, dtype=output.dtype, device="meta")
+            else:
+                source = inputs[output.of]
+                tensor = torch.empty(0, dtype=output.dtype, device="meta")
+                tensor.set_(
+                    source.untyped_storage(), source.storage_offset() + output.shift, output.size, output.stride
+                )
+        return FakeTensor(self.world.mode, tensor, _CPU)
+
+
+def _key(values: Any, inputs: list[Tensor]) -> tuple:
+    """What decides about the shapes that an operation gives. inputs: all tensors among the values are added to it."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            inputs.append(value)
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            found.append(_key(value, inputs))
+        elif isinstance(value, (bool, float)):
+            found.append((type(value), value))
+        else:
+            found.append(value)
+    return tuple(found)
+
+
+def _planned(result: Any, inputs: list[Tensor], facts: Facts) -> _Plan | None:
+    """How to make such a result again; None if that is not known."""
+    several = isinstance(result, (list, tuple))
+    values, outputs = tuple(result) if several else (result,), []
+    behind = list(reversed(list(enumerate(inputs))))
+    alike = {id(tensor): place for place, tensor in behind}
+    places = {tensor.untyped_storage()._cdata: place for place, tensor in behind}
+    for value in values:
+        if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
+            return None
+        outputs.append(None if value is None else _output(value, inputs, alike, places))
+    return _Plan(type(result) if several else None, tuple(outputs), facts)
+
+
+def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
+    """alike: an input -> its place; places: its storage -> its place."""
+    shape = tuple(value.shape), value.stride(), value.dtype
+    if id(value) in alike:
+        return _Output(*shape, alike[id(value)], same=True)
+    place = places.get(value.untyped_storage()._cdata, -1)
+    return _Output(*shape, place, 0 if place < 0 else value.storage_offset() - inputs[place].storage_offset())
+
+
+def _values(args: Any) -> list[Any]:
+    """Arguments with known values in the place of tensors."""
+    return [
+        value.known if isinstance(value, Tensor) else _values(value) if isinstance(value, (list, tuple)) else value
+        for value in args
+    ]

@@ -1,0 +1,295 @@
+"""Every piece of mutable training state: what it is, where it lives in a run, and under which names it is saved.
+
+    INVENTORY   what a run must save to go on as if it had never stopped; compared bit for bit
+    DERIVED     what also changes while a run trains, and why nobody needs to save it
+
+A place is a path of attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`.
+A test walks everything that can be reached from a session before and after some steps, and fails when something has
+changed that stands in neither table. `tools/checkpoint/resume_check.py` compares two checkpoints item by item.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.flags import from_values
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.dist_checkpointing.source import Source
+from megatron.trust.compare.checkpoints import Difference, compare_sources
+from megatron.trust.compare.contents import fits
+
+Settings = Mapping[str, Any]
+# Weights whose products may be of few bits: their stack, their layer's number, and whether it predicts tokens ahead.
+_ROUNDED = re.compile(
+    r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)\.weight$"
+)
+_UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
+_MATRICES = (".linear_", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A piece of state. names: patterns of what is saved. places: patterns of where it lives.
+
+    expected: names that a checkpoint must hold, from its settings, its number of ranks and its parameters' names.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    expected: Callable[[Settings, int, list[str]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an item of two checkpoints compares. missing: names that a checkpoint lacks, with the checkpoint.
+    differences: of names that both hold, or that only one holds and need not."""
+
+    item: Item
+    count: int
+    missing: tuple[str, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both hold all of it, bit for bit alike."""
+        return not self.missing and not self.differences
+
+
+def _slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
+    return lambda settings, ranks, parameters: [
+        f"optimizer.{slot}.{name}" for name in parameters if needed(settings) and not name.endswith(_UNTRAINED)
+    ]
+
+
+def _by_muon(settings: Settings, name: str) -> bool:
+    """Whether Muon updates a parameter of that name: a matrix of a layer, which is multiplied by and not looked up in."""
+    return (
+        settings["optimizer"] == "muon"
+        and name.endswith("weight")
+        and any(part in name for part in _MATRICES)
+        and "norm" not in name
+    )
+
+
+def _of_rule(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
+    """A slot of elementwise rules, which Muon leaves some parameters to."""
+
+    def expected(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+        rule = settings["muon_scalar_optimizer"] if settings["optimizer"] == "muon" else settings["optimizer"]
+        rest = [name for name in parameters if not _by_muon(settings, name)]
+        return _slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
+
+    return expected
+
+
+def _is_factored(name: str) -> bool:
+    """Whether a parameter of that name has rows and columns."""
+    return name.endswith("weight") and "norm" not in name
+
+
+def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    """Those of single elements, which Adafactor has of vectors."""
+    if settings["optimizer"] != "adafactor":
+        return _of_rule("exp_avg_sq", "adam")(settings, ranks, parameters)
+    return _slot("exp_avg_sq", lambda settings: True)(
+        settings, ranks, [name for name in parameters if not _is_factored(name)]
+    )
+
+
+def _of_rows_and_columns(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    return [
+        f"optimizer.exp_avg_sq_{what}.{name}"
+        for what in ("row", "col")
+        for name in parameters
+        if settings["optimizer"] == "adafactor" and _is_factored(name)
+    ]
+
+
+def _always(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
+    return lambda settings, ranks, parameters: list(names)
+
+
+def _is_half(settings: Settings) -> bool:
+    return bool(settings["bf16"] or settings["fp16"])
+
+
+def _streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    tensor, pipeline = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
+    return [
+        f"run.random.{p}.{t}.{d}.{stream}"
+        for p in range(pipeline)
+        for t in range(tensor)
+        for d in range(ranks // (tensor * pipeline))
+        for stream in ("default", "cut")
+    ]
+
+
+def _histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
+        return []
+    found = [match for match in map(_ROUNDED.search, parameters) if match]
+    low, depth = from_values(LowPrecisionConfig, settings), dict[str, int]()
+    for match in found:  # encoders and decoders count their own layers
+        depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
+    return [
+        f"run.amax.{match.string.removesuffix('.weight')}"
+        for match in found
+        if match[3] or low.is_rounded(int(match[2]), depth[match[1]])
+    ]
+
+
+INVENTORY = (
+    Item(
+        "weights",
+        ("model.*",),
+        (
+            "trainer.stages.*._parameters.*",
+            "trainer.parallels.*.buckets.*.data",
+            "trainer.parallels.*.buckets.*.params.*",
+            "trainer.optimizer.segments.*.data",
+            "trainer.optimizer.masters.*",
+        ),
+        lambda settings, ranks, parameters: [f"model.{name}" for name in parameters],
+    ),
+    Item(
+        "fp32 master weights",
+        ("optimizer.master.*",),
+        ("trainer.optimizer.masters.*", "trainer.optimizer.entries.*.slots.master.*"),
+        _slot("master", _is_half),
+    ),
+    Item(
+        "first moments (Adam)",
+        ("optimizer.exp_avg.*",),
+        ("trainer.optimizer.inner.state.*.exp_avg", "trainer.optimizer.entries.*.slots.exp_avg.*"),
+        _of_rule("exp_avg", "adam", "lion"),
+    ),
+    Item(
+        "second moments (Adam)",
+        ("optimizer.exp_avg_sq.*",),
+        (
+            "trainer.optimizer.inner.state.*.exp_avg_sq",
+            "trainer.optimizer.entries.*.slots.exp_avg_sq.*",
+            "trainer.optimizer.inner.wholes.*.held.second.*",
+        ),
+        _second_moments,
+    ),
+    Item(
+        "second moments by row and column (Adafactor)",
+        ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
+        ("trainer.optimizer.inner.wholes.*.held.second.*",),
+        _of_rows_and_columns,
+    ),
+    Item(
+        "momentum (SGD)",
+        ("optimizer.momentum_buffer.*",),
+        ("trainer.optimizer.inner.state.*.momentum_buffer",),
+        _slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
+    ),
+    Item(
+        "momentum (Muon)",
+        ("optimizer.momentum_buffer.*",),
+        ("trainer.optimizer.muon.held.*.momentum",),
+        lambda settings, ranks, parameters: [
+            f"optimizer.momentum_buffer.{name}" for name in parameters if _by_muon(settings, name)
+        ],
+    ),
+    Item(
+        "updates done",
+        ("run.optimizer_steps",),
+        ("trainer.optimizer.inner.state.*.step", "trainer.optimizer.inner.steps"),
+        _always("run.optimizer_steps"),
+    ),
+    Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always("run.loss_scale")),
+    Item(
+        "schedule of learning rate and weight decay",
+        ("run.schedule",),
+        ("trainer.schedule.*",),
+        _always("run.schedule"),
+    ),
+    Item("counters and position in the data", ("run.progress",), ("trainer.run.progress.*",), _always("run.progress")),
+    Item("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _streams),
+    Item(
+        "histories of delayed scales",
+        ("run.amax.*",),
+        ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
+        _histories,
+    ),
+    Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always("run.tokenizer")),
+)
+
+# Patterns of places -> why what is there need not be saved.
+DERIVED = {
+    (
+        "trainer.parallels.*.buckets.*.grad",
+        "trainer.optimizer.segments.*.grad",
+        "trainer.parallels.*.buckets.*.sums.*",
+    ): "gradients are made anew in every step",
+    (
+        "trainer.optimizer.inner.param_groups.*.lr",
+        "trainer.optimizer.inner.param_groups.*.weight_decay",
+        "trainer.optimizer.muon.lr",
+        "trainer.optimizer.muon.weight_decay",
+    ): "set from the schedule and the counters before every update",
+    (
+        "trainer.parallels.*._launched",
+        "trainer.parallels.*._missing*",
+        "trainer.parallels.*._reducing*",
+    ): "of one step's reductions",
+    ("trainer.parallels.*._gathering*",): "parameters on their way to other ranks; a save waits for them",
+    ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
+    ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
+    ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
+    (
+        "trainer.stages.*.recorded*",
+    ): "choices of experts of the last step, for whoever replays it (--moe-enable-routing-replay)",
+    ("trainer.run.timers.*",): "time spent, which is only reported",
+    ("data.*",): "samples read ahead; which come next follows from the counters",
+    ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",
+    ("checkpoint.*",): "what is known of the folder of checkpoints, found again there",
+}
+
+
+def items_at(place: str) -> list[Item]:
+    """The items that live at a place."""
+    return [item for item in INVENTORY if fits(place, item.places)]
+
+
+def why_derived(place: str) -> str:
+    """Why what lives at a place need not be saved; empty where nobody has said so."""
+    return next((reason for patterns, reason in DERIVED.items() if fits(place, patterns)), "")
+
+
+def missing(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:
+    """Names of an item that a checkpoint should hold and does not. parameters: names of the network's parameters."""
+    held = {*source.formats, *source.values}
+    return [name for name in item.expected(source.settings, world_size, parameters) if name not in held]
+
+
+def parameters_of(*sources: Source) -> list[str]:
+    """Names of the network's parameters: every name that any of the checkpoints has a weight, a master or a moment for."""
+    found = {}
+    for name in (name for source in sources for name in source.formats):
+        if name.startswith("model."):
+            found[name.removeprefix("model.")] = None
+        elif name.startswith("optimizer."):
+            found[name.split(".", 2)[2]] = None
+    return list(found)
+
+
+def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Verdict]:
+    """Each item of two checkpoints that should be equal: both of one run, of `world_size` ranks."""
+    parameters = parameters_of(a, b)
+    for item in INVENTORY:
+        lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
+        names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if fits(name, item.names)]
+        said = {name for found in lacking.values() for name in found}
+        yield Verdict(
+            item,
+            len(names),
+            tuple(f"{name} in {where}" for where, found in lacking.items() for name in found),
+            tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in said),
+        )

@@ -1,0 +1,159 @@
+"""The leak probe: quiet on the kernels that we have, and not fooled by kernels that leak a little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import layer_rows
+from megatron.core.context_parallel import attention as over_ranks
+from megatron.core.kernels import fused, reference
+from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.training.health.causality_check import demand_no_leak, kinds, leak_of, length_of
+from megatron.training.run import Run
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
+
+PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
+WINDOWS = {"window_size": "5,0", "window_attn_skip_freq": "2"}
+LONG = {"seq_length": 600, "max_position_embeddings": 600}
+MLA = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "kv_lora_rank": 8,
+}
+
+
+def run_with(kernel: Any = None, **changes: Any) -> Run:
+    run = tiny.run_of(tiny.config(**changes))
+    return run if kernel is None else replace(run, kernels=replace(run.kernels, attention=kernel))
+
+
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        PACKED,
+        WINDOWS,
+        {**PACKED, **WINDOWS},
+        {**PACKED, **WINDOWS, **LONG, "softmax_type": "learnable"},
+        {**PACKED, **WINDOWS, **MLA},
+        {**PACKED, "bf16": True},
+        {"architecture": "bert", "window_size": "3,2"},
+    ],
+    ids=["documents", "windows", "both", "a band with sinks", "latent", "bf16", "both sides"],
+)
+def test_no_kernel_of_ours_leaks(backend: str, changes: dict[str, Any]) -> None:
+    demand_no_leak(run_with(attention_backend=backend, **changes))
+
+
+def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, banded = [], fused._banded
+    monkeypatch.setattr(fused, "_banded", lambda *arguments: taken.append(1) or banded(*arguments))
+    demand_no_leak(run_with(**WINDOWS, **LONG))
+    assert taken
+
+
+def forgets_documents(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return fused.attention(q, k, v, replace(mask, documents=None), dropout, scores)
+
+
+def forgets_windows(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return fused.attention(q, k, v, replace(mask, window=None), dropout, scores)
+
+
+def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return fused.attention(
+        q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores
+    )
+
+
+def sees_the_future(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return fused.attention(q, k, v, replace(mask, causal=False), dropout, scores)
+
+
+def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return fused.attention(q, k, v, replace(mask, causal=False, window=(-1, 1)), dropout, scores)
+
+
+def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    moved = mask.documents if mask.documents is None else mask.documents.roll(1, dims=1)
+    return fused.attention(q, k, v, replace(mask, documents=moved), dropout, scores)
+
+
+def a_little_of_everything(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
+    seen = mask.visible(q.shape[0], k.shape[0], q.device)
+    return reference.attention(
+        q, k, v, MaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
+    )
+
+
+def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    return torch.zeros(*q.shape[:2], q.shape[2] * v.shape[3])
+
+
+@pytest.mark.parametrize(
+    "kernel, changes, words",
+    [
+        (forgets_documents, PACKED, "layers without a window, token"),
+        (forgets_windows, WINDOWS, "layers with a window of 5,0"),
+        (window_off_by_one, WINDOWS, "layers with a window of 5,0"),
+        (sees_the_future, PACKED, "must not see it"),
+        (sees_one_ahead, PACKED, "must not see it"),
+        (blurs_the_border, PACKED, "must not see it"),
+        (a_little_of_everything, PACKED, "must not see it"),
+        (sees_nothing, PACKED, "does not even see itself"),
+    ],
+)
+def test_a_kernel_that_leaks_is_refused_by_name(kernel: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        demand_no_leak(run_with(kernel, **changes))
+    assert "the attention kernel fused lets tokens leak" in str(caught.value) and words in str(caught.value)
+
+
+def test_a_run_that_hides_nothing_is_not_probed() -> None:
+    demand_no_leak(run_with(sees_the_future))
+
+
+def probe_here(changes: dict[str, Any], planted: bool) -> str:
+    run, ring = tiny.run_of(tiny.config(torch.distributed.get_world_size(), **changes)), over_ranks.ring_attention
+
+    def blind(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Any) -> Tensor:
+        return ring(q, k, v, sink, replace(plan, mask=replace(plan.mask, documents=None)))
+
+    if planted:
+        run = replace(run, kernels=replace(run.kernels, attention=forgets_documents))
+    with patch.object(over_ranks, "ring_attention", blind if planted else ring):
+        try:
+            demand_no_leak(run)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", ["p2p", "a2a", "allgather"])
+def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport: str) -> None:
+    changes = {**PACKED, **WINDOWS, "context_parallel_size": 2, "cp_comm_type": (transport,)}
+    assert world(2).run(probe_here, changes, False) == ["", ""]
+    found = world(2).run(probe_here, changes, True)
+    assert len(set(found)) == 1 and f"context transport {transport}" in found[0], (
+        "all ranks refuse, with the same words"
+    )
+
+
+def test_every_kind_of_layer_is_probed_once() -> None:
+    run = run_with(**WINDOWS, **LONG)
+    found = kinds(run.build, layer_rows(run.config.model))
+    assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
+    assert [length_of(run, kind) for kind in found] == [276, 256]
+    assert leak_of(run.build, found[0], 276, separate=False) == ""

@@ -1,0 +1,171 @@
+"""The search for layouts: against a search by brute force, and with machines that are too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.models.flops import rank_memory
+from megatron.core.parallel.grid import axis_ranks
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import read_command
+from megatron.trust.plan.analytic_estimate import groups, microbatches, sketch, with_vocabulary
+from megatron.trust.plan.cost import StepTime
+from megatron.trust.plan.hardware import PROFILES
+from megatron.trust.plan.layout_search import RECOMPUTE, Found, Layout, search
+from megatron.trust.units import bytes_text
+from tests.unit.trust.hand_made import FLAGS, VOCABULARY, config_of, setting_of
+
+MACHINE = replace(PROFILES["h100-80"], node=4)
+
+
+def found_on(memory: float, flags: str = "", ranks: int = 4) -> Found:
+    """What fits into so many bytes, by formulas."""
+    return search(
+        setting_of(flags, ranks), replace(MACHINE, memory=memory, usable=1.0), true_vocab_size=VOCABULARY, planner=None
+    )
+
+
+def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
+    """Bytes of a layout by the formula; None if the rules forbid it."""
+    setting = setting_of(flags, ranks)
+    config, problems = examine(setting.with_values(layout.values(setting)).config, ranks)
+    if problems:
+        return None
+    config = with_vocabulary(config, VOCABULARY)
+    return max(
+        held.total
+        for held in rank_memory(
+            config, stages_of(config), data_parallel_size=layout.dp, num_microbatches=microbatches(config, ranks)
+        )
+    )
+
+
+def test_all_layouts_that_brute_force_finds_are_found() -> None:
+    ranks, limit, flags = 4, 2.6e6, "--num-layers 4 --global-batch-size 4"
+    wanted = set()
+    for tp, pp, chunks, micro, recompute, sharded in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), RECOMPUTE, (False, True)
+    ):
+        dp = ranks // (tp * pp)
+        if tp * pp > ranks or pp == 1 < chunks or dp == 1 and sharded:
+            continue
+        layout = Layout(tp, 1, pp, dp, chunks, 1, tp, micro, recompute, sharded)
+        bytes_ = needed(layout, ranks, flags)
+        if bytes_ is not None and bytes_ <= limit:
+            wanted.add(layout)
+    found = found_on(limit, flags)
+    beaten = {one.layout for one in found.rejected if one.rules == ("no-gain",)}
+    kept = {one.layout for one in found.fits}
+    assert len(wanted) > 20 and kept | beaten == wanted and not kept & beaten
+    assert any("memory" in one.rules for one in found.rejected), "the limit is where nothing is too large"
+
+
+def test_what_fits_comes_by_rising_time_and_nothing_beats_it_in_both() -> None:
+    fits = found_on(1e9).fits
+    assert [one.time.seconds for one in fits] == sorted(one.time.seconds for one in fits)
+    for one, other in product(fits, fits):
+        alike = replace(one.layout, recompute="", sharded=False) == replace(other.layout, recompute="", sharded=False)
+        assert one is other or not (alike and one.time.seconds <= other.time.seconds and one.needs <= other.needs), (
+            one,
+            other,
+        )
+
+
+def test_a_layout_is_rejected_with_the_rules_that_it_breaks() -> None:
+    setting, found = (
+        setting_of("--num-attention-heads 6 --hidden-size 96", 4),
+        found_on(1e9, "--num-attention-heads 6 --hidden-size 96"),
+    )
+    by_rules = [one for one in found.rejected if not {"memory", "no-gain"} & set(one.rules)]
+    assert "heads-over-tensor" in found.reasons()
+    for one in by_rules:
+        _, problems = examine(setting.with_values(one.layout.values(setting)).config, 4)
+        assert one.rules == tuple(dict.fromkeys(rule for rule, _ in problems))
+
+
+def test_a_machine_that_is_too_small_takes_nothing_and_says_what_is_needed() -> None:
+    found = found_on(1000.0)
+    assert not found.fits and found.complete
+    memory = [one for one in found.rejected if one.rules == ("memory",)]
+    for one in memory[:3]:
+        leanest = replace(one.layout, recompute="full", sharded=one.layout.dp > 1)
+        assert one.says[0].startswith(f"needs {bytes_text(needed(leanest, 4))} on pipeline rank ")
+        assert one.says[0].endswith("of 1000 B, however much is recomputed or cut")
+
+
+@pytest.mark.parametrize(
+    "flags, ranks",
+    [("", 4), ("--num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2 --sequence-parallel", 4)],
+)
+def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
+    setting, found = setting_of(flags, ranks), found_on(1e9, flags, ranks)
+    assert {one.layout.ep for one in found.fits} == ({1, 2, 4} if flags else {1})
+    for one in found.fits[::7]:
+        words = one.layout.flags(setting)
+        left_out = words.split("(without ")[1:]
+        given = f"{FLAGS} {flags}".split()
+        for word in (text.split()[0].strip(")") for text in left_out):
+            place = given.index(word)
+            end = next((at for at in range(place + 1, len(given)) if given[at].startswith("--")), len(given))
+            given = given[:place] + given[end:]
+        command = read_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
+        assert command.setting is not None and not command.unread, words
+        config, problems = examine(command.setting.config, ranks)
+        assert not problems
+        config = with_vocabulary(config, VOCABULARY)
+        assert (config.parallel, config.train, config.recompute) == (
+            one.config.parallel,
+            one.config.train,
+            one.config.recompute,
+        ), words
+
+
+def test_the_best_are_run_dry_until_enough_fit() -> None:
+    asked: list[str] = []
+
+    def planner(config, world_size: int) -> tuple[int, StepTime]:
+        asked.append(str(config.parallel))
+        return (10**12 if len(asked) == 1 else 5 * 10**8), StepTime(float(len(asked)), 0.0, 1.0, 1.0, 0.5, 0.6, {})
+
+    setting, machine = setting_of("", 4), replace(MACHINE, memory=1e9, usable=1.0)
+    found = search(setting, machine, true_vocab_size=VOCABULARY, planner=planner, plans=2)
+    assert len(asked) == 3
+    assert [one.planned for one in found.fits[:3]] == [True, True, False]
+    assert found.fits[0].needs == 5 * 10**8 and found.fits[0].time.seconds == 2.0
+    assert sum("by a dry run" in one.says[0] for one in found.rejected) == 1
+
+
+def test_a_search_without_time_says_that_it_is_not_complete() -> None:
+    found = search(setting_of("", 4), MACHINE, true_vocab_size=VOCABULARY, planner=None, seconds=0.0)
+    assert not found.complete and not found.fits
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping",
+        "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+    ],
+)
+def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
+    config = config_of(flags, 16)
+    lists = axis_ranks(config.parallel, 16)
+    assert {name: tuple(ranks) for name, ranks in groups(config, 16).items()} == {
+        name: lists[name][0] for name in groups(config, 16)
+    }
+
+
+def test_more_recomputation_takes_longer_and_needs_less() -> None:
+    drawn = [
+        sketch(config, 4, MACHINE, stages_of(config))
+        for config in (
+            config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
+            for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        )
+    ]
+    assert drawn[0].needs > drawn[1].needs and drawn[0].time.seconds < drawn[1].time.seconds

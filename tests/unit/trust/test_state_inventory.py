@@ -1,0 +1,221 @@
+"""Nothing that changes while a run trains is forgotten: it is in the inventory and saved, or said to be derived."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.config.flags import to_values
+from megatron.core.dist_checkpointing.tree import Placed
+from megatron.core.kernels.table import Need, select
+from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.health.bad_steps import Guard
+from megatron.training.loader import build_data
+from megatron.training.loop import Session
+from megatron.training.trainer import build_trainer
+from megatron.trust.compare.contents import fits
+from megatron.trust.state_inventory import DERIVED, INVENTORY, items_at, why_derived
+from tests.helpers import tiny
+from tests.helpers.programme import TINY, VOCABULARY, write_tokens
+from tests.helpers.world import Worlds
+from tests.parity.table import MODELS
+from tests.unit.trust.walking import changed, held, roots
+
+FLAGS = [
+    *TINY,
+    *(
+        "--train-iters 8 --eval-iters 1 --eval-interval 2 --save-interval 3 --log-interval 2 --hidden-dropout 0.1 "
+        "--attention-dropout 0.1 --timing-log-level 2 --log-num-zeros-in-grad"
+    ).split(),
+]
+RUNS = {
+    "adam": [],
+    "sgd": ["--optimizer", "sgd"],
+    "bf16": ["--bf16"],
+    "readers": ["--num-workers", "1"],
+    "growing batch": "--rampup-batch-size 2 2 4 --global-batch-size 4".split(),
+    "experts": "--bf16 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-enable-routing-replay "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
+    "muon": "--bf16 --optimizer muon --num-experts 2 --muon-scalar-optimizer lion".split(),
+    "adafactor": "--bf16 --optimizer adafactor --num-experts 2".split(),
+    "narrow": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16".split(),
+    "delayed scales": "--bf16 --fp8-format hybrid --num-experts 2".split(),
+    "fp16": "--fp16 --initial-loss-scale 1e30 --loss-scale-window 2 --hysteresis 1".split(),
+}
+TWO = {
+    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000".split(),
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16".split(),
+    "fsdp": "--use-torch-fsdp2 --bf16".split(),
+    "pipeline": "--pipeline-model-parallel-size 2".split(),
+}
+
+
+@contextmanager
+def session(flags: list[str], folder: Path) -> Iterator[Session]:
+    """A run on this process's ranks, before its first step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    config = config_of(
+        read_args(
+            [
+                *FLAGS,
+                "--data-path",
+                str(folder / "data"),
+                "--split",
+                "60,20,20",
+                "--save",
+                str(folder / "save"),
+                *flags,
+            ],
+            world_size=ranks,
+        ),
+        ranks,
+    )
+    config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
+    run = replace(
+        tiny.run_of(config),
+        tokenizer=NullTokenizer(VOCABULARY + 1),
+        kernels=select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}),
+    )
+    trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
+    checkpoint = Checkpoint(trainer)
+    with closing(build_data(trainer, pretrain_gpt.datasets)) as data:
+        yield Session(trainer, checkpoint, data, Guard(run.config))
+        checkpoint.finish()
+
+
+def train(one: Session, steps: int = 5) -> None:
+    """Train, evaluate, report and save as the loop does."""
+    with one._watch() as watch:
+        for _ in range(steps):
+            one._one_iteration(watch)
+
+
+def saved(one: Session) -> dict[str, str]:
+    """What a save would hold now, as text."""
+    found = {}
+    for name, value in one.checkpoint.state().items():
+        if isinstance(value, Placed):
+            value = [(str(box), tensor.tolist()) for box, tensor in value.pieces]
+        found[name] = str(value.tolist()) if isinstance(value, torch.Tensor) else json.dumps(value)
+    return found
+
+
+def forgotten(flags: list[str], folder: Path) -> list[str]:
+    """What changes in a run and is neither saved nor derived; and what is said to be saved and is not."""
+    with session(flags, folder) as one:
+        before, state_before = held(roots(one)), saved(one)
+        train(one)
+        places, state = changed(before, held(roots(one))), saved(one)
+    assert len(places) > 100, places
+    moved = {name for name in state if state[name] != state_before.get(name)}
+    wrong = [
+        f"{place} changes, and stands in neither table"
+        for place in places
+        if not items_at(place) and not why_derived(place)
+    ]
+    for place in places:
+        if (
+            items_at(place)
+            and not why_derived(place)
+            and not any(fits(name, item.names) for item in items_at(place) for name in moved)
+        ):
+            wrong.append(f"{place} changes, but what a save holds of {items_at(place)[0].what} does not")
+    return wrong
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with data."""
+    write_tokens(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_everything_that_changes_while_a_run_trains_is_saved_or_derived(name: str, folder: Path) -> None:
+    assert not forgotten(RUNS[name], folder)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_everything_that_changes_on_two_ranks_is_saved_or_derived(world: Worlds, name: str, folder: Path) -> None:
+    assert not [text for rank in world(2).run(forgotten, TWO[name], folder) for text in rank]
+
+
+def test_a_new_piece_of_state_is_noticed_wherever_it_is_kept(folder: Path) -> None:
+    with session([], folder) as one:
+        trainer = one.trainer
+        trainer.stages[0].register_buffer("average", torch.zeros(3))
+        spots: dict[str, Any] = {
+            "optimizer": trainer.optimizer,
+            "bucket": trainer.parallels[0].buckets[0],
+            "session": one,
+            "layer": trainer.stages[0].decoder.layers["1"],
+        }
+        for spot in spots.values():
+            spot.counted = {"steps": [0]}
+        before = held(roots(one))
+        train(one, 1)
+        trainer.stages[0].average += 1.0
+        for spot in spots.values():
+            spot.counted["steps"][0] += 1
+        found = [place for place in changed(before, held(roots(one))) if not items_at(place) and not why_derived(place)]
+    expected = {
+        "trainer.stages.0._buffers.average",
+        "trainer.optimizer.counted.steps.0",
+        "trainer.parallels.0.buckets.0.counted.steps.0",
+        "trainer.stages.0._modules.decoder._modules.layers._modules.1.counted.steps.0",
+        "counted.steps.0",
+    }
+    assert expected <= set(found), (expected - set(found), found)
+
+
+def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpoint.state
+    for lost, of in (
+        ("run.optimizer_steps", "updates done"),
+        ("optimizer.exp_avg_sq.", "second moments (Adam)"),
+        ("run.random.", "random streams"),
+        ("run.progress", "counters and position in the data"),
+    ):
+        monkeypatch.setattr(
+            Checkpoint,
+            "state",
+            lambda self, lost=lost: {name: value for name, value in real(self).items() if not name.startswith(lost)},
+        )
+        assert any(text.endswith(f"what a save holds of {of} does not") for text in forgotten([], folder)), lost
+
+
+@pytest.mark.parametrize("name", ["t5", "deepseek", "output-gate"])
+def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
+    settings = tiny.config(**MODELS[name], fp8_format="hybrid", first_last_layers_bf16=True)
+    state = Checkpoint(tiny.trainer_of(tiny.run_of(settings))).state()
+    (item,) = (item for item in INVENTORY if item.what == "histories of delayed scales")
+    expected = item.expected(
+        to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
+    )
+    assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
+
+
+def test_no_row_of_the_tables_is_a_dead_letter(folder: Path) -> None:
+    live: set[str] = set()
+    for flags in RUNS.values():
+        with session(flags, folder) as one:
+            live |= set(held(roots(one)))
+            train(one, 3)
+            live |= set(held(roots(one)))
+    rows = [(pattern, item.what) for item in INVENTORY for pattern in item.places]
+    rows += [(pattern, reason) for patterns, reason in DERIVED.items() for pattern in patterns]
+    dead = [row for row in rows if not any(fits(place, row[:1]) for place in live)]
+    assert not dead, dead
