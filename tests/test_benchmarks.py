@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from tests.benchmarks import figures
+from benchmarks import figures
 
 PAGE = figures.PAGE.read_text()
 

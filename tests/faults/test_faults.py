@@ -1,6 +1,6 @@
 """One rank of several raises, is killed, is stopped or sleeps, or holds a wrong number: it is named with its place, and all end.
 
-How soon after the failure is measured by tests/benchmarks/failure.py.
+How soon after the failure is measured by benchmarks/failure.py.
 """
 
 from __future__ import annotations

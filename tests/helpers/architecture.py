@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("megatron", "tasks", "tools", "examples", "tests", "docs", ".ci")
+FOLDERS = ("megatron", "tasks", "tools", "examples", "tests", "benchmarks", "docs", ".ci")
 SUFFIXES = (".py", ".sh", ".sbatch", ".md", ".txt", ".ini", ".cfg", ".toml", ".yaml", ".yml")
 
 LAYERS = (
@@ -139,8 +139,8 @@ class Source:
 
     @property
     def is_test(self) -> bool:
-        """Whether the file belongs to the tests, which may do more than the product."""
-        return self.path.startswith("tests/")
+        """Whether the file belongs to the tests or benchmarks, which may do more than the product."""
+        return self.path.startswith(("tests/", "benchmarks/"))
 
     @property
     def package(self) -> str | None:

@@ -20,7 +20,7 @@ def no_test_asserts_a_time(tree: Tree) -> Offences:
     for source in tree.values():
         for function in (
             source.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
-            if source.is_test and not source.at("tests/benchmarks/")
+            if source.is_test and not source.at("benchmarks/")
             else ()
         ):
             known = _numbers_of(source.syntax.body) | _defaults_of(function)
@@ -34,7 +34,7 @@ def no_test_asserts_a_time(tree: Tree) -> Offences:
                     and (bound := _clock_bound(node.test, clocked, known)) is not None
                     and bound < GENEROUS
                 ):
-                    yield source.path, node.lineno, "a time of this machine is asserted; measure it in tests/benchmarks"
+                    yield source.path, node.lineno, "a time of this machine is asserted; measure it in benchmarks"
 
 
 def _assigned(function: Function) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -32,7 +32,7 @@ export MEGATRON_STAND_IN="${MEGATRON_STAND_IN:-9.0}" MEGATRON_TEST_DEVICE=cuda T
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export PYTHONPATH="$PWD/tests/without_gpu:$MEGATRON_STAND_IN_FOLDER${PYTHONPATH:+:$PYTHONPATH}"
 case "${1:-}" in
-    tests/benchmarks/*.py) exec "$PYTHON" "$@" ;;
+    benchmarks/*.py) exec "$PYTHON" "$@" ;;
     tests/*) ;;
     *.py) exec "$PYTHON" "$@" ;;
 esac

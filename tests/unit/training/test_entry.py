@@ -76,7 +76,7 @@ def test_one_failing_rank_ends_all_and_is_named(layout: list[str], how: str) -> 
         "48",
     ]
     process = launch("tests/helpers/failing_run.py", flags, ranks=3, FAIL=how)
-    output, _ = process.communicate(timeout=600)  # how soon: tests/benchmarks/failure.py
+    output, _ = process.communicate(timeout=600)  # how soon: benchmarks/failure.py
     assert process.returncode != 0 and "FAILING NOW" in output, output[-3000:]
     if how == "raise":
         summary = output[output.rindex("Root Cause") :]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.parallel.boxes import Box
-from megatron.trust.compare.checkpoints import Tolerance, compare_sources, compare_tensors
 from megatron.trust.compare import checkpoints as compare
+from megatron.trust.compare.checkpoints import Tolerance, compare_sources, compare_tensors
 
 NUMBERS = st.floats(-4, 4, width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-30])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken, stages_of
 from megatron.core.models.describe import layer_parameters
@@ -20,7 +21,6 @@ from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.dry_run import dry_run, real_trace
 from megatron.trust.simulate.memory import forwards_waiting, why_worst
 from megatron.trust.simulate.trace import TOGETHER, Trace
-from tests.benchmarks.planning import MODELS, planned
 from tests.helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[3]

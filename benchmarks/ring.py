@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Context parallelism: how much of the ring's transport hides behind its compute, and what every transport sends.
 
-    python tests/benchmarks/ring.py --ranks 4
+    python benchmarks/ring.py --ranks 4
 
 Ranks are processes with gloo. Compute and transport are sleeps, so that the figure does not hang on how busy a machine is: a
 step of the ring takes its share of the pairs to score (twice that in the backward pass), and a message counts as arrived only
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

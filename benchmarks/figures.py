@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run benchmarks and put what they print into `docs/benchmarks.md`: `bash tests/benchmarks/run.sh [NAME ...]`.
+"""Run benchmarks and put what they print into `docs/benchmarks.md`: `bash benchmarks/run.sh [NAME ...]`.
 
 The page holds a place for each question, between two comments; what stands there is replaced by the command, the machine, and
 the script's own words. Text around the places is written by hand.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 WORK = Path("runs/benchmarks")
 PEERS = WORK / "peers"
@@ -49,53 +49,50 @@ class Question:
 
 _MEGATRON = f"{sys.executable} -m pip install --quiet --no-deps --target {PEERS} megatron-core==0.16.1"
 _LARGE = "plain+compile megatron-core ours ours+compile"  # four of this size fit into 24 GiB
-_BESIDE = f"{sys.executable} tests/benchmarks/train_cpu.py tiny --install {BESIDE}"
-_CORPUS = f"{sys.executable} tests/benchmarks/corpus.py {WORK / 'corpus'} {CORPUS}"
+_BESIDE = f"{sys.executable} benchmarks/train_cpu.py tiny --install {BESIDE}"
+_CORPUS = f"{sys.executable} benchmarks/corpus.py {WORK / 'corpus'} {CORPUS}"
 
 QUESTIONS = (
-    Question("startup", "tests/benchmarks/startup.py --rounds 5"),
+    Question("startup", "benchmarks/startup.py --rounds 5"),
     Question(
         "train tiny",
-        f"tests/benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}",
+        f"benchmarks/train_cpu.py tiny --rounds 6 --beside {BESIDE}",
         before=(_BESIDE,),
         makes=BESIDE / "litgpt",
     ),
     Question(
         "train llama",
-        f"tests/benchmarks/train_cpu.py llama --rounds 6 --beside {BESIDE}",
+        f"benchmarks/train_cpu.py llama --rounds 6 --beside {BESIDE}",
         before=(_BESIDE,),
         makes=BESIDE / "torchtitan",
     ),
     Question(
         "train 124m",
-        f"tests/benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}",
+        f"benchmarks/train_cpu.py 124m --rounds 7 --beside {BESIDE} --peers {_LARGE}",
         before=(_BESIDE,),
         makes=BESIDE / "litgpt",
     ),
-    Question("loop", "tests/benchmarks/loop.py"),
-    Question("preprocess", f"tests/benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
+    Question("loop", "benchmarks/loop.py"),
+    Question("preprocess", f"benchmarks/preprocess.py {CORPUS} --rounds 3", before=(_CORPUS,), makes=CORPUS),
     Question(
-        "index",
-        f"tests/benchmarks/index.py --epochs 1 3 --megatron {PEERS}",
-        before=(_MEGATRON,),
-        makes=PEERS / "megatron",
+        "index", f"benchmarks/index.py --epochs 1 3 --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"
     ),
-    Question("loader", f"tests/benchmarks/loader.py --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
-    Question("checkpoint", f"tests/benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 7"),
-    Question("convert", "tests/benchmarks/convert.py --gigabytes 2"),
-    Question("bytes", "tests/benchmarks/bytes.py", on="any"),
-    Question("kernels", "tests/benchmarks/kernels.py", on="any"),
-    Question("attention", "tests/benchmarks/attention.py", on="any"),
-    Question("ring", "tests/benchmarks/ring.py --ranks 2"),
-    Question("overlap", "tests/benchmarks/overlap.py"),
-    Question("ranks", "tests/benchmarks/ranks.py"),
-    Question("many ranks", "tests/benchmarks/many_ranks.py"),
-    Question("planning", "tests/benchmarks/planning.py --rounds 3"),
-    Question("experts", "tests/benchmarks/experts.py", on="any"),
-    Question("sentinel", "tests/benchmarks/sentinel.py"),
-    Question("failure", "tests/benchmarks/failure.py --rounds 3"),
-    Question("decode", "tests/benchmarks/decode.py 124m --rounds 3"),
-    Question("gpu", "tests/benchmarks/train_gpu.py", on="gpu"),
+    Question("loader", f"benchmarks/loader.py --megatron {PEERS}", before=(_MEGATRON,), makes=PEERS / "megatron"),
+    Question("checkpoint", f"benchmarks/checkpoint.py {WORK / 'checkpoint'} --gigabytes 2 --repeats 7"),
+    Question("convert", "benchmarks/convert.py --gigabytes 2"),
+    Question("bytes", "benchmarks/bytes.py", on="any"),
+    Question("kernels", "benchmarks/kernels.py", on="any"),
+    Question("attention", "benchmarks/attention.py", on="any"),
+    Question("ring", "benchmarks/ring.py --ranks 2"),
+    Question("overlap", "benchmarks/overlap.py"),
+    Question("ranks", "benchmarks/ranks.py"),
+    Question("many ranks", "benchmarks/many_ranks.py"),
+    Question("planning", "benchmarks/planning.py --rounds 3"),
+    Question("experts", "benchmarks/experts.py", on="any"),
+    Question("sentinel", "benchmarks/sentinel.py"),
+    Question("failure", "benchmarks/failure.py --rounds 3"),
+    Question("decode", "benchmarks/decode.py 124m --rounds 3"),
+    Question("gpu", "benchmarks/train_gpu.py", on="gpu"),
 )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast several ranks of one machine's CPUs train over gloo, as Linux treats them by itself and as ours ask it to.
 
-    python tests/benchmarks/ranks.py
+    python benchmarks/ranks.py
 
 Ranks tell Linux that they compute (`compute_in_batches`), so that their threads that wake up do not push each other off the
 processors. Two pools of ranks take turns: one that tells it, and one that does not, since threads keep what was said when they
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decoding on the CPU: our engine against transformers' `generate` and a plain loop with a cache, in turn in one process.
 
-    python tests/benchmarks/decode.py 124m --batches 1 8 32 --rounds 3
+    python benchmarks/decode.py 124m --batches 1 8 32 --rounds 3
 
 All have the same weights (fp32, GPT-2's shape), read the same prompts and must say the same. Prefill is the prompt and the first
 token; decode is every token after it. At the end twice as many requests come at once as are decoded together. The ratio is of CPU-seconds, round by round, so that a busy machine is fair to all.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not count as work
 os.environ.setdefault("MEGATRON_DEVICE", "cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers

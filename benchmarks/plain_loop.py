@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A plain compiled loop: what one writes in an afternoon with torch.compile, SDPA, autocast and fused AdamW. The peer of train_gpu.py.
 
-    python tests/benchmarks/plain_loop.py --layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 128 --seconds 60
+    python benchmarks/plain_loop.py --layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 128 --seconds 60
 
 Prints one JSON line: the seconds of each optimizer step after the first two.
 """

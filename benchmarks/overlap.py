@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What of each kind of communication hides behind compute, and how long pipelines idle, beside what theory says.
 
-    python tests/benchmarks/overlap.py
-    python tests/benchmarks/overlap.py --only pipeline
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --only pipeline
 
 Ranks are processes with gloo. Compute and transport are sleeps, so that the figures do not hang on how busy a machine is: a
 matmul, a layer or a stage takes its time, and what is sent counts as arrived only some time after it was sent, on a link that
@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What our loop costs outside of the model and the optimizer, and how long a run takes from its start to its first step.
 
-    python tests/benchmarks/loop.py --steps 40
+    python benchmarks/loop.py --steps 40
 
 The real loop trains on made-up text, with a log line every step. Clocks stand around what is model (the schedule's forward and
 backward passes, without reading data) and what is optimizer; what is left of an iteration is data, counters, schedules, reports
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not count as work
 sys.path.insert(0, str(ROOT))
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Training on one GPU: whole runs of pretrain_gpt.py beside a plain compiled loop of the same network, in one call under ten minutes.
 
-    python tests/benchmarks/train_gpu.py                      GPT 1.3B, Llama-8B's layers, the same in fp8, experts
-    python tests/benchmarks/train_gpu.py --only 1.3b --seconds 240
-    python tests/benchmarks/train_gpu.py --only 1.3b --flags=--compile --flags="--cross-entropy-fusion-impl triton --kernel layer_norm=triton"
+    python benchmarks/train_gpu.py                      GPT 1.3B, Llama-8B's layers, the same in fp8, experts
+    python benchmarks/train_gpu.py --only 1.3b --seconds 240
+    python benchmarks/train_gpu.py --only 1.3b --flags=--compile --flags="--cross-entropy-fusion-impl triton --kernel layer_norm=triton"
                                                               ours as it is, and with these and those flags beside it
-    python tests/benchmarks/train_gpu.py --only tiny          the same on a CPU, to try the script
+    python benchmarks/train_gpu.py --only tiny          the same on a CPU, to try the script
 
 First what the machine itself reaches: a product of 8192 x 8192 matrices of random numbers, and a copy. A run is bf16 on real
 text, with AdamW, clipping and a report a step; its figure is the median over the steps after the first three, of as many as its
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "benchmarks" / "gpu"
 PEAK = 989.0  # TFLOP/s in bf16, H100 and H200
 GPT2 = ROOT / "examples" / "data" / "gpt2"
@@ -202,7 +202,7 @@ def _reports(journal: Path) -> list[dict]:
 
 def plain(job: Job, seconds: float) -> list[float]:
     """Seconds of each step of the plain loop."""
-    said = _run([sys.executable, "tests/benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(seconds)])
+    said = _run([sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(seconds)])
     return json.loads(said.splitlines()[-1])["seconds"]
 
 
@@ -289,7 +289,7 @@ def main() -> None:
     chosen = [job for job in JOBS if job.name in options.only]
     total = sum(job.share for job in chosen)
     if "experts" in options.only:
-        print(_run([sys.executable, "tests/benchmarks/experts.py"]), end="", flush=True)
+        print(_run([sys.executable, "benchmarks/experts.py"]), end="", flush=True)
     for job in chosen:
         measure(job, options.seconds * job.share / total, [flags.split() for flags in ("", *options.flags)])
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast checkpoints are converted, and how much memory that takes, beside a plain copy of the same bytes.
 
-    python tests/benchmarks/convert.py --gigabytes 2 --folder DIR
+    python benchmarks/convert.py --gigabytes 2 --folder DIR
 
 Makes a Llama of about that size in bf16 (random, 24 layers), and converts it to this project's format and back, each in a
 process of its own. Memory: the most that the process had for itself (mappings of files not counted) above what it had
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

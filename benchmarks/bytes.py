@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bytes, counted and computed: what one layer keeps for its backward pass, and what a training step sends.
 
-    python tests/benchmarks/bytes.py
+    python benchmarks/bytes.py
 
 Activations are counted by hooks on every tensor that autograd saves (bf16, dropout, one layer, each storage once) and stand
 beside the formulas of "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al., 2022, table 2).
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a user waits: `pretrain_gpt.py --help`, a rank's first step, and importing torch alone for comparison.
 
-    python tests/benchmarks/startup.py --rounds 5
+    python benchmarks/startup.py --rounds 5
 
 Each round runs the commands in turn; the ratio is to `import torch` of the same round.
 """
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 1 --global-batch-size 1 "
     "--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --eval-iters 0"

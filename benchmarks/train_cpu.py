@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Training steps on the CPU: ours, eager and compiled, against loops around other implementations, in turn.
 
-    python tests/benchmarks/train_cpu.py tiny --install FOLDER        (once: litgpt, megatron-core and torchtitan from PyPI, a folder each)
-    python tests/benchmarks/train_cpu.py tiny --rounds 6 --beside FOLDER
+    python benchmarks/train_cpu.py tiny --install FOLDER        (once: litgpt, megatron-core and torchtitan from PyPI, a folder each)
+    python benchmarks/train_cpu.py tiny --rounds 6 --beside FOLDER
 
 A step is everything from the zeroed gradient to the updated weights (fp32, fused AdamW, dropout off, the same shapes). Each
 implementation is a process of its own, since two of them are called megatron; they stay, and take turns step by step, so
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "megatron-core": ("megatron-core==0.16.1",),
     "litgpt": (

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long ranks take to find their places: 4,096 that exist in name only, and as many real ones as this machine takes.
 
-    python tests/benchmarks/many_ranks.py --real 4 8 16 32
+    python benchmarks/many_ranks.py --real 4 8 16 32
 
 In name: torch's fake process groups, in one process. First the mesh of three ranks as each makes its own, `Mesh.build`, which
 names every group of the world; then every rank of the world in turn with its own groups, as the dry run makes them.
@@ -22,7 +22,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

@@ -1,6 +1,6 @@
 """How fast checkpoints are saved and loaded, beside a raw write and read of the same bytes, torch.save, safetensors and DCP.
 
-    python tests/benchmarks/checkpoint.py FOLDER [--gigabytes 2] [--repeats 3]
+    python benchmarks/checkpoint.py FOLDER [--gigabytes 2] [--repeats 3]
 
 All that is written is synced. Every method writes a new file, and its former one is deleted beside the clock: a save that
 overwrites the last one is none. Reads find their files in the system's cache, where there is room for them. FOLDER needs
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import safetensors.torch
 import torch

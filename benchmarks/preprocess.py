@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """JSON lines to a file of ids with the GPT-2 BPE: `tools/preprocess_data.py` beside the libraries it stands on.
 
-    python tests/benchmarks/corpus.py runs/corpus runs/corpus.jsonl
-    python tests/benchmarks/preprocess.py runs/corpus.jsonl --rounds 3
+    python benchmarks/corpus.py runs/corpus runs/corpus.jsonl
+    python benchmarks/preprocess.py runs/corpus.jsonl --rounds 3
 
 Every contestant is a process of its own that reads the file, tokenizes the key "text", and writes all ids as uint16 with
 the end of document after each; all must write the same bytes. Each round runs them in turn. MB/s is of the file over the
@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 GPT2 = ROOT / "examples" / "data" / "gpt2"
 READ = """

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """How fast experts are: the grouped matmul against the loop, layers of experts against the dense layer of equal FLOPs, and
-what sending tokens costs: `python tests/benchmarks/experts.py [--ranks 2]`; on a GPU the layers are those of published networks.
+what sending tokens costs: `python benchmarks/experts.py [--ranks 2]`; on a GPU the layers are those of published networks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

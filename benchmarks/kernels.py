@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Every kernel that this machine has for an operation, in turn, at the sizes of a layer in training.
 
-    python tests/benchmarks/kernels.py                       on a GPU the sizes of GPT 1.3B in bf16, on a CPU a small layer in fp32
-    python tests/benchmarks/kernels.py --compile             also what torch's compiler makes of the plain formula
-    python tests/benchmarks/kernels.py --hidden 4096 --ffn 14336 --heads 32 --groups 8 --length 4096 --micro-batch 4 --vocabulary 32000
+    python benchmarks/kernels.py                       on a GPU the sizes of GPT 1.3B in bf16, on a CPU a small layer in fp32
+    python benchmarks/kernels.py --compile             also what torch's compiler makes of the plain formula
+    python benchmarks/kernels.py --hidden 4096 --ffn 14336 --heads 32 --groups 8 --length 4096 --micro-batch 4 --vocabulary 32000
 
 A row is forward and backward together, the median of the rounds, and a multiple of the kernel that a run takes unasked. Bytes are the least that must move: inputs, outputs and their gradients, once each;
 products and attention are counted in operations, attention over the causal half.
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels import reference  # noqa: E402
 from megatron.core.kernels.linear_loss import Words  # noqa: E402

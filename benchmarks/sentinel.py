@@ -1,4 +1,4 @@
-"""What the comparison of replicas costs: `python tests/benchmarks/sentinel.py [--interval 100]`.
+"""What the comparison of replicas costs: `python benchmarks/sentinel.py [--interval 100]`.
 
 Hashes all that a data-parallel rank without a distributed optimizer shares with others (weights and both moments), and sets
 the time against that of a training step of the same network. What travels, 16 bytes an item, is not in the figure.
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

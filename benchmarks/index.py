@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How long a run waits for its dataset: open a pair, build the three indices, write the cache, map it; and once more.
 
-    python tests/benchmarks/index.py --tokens 1e9 --documents 2e6 --epochs 1 3
-    python tests/benchmarks/index.py --tokens 1e12 --documents 2e7
-    python tests/benchmarks/index.py --megatron FOLDER     (where pip install --target put megatron-core, with its helpers)
+    python benchmarks/index.py --tokens 1e9 --documents 2e6 --epochs 1 3
+    python benchmarks/index.py --tokens 1e12 --documents 2e7
+    python benchmarks/index.py --megatron FOLDER     (where pip install --target put megatron-core, with its helpers)
 
 The .bin file is sparse. Each build is a process of its own, in turn with the peer's; seconds are best and worst of the
 rounds, memory is the growth of the resident peak over the import, mapped files included. With --megatron the arrays of
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 3
 SEED = 1234
 
@@ -173,7 +173,7 @@ def main() -> None:
         measure(args)
         return
     sys.path.insert(0, str(ROOT))
-    from tests.benchmarks.sparse import write_pair
+    from benchmarks.sparse import write_pair
 
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "sparse"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How soon all ranks of a run have ended after one of them failed: the promise is ten seconds.
 
-    python tests/benchmarks/failure.py --rounds 3
+    python benchmarks/failure.py --rounds 3
 
 Three ranks train; in the second iteration one raises, is killed, is stopped, or sleeps. The clock runs from there to the end of the last
 rank that can end; of a hang, that it is one must be seen first, which takes the time after which it counts as one and a look. The cases are those of tests/faults, which hold what is said of them.
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults.ranks import Case, finished, started
 

@@ -1,6 +1,6 @@
 """A corpus of real English for benchmarks, out of Debian's documentation packages: JSON lines with the key "text".
 
-    python tests/benchmarks/corpus.py runs/corpus runs/corpus.jsonl [--megabytes 500]
+    python benchmarks/corpus.py runs/corpus runs/corpus.jsonl [--megabytes 500]
 
 Needs apt-get (with its lists up to date) and dpkg-deb; packages are unpacked into the first folder, and nothing is
 installed. About 170 MB; --megabytes repeats the documents until the file is so large. The texts have licences of their

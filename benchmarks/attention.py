@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What windows, sinks and dropout cost in the fused kernel, forward and backward: `tests/benchmarks/attention.py [--length N] [--window N]`.
+"""What windows, sinks and dropout cost in the fused kernel, forward and backward: `benchmarks/attention.py [--length N] [--window N]`.
 
 Each row is a way to compute it, in milliseconds and as a multiple of plain causal attention in the same run.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels import fused, reference  # noqa: E402
 from megatron.core.kernels.mask import MaskSpec, Scores  # noqa: E402

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How many tokens a second one worker reads: our GPTDataset with collate, a plain memory-mapped reader, and Megatron's.
 
-    python tests/benchmarks/loader.py
-    python tests/benchmarks/loader.py --megatron FOLDER    (where pip install --target put megatron-core, with its helpers)
+    python benchmarks/loader.py
+    python benchmarks/loader.py --megatron FOLDER    (where pip install --target put megatron-core, with its helpers)
 
 A pair of random ids is read in shuffled order; micro batches of 4. The plain reader is a dozen lines that map the file,
 join the pieces of a sample and check nothing. Each measurement is a process of its own, the peers in turn. All three
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEED, BATCH = 50257, 1234, 4
 
 
@@ -154,7 +154,7 @@ def main() -> None:
         measure(args.role, args.prefix, args.length, args.samples)
         return
     sys.path.insert(0, str(ROOT))
-    from tests.benchmarks.sparse import write_pair
+    from benchmarks.sparse import write_pair
 
     roles = [role for role in READERS if role != "megatron" or args.megatron]
     found: dict[str, list[dict]] = {role: [] for role in roles}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a dry run of a large cluster takes on this machine, and how much memory.
 
-    python tests/benchmarks/planning.py [--rounds 3]
+    python benchmarks/planning.py [--rounds 3]
 
 Each is a process of its own: a whole training step of every distinct kind of rank among 1,024, without data.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
