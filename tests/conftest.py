@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import quick
 from tests.helpers.world import Worlds
 
 # Lines that tests want said at the end of the run.
 NOTES = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="for work in between: what tests/quick.py chooses, minutes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick most files are not even read."""
+    if config.getoption("--quick") and collection_path.name.startswith("test_"):
+        return collection_path.relative_to(quick.ROOT).as_posix() not in quick.FILES
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        rows = quick.covering(quick.ALL_ROWS)
+        config.hook.pytest_deselected(items=[item for item in items if not quick.is_quick(item, rows)])
+        items[:] = [item for item in items if quick.is_quick(item, rows)]
     if "nightly" not in config.getoption("-m"):
         skip = pytest.mark.skip(reason="runs with -m nightly")
         for item in items:

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # The whole test suite, or what the arguments choose:
 #
-#   bash tests/run.sh
+#   bash tests/run.sh                                 everything, about 20 minutes on two cores
+#   bash tests/run.sh --quick                         for work in between, at most 3: one parity row a feature, one file a package
 #   bash tests/run.sh tests/unit/datasets -k blend
+#   bash tests/run.sh --help                          these lines
 #
 # Arguments go to pytest, and its exit code comes back. One thread a process, as the tests start many ranks; three files
 # of tests at a time, since many wait for processes (-n 0: one).
 
 set -euo pipefail
+if [ "${1:-}" = --help ]; then exec sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup.sh requirements-dev.txt
 

@@ -18,51 +18,13 @@ import torch
 from tests.helpers import tiny
 from tests.helpers.training import Outcome, assemble, differences, train, train_alone
 from tests.helpers.world import Worlds
-from tests.parity import rounding_rows
+from tests.parity import half_rows, rounding_rows
 from tests.parity.half import HalfStep, train_half_here
 from tests.parity.table import LAYOUT_WORDS, MODELS, NUMBERED_WORDS, PRECISIONS, ROWS, Changes, named, read_layout
 
 TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}
 STEPS = 2
 DYNAMIC: Changes = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
-NARROW: Changes = {"bf16": True, "use_precision_aware_optimizer": True}
-# bf16 and fp16: layout, network, format.
-HALF_ROWS: tuple[tuple[str, str, Changes], ...] = (
-    ("", "gpt", {"bf16": True}),
-    ("tp2 sp pp2 mb2", "gpt", {"bf16": True}),
-    ("tp2 sp dp2 zero overlap-reduce overlap-gather mb2", "llama", {"bf16": True}),
-    ("pp2 vpp2 dp2 average mb2", "llama", {"bf16": True, "grad_reduce_in_bf16": True}),
-    ("tp2 pp2 mb2", "wide-residual", {"bf16": True}),
-    ("tp2 sp pp2 mb2", "wide-residual-after-norm", {"bf16": True}),
-    ("tp2 recompute-all-parts mb2", "qk-norm", {"bf16": True}),
-    ("tp2 sp dp2 zero overlap-gather bucket600 mb2", "gpt-oss-dense", {"bf16": True}),
-    ("tp2 dp2 zero mb2", "qk-clip-gqa", {"bf16": True}),
-    ("tp2 pp2 mb2", "llama", {"fp16": True, "loss_scale": 256.0}),
-    ("dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0}),
-    ("tp2 sp dp2 fsdp mb2", "llama", {"bf16": True}),
-    ("pp2 dp2 fsdp mb2", "gpt", {"fp16": True, "loss_scale": 256.0}),
-    ("tp2 sp pp2 mb2", "mla-mtp2", {"bf16": True}),
-    ("tp2 pp4 layout=Ett|t|tmm|L mb2", "mla-mtp2", {"bf16": True, "fp32_residual_connection": True}),
-    ("tp2 sp ep2 dp2 alltoall grouped mb2", "moe-shared", {"bf16": True}),
-    ("etp2 ep2 dp4 zero mb2", "moe-bias", {"bf16": True, "grad_reduce_in_bf16": True}),
-    ("tp2 ep2 dp2 zero recompute-moe mb2", "moe", {"fp16": True, "loss_scale": 256.0}),
-    ("tp2 sp pp2 mb2", "bert", {"bf16": True}),
-    ("pp2 vpp3 mb2", "t5-v1.1", {"bf16": True}),
-    ("pp2 vpp3 mb2", "t5-v1.0", {"bf16": True, "fp32_residual_connection": True}),
-    ("tp2 sp dp2 zero mb2", "gpt", {"fp16": True, "loss_scale": 256.0, "accumulate_allreduce_grads_in_fp32": True}),
-    (
-        "tp2 sp dp2 zero overlap-gather mb2",
-        "llama",
-        {**NARROW, "main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
-    ),
-    ("tp2 dp2 fsdp mb2", "llama", {**NARROW, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}),
-    (
-        "pp2 dp2 zero mb2",
-        "qk-clip",
-        {**NARROW, "bf16": False, "fp16": True, "loss_scale": 256.0, "main_params_dtype": "fp16"},
-    ),
-    ("tp2 muon-distributed dp2 zero mb2", "muon", {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
-)
 
 
 @cache
@@ -138,7 +100,7 @@ def half(world: Worlds, layout: str, changes: Changes, steps: int) -> list[HalfS
 
 
 @pytest.mark.parametrize(
-    "layout, model, precision", HALF_ROWS, ids=[named(*row[:2]) + " " + "-".join(row[2]) for row in HALF_ROWS]
+    "layout, model, precision", half_rows.ROWS, ids=[named(*row[:2]) + " " + "-".join(row[2]) for row in half_rows.ROWS]
 )
 def test_half_precision_stays_near_the_serial_fp32_run(
     world: Worlds, layout: str, model: str, precision: Changes
@@ -174,6 +136,6 @@ def test_the_table_has_rows_of_every_word_and_every_network() -> None:
     assert set(NUMBERED_WORDS) <= {
         word[:7] if word.startswith("layout=") else word.rstrip("0123456789") for word in words
     }
-    used = {model for _, model in ROWS} | {model for _, model, _ in HALF_ROWS}
+    used = {model for _, model in ROWS} | {model for _, model, _ in half_rows.ROWS}
     assert set(MODELS) == used, "a network that no row trains"
     assert len(set(ROWS)) == len(ROWS) >= 40, "rows are all different, and many"
