@@ -1,75 +1,16 @@
 #!/usr/bin/env python3
 """Continue a text with a checkpoint of any layout and dialect, in one process.
 
-python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "The state of the union is"
+The code is in megatron/tools/generate_text.py; `--help` says how to use it.
 """
 
-from __future__ import annotations
-
-import argparse
-import logging
+import os
 import sys
-from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.inference.engine import Engine
-from megatron.inference.generate import GenerationFailed, generate_texts
-from megatron.inference.sampling import Sampling
-from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-
-TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-
-
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what to continue")
-    what.add_argument(
-        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
-    )
-    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
-    what.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
-    how = parser.add_argument_group("how")
-    how.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
-    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)")
-    how.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
-    )
-    how.add_argument(
-        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
-    )
-    how.add_argument("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
-    files = parser.add_argument_group(
-        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
-    )
-    files.add_argument("--tokenizer-type", metavar="TYPE")
-    for name in ("vocab-file", "merge-file", "tokenizer-model"):
-        files.add_argument(f"--{name}", metavar="FILE")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Load, continue, print."""
-    given = options(argv)
-    logging.basicConfig(level=logging.WARNING)
-    try:
-        changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
-        loaded = load_network(given.load, GPT, step=given.ckpt_step, tokenizer=changed)
-        sampling = Sampling(given.temperature, given.top_k, given.top_p)
-        engine = Engine(loaded.stages, loaded.tokenizer)
-        texts = generate_texts(engine, given.prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
-    except (ConfigError, CheckpointError, GenerationFailed) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None
-    for text in texts:
-        sys.stdout.write(text + "\n")
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.generate_text import main
 
 if __name__ == "__main__":
-    end_in_a_line_when_interrupted()
-    main()
+    sys.exit(main())

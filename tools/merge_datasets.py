@@ -1,146 +1,16 @@
+#!/usr/bin/env python3
 """Join .bin/.idx pairs into one, in order: all of a folder by their names, or those given.
 
-    python tools/merge_datasets.py --input parts --output-prefix whole
-    python tools/merge_datasets.py --prefixes parts/b parts/a --output-prefix whole
-
-Shards that tools/preprocess_data.py --shard wrote are joined by their numbers, and must all be there; the result has the
-bytes of one run. The ids are copied in pieces, so memory does not grow with them, and the pair appears when complete.
+The code is in megatron/tools/merge_datasets.py; `--help` says how to use it.
 """
 
-from __future__ import annotations
-
-import argparse
-import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from tqdm import tqdm
-
-if importlib.util.find_spec("megatron") is None:  # run from a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.core.datasets import sidecar
-from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
-from megatron.core.datasets.sidecar import Sidecar, tokenizer_name
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-
-SHOWN = 10  # missing shards that are named
-
-
-def pairs_in(folder: Path) -> list[str]:
-    """The prefixes of all pairs in a folder, sorted."""
-    if not folder.is_dir():
-        raise DataError(f"--input {folder} is not a folder")
-    found = {ending: {path.name[: -len(ending)] for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
-    for ending, other in ((".bin", ".idx"), (".idx", ".bin")):
-        for name in sorted(found[ending] - found[other]):
-            raise DataError(f"{folder / name}{ending} has no {other} beside it; add it, or move the file away")
-    if not found[".idx"]:
-        raise DataError(f"--input {folder} holds no .bin/.idx pair")
-    return [str(folder / name) for name in sorted(found[".idx"])]
-
-
-def unlike(facts: Mapping[str, object], what: str, told: Callable[[object], str]) -> Iterator[str]:
-    """A sentence for the first pair whose fact is not that of the pair before it; None says nothing."""
-    known = [(prefix, fact) for prefix, fact in facts.items() if fact is not None]
-    for (first, fact), (second, other) in zip(known, known[1:]):
-        if fact != other:
-            yield f"{first} {what} {told(fact)}, {second} {told(other)}; pairs that are joined must agree"
-            return
-
-
-def shard_problems(shards: Mapping[str, tuple[int, int] | None]) -> Iterator[str]:
-    """What is wrong with the shards among the pairs: some of them missing, twice there, or beside other pairs."""
-    given = {prefix: shard for prefix, shard in shards.items() if shard is not None}
-    if not given:
-        return
-    if len(given) < len(shards):
-        whole = next(prefix for prefix in shards if prefix not in given)
-        yield f"{next(iter(given))} is a shard, {whole} is none; join the shards first"
-        return
-    counts = sorted({count for _, count in given.values()})
-    if len(counts) > 1:
-        yield f"there are shards of {' and '.join(map(str, counts))}; give those of one run"
-        return
-    holders: dict[int, list[str]] = {}
-    for prefix, (index, _) in given.items():
-        holders.setdefault(index, []).append(prefix)
-    missing = [index for index in range(counts[0]) if index not in holders]
-    if missing:
-        more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
-        yield f"of {counts[0]} shards, {', '.join(map(str, missing[:SHOWN]))}{more} are missing (counted from 0)"
-    for index, prefixes in sorted(holders.items()):
-        if len(prefixes) > 1:
-            yield f"{' and '.join(prefixes)} are both shard {index}; give the pairs of one run and key with --prefixes"
-            return
-
-
-def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
-    """The pairs in the order in which they are joined, with what is known of them; `DataError` if they do not fit."""
-    known = {prefix: sidecar.read(prefix) for prefix in prefixes}
-    dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
-    hashes = {prefix: facts and facts.tokenizer and facts.tokenizer["hash"] for prefix, facts in known.items()}
-    names = {
-        facts.tokenizer["hash"]: tokenizer_name(facts.tokenizer)
-        for facts in known.values()
-        if facts and facts.tokenizer
-    }
-    problems = [
-        *unlike(dtypes, "holds ids of type", str),
-        *unlike(hashes, "was written with", lambda key: names[str(key)]),
-        *unlike({prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str),
-        *shard_problems({prefix: facts.shard if facts else None for prefix, facts in known.items()}),
-    ]
-    if problems:
-        raise DataError("\n".join(["the pairs cannot be joined", *(f"  {line}" for line in problems)]))
-    joined = [(prefix, known[prefix]) for prefix in prefixes]
-    return sorted(joined, key=lambda pair: pair[1].shard[0] if pair[1] and pair[1].shard else 0)
-
-
-def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
-    """Join the pairs. Returns a line that says what was joined."""
-    if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
-        raise DataError(f"--output-prefix {output_prefix} is one of the pairs to join; choose another name")
-    pairs = check(prefixes)
-    facts = [known for _, known in pairs]
-    # What is not known of a part is not said of the whole.
-    tokenizer = facts[0].tokenizer if all(known and known.tokenizer for known in facts) else None
-    level = next((known.level for known in facts if known), "document")
-    with IndexedDatasetBuilder(
-        output_prefix, IndexedDataset(prefixes[0]).dtype, tokenizer=tokenizer, level=level, multimodal=multimodal
-    ) as builder:
-        for prefix, _ in tqdm(pairs, unit="pair", disable=not sys.stderr.isatty()):
-            builder.add_index(prefix)
-    return (
-        f"{len(prefixes)} pairs, {builder.num_documents} documents, {builder.num_tokens} tokens -> "
-        f"{bin_path(output_prefix)}, {idx_path(output_prefix)}"
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--input", type=Path, metavar="DIR", help="folder whose pairs are joined, in the order of their names"
-    )
-    given.add_argument("--prefixes", nargs="+", metavar="PREFIX", help="the pairs to join, in this order")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="the files are PREFIX.bin, PREFIX.idx and PREFIX.json"
-    )
-    parser.add_argument(
-        "--multimodal", action="store_true", help="the pairs say of each sequence whether it is text or image"
-    )
-    args = parser.parse_args(arguments)
-    try:
-        print(merge(args.prefixes or pairs_in(args.input), args.output_prefix, args.multimodal))
-    except (DataError, OSError) as error:
-        sys.exit(f"merge_datasets.py: {error}")
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.merge_datasets import main
 
 if __name__ == "__main__":
-    end_in_a_line_when_interrupted()
-    main()
+    sys.exit(main())

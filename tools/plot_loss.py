@@ -1,136 +1,16 @@
+#!/usr/bin/env python3
 """Loss curves of a run, as a picture: the JSONL log of --log-jsonl in, a PNG out.
 
-    python tools/plot_loss.py runs/quickstart/log.jsonl --output loss.png --line "unigram entropy" 6.89
-
-A log holds every stretch of a run, one after the other; where a run resumed, the picture has a thin upright line. Several
-logs give several curves. Steps that were written twice, because a run resumed from before them, count as written last.
+The code is in megatron/tools/plot_loss.py; `--help` says how to use it.
 """
 
-from __future__ import annotations
-
-import argparse
-import importlib.util
-import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-if importlib.util.find_spec("matplotlib") is None:
-    sys.exit("plot_loss.py needs the package matplotlib, which is not installed: pip install matplotlib")
-
-from matplotlib.figure import Figure
-
-
-class LogError(Exception):
-    """A log that cannot be drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """What one log says about one loss.
-
-    train, valid: points (iteration, loss), rising. resumed: iterations at which a later stretch began.
-    """
-
-    name: str
-    train: list[tuple[int, float]]
-    valid: list[tuple[int, float]]
-    resumed: list[int]
-
-
-def read_curves(path: Path, loss: str) -> Curves:
-    """The curves of a loss in a log; a later line about an iteration replaces an earlier one."""
-    train: dict[int, float] = {}
-    valid: dict[int, float] = {}
-    resumed: list[int] = []
-    seen: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise LogError(f"{path} line {number} is not JSON: {error}") from None
-        kind, losses = record.get("kind"), record.get("losses", {})
-        seen.update(losses)
-        if kind == "start":
-            # What a stretch wrote beyond the iteration at which the next one begins was never part of the run.
-            train = {iteration: value for iteration, value in train.items() if iteration <= record["iteration"]}
-            valid = {iteration: value for iteration, value in valid.items() if iteration <= record["iteration"]}
-            resumed += [record["iteration"]] if train else []
-        elif kind == "step" and loss in losses:
-            train[record["iteration"]] = float(losses[loss])
-        elif kind == "validation" and loss in losses and record.get("final") != "test":
-            valid[record["iteration"]] = float(losses[loss])
-    if not train and not valid:
-        known = f"it has {', '.join(sorted(seen))}" if seen else "it has no losses at all"
-        raise LogError(f"{path} has no '{loss}'; {known}")
-    return Curves(
-        path.stem if path.stem != "log" else path.parent.name, sorted(train.items()), sorted(valid.items()), resumed
-    )
-
-
-def smooth(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
-    """Means over the last `window` points (over fewer at the start)."""
-    means = []
-    for place, (iteration, _) in enumerate(points):
-        recent = [value for _, value in points[max(0, place + 1 - window) : place + 1]]
-        means.append((iteration, sum(recent) / len(recent)))
-    return means
-
-
-def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]] = ()) -> Figure:
-    """The picture: each log in a colour of its own, faint as measured and strong as a running mean."""
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="iteration", ylabel=loss)
-    for place, curve in enumerate(curves):
-        colour = f"C{place}"
-        if curve.train:
-            window = max(1, len(curve.train) // 40)
-            axes.plot(*zip(*curve.train), color=colour, alpha=0.25, linewidth=1)
-            axes.plot(*zip(*smooth(curve.train, window)), color=colour, label=f"{curve.name}: training")
-        if curve.valid:
-            axes.plot(*zip(*curve.valid), color=colour, marker="o", linestyle="--", label=f"{curve.name}: validation")
-        for number, iteration in enumerate(curve.resumed):
-            axes.axvline(
-                iteration,
-                color=colour,
-                linewidth=0.8,
-                linestyle=":",
-                label=f"{curve.name}: resumed" if number == 0 else None,
-            )
-    for name, height in lines:
-        axes.axhline(height, color="black", linewidth=1, linestyle="-.", label=f"{name} {height:.2f}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files that --log-jsonl wrote")
-    parser.add_argument("--output", type=Path, default=Path("loss.png"), metavar="PNG", help="default: loss.png")
-    parser.add_argument("--loss", default="lm loss", metavar="NAME", help="which loss (default: 'lm loss')")
-    parser.add_argument(
-        "--line",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a level line to compare with; may be given several times",
-    )
-    args = parser.parse_args(arguments)
-    try:
-        figure = draw(
-            [read_curves(path, args.loss) for path in args.logs],
-            args.loss,
-            [(name, float(value)) for name, value in args.line],
-        )
-        figure.savefig(args.output)
-    except (LogError, OSError, ValueError) as error:
-        sys.exit(f"plot_loss.py: {error}")
-    print(f"{args.output}: {args.loss} of {', '.join(str(path) for path in args.logs)}")
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.plot_loss import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,101 +1,16 @@
 #!/usr/bin/env python3
 """Repeat a bad step from its bundle, on the CPU, and say where the first value arises that is not finite.
 
-    python tools/replay.py checkpoints/faults/step-00000120
-    python tools/replay.py BUNDLE --weights checkpoints/iter_0000119     take the weights from there
-    python tools/replay.py BUNDLE --large 1e4                            values from here on count as trouble, too
-
-A run leaves bundles with --on-bad-step; with --bundle-weights they hold the weights, and the replay is exact.
-Exit code: 0 the trouble is found, 1 nothing of it happens here, 2 the bundle cannot be repeated.
+The code is in megatron/tools/replay.py; `--help` says how to use it.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import pretrain_bert
-import pretrain_gpt
-import pretrain_t5
-from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-from megatron.trust.compare.replay import Replayed, replay
-
-PROVIDERS = {
-    "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
-    "bert": (pretrain_bert.model, pretrain_bert.forward_step),
-    "t5": (pretrain_t5.model, pretrain_t5.forward_step),
-}
-
-
-def lines(found: Replayed, shown: int) -> Iterator[str]:
-    """The report. shown: how many modules with the largest outputs to list."""
-    facts = found.facts
-    yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['verdict']}"
-    yield from (f"note: {note}" for note in found.notes)
-    yield f"{'':24}{'in the run':>16}{'here':>16}"
-    for name in {**facts["losses"], **found.losses}:
-        yield f"{name:24}{facts['losses'].get(name, math.nan):16.6e}{found.losses.get(name, math.nan):16.6e}"
-    yield f"{'gradient norm':24}{facts['gradient_norm']:16.6e}{found.norm:16.6e}"
-    yield from (f"first bad {what}: {sight}" for what, sight in found.first.items())
-    if found.bad_gradients:
-        more = len(found.bad_gradients) - 4
-        yield f"gradients that are not finite: {', '.join(found.bad_gradients[:4])}" + (
-            f" and {more} more" if more > 0 else ""
-        )
-    order = sorted(
-        found.largest, key=lambda name: -found.largest[name] if math.isfinite(found.largest[name]) else -math.inf
-    )
-    yield from (f"largest output of {name or 'the whole network'}: {found.largest[name]:g}" for name in order[:shown])
-    yield f"verdict: {found.verdict}"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Read the options, replay, report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("bundle", type=Path, help="folder of a bad step")
-    parser.add_argument(
-        "--weights", type=Path, help="checkpoint to start from, instead of the one in the bundle or named by it"
-    )
-    parser.add_argument("--large", type=float, default=math.inf, help="absolute values above this count as trouble")
-    parser.add_argument(
-        "--modules", type=int, default=0, help="list so many modules with the largest outputs (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
-    options = parser.parse_args(argv)
-    try:
-        found = replay(options.bundle, PROVIDERS, weights=options.weights, bound=options.large)
-    except (ConfigError, CheckpointError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    if options.json:
-        said = {
-            "iteration": found.facts["iteration"],
-            "verdict": found.verdict,
-            "notes": found.notes,
-            "losses": found.losses,
-            "gradient_norm": found.norm,
-            "first": {what: str(sight) for what, sight in found.first.items()},
-            "gradients_not_finite": found.bad_gradients,
-            "weights_not_finite": found.bad_weights,
-            "largest": found.largest,
-        }
-        sys.stdout.write(json.dumps(said, indent=1) + "\n")
-    else:
-        sys.stdout.write("\n".join(lines(found, options.modules)) + "\n")
-    return 0 if found.first or found.bad_gradients or found.bad_weights else 1
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.replay import main
 
 if __name__ == "__main__":
-    end_in_a_line_when_interrupted()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

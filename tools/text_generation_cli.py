@@ -1,72 +1,16 @@
 #!/usr/bin/env python3
 """Ask a text generation server, ours or Megatron's, prompt after prompt, until the end of the input (Ctrl-D).
 
-python tools/text_generation_cli.py localhost:5000
+The code is in megatron/tools/text_generation_cli.py; `--help` says how to use it.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
+import os
 import sys
-import urllib.error
-import urllib.request
-from pathlib import Path
 
-
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://"
-    )
-    parser.add_argument("--token-file", metavar="FILE", help="holds the token of the server, if it asks for one")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an answer (default: 600)"
-    )
-    return parser.parse_args(argv)
-
-
-def ask(server: str, prompt: str, count: int, *, token: str, timeout: float) -> str:
-    """The prompt and what follows it; a line that says what went wrong, if something did."""
-    address = (server if "://" in server else f"http://{server}").rstrip("/") + "/api"
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    body = json.dumps({"prompts": [prompt], "tokens_to_generate": count}).encode()
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(address, body, headers, method="PUT"), timeout=timeout
-        ) as answer:
-            return "Megatron Response: \n" + json.load(answer)["text"][0]
-    except urllib.error.HTTPError as error:
-        return f"Error {error.code}: {message_of(error.read())}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"Error: {address} does not answer as a text generation server: {error}"
-
-
-def message_of(body: bytes) -> str:
-    """What a server says is wrong, in any of the ways that servers have."""
-    try:
-        said = json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace").strip()
-    return str(said["message"]) if isinstance(said, dict) and "message" in said else str(said)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Ask until there is nothing more to ask."""
-    given = options(argv)
-    token = Path(given.token_file).read_text(encoding="utf-8").strip() if given.token_file else ""
-    while True:
-        try:
-            prompt, count = input("Enter prompt: "), input("Enter number of tokens to generate: ")
-        except (EOFError, KeyboardInterrupt):
-            sys.stdout.write("\n")
-            return
-        if not count.strip().isdecimal():
-            sys.stdout.write(f"{count!r} is no number of tokens\n")
-            continue
-        sys.stdout.write(ask(given.server, prompt, int(count), token=token, timeout=given.timeout) + "\n")
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.text_generation_cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -65,7 +65,7 @@ LATE_IMPORTS = (
     "megatron/core/families/hf.py",
     "megatron/core/datasets/samplers.py",
     "megatron/core/datasets/storage.py",
-    "tools/inspect_dataset.py",
+    "megatron/tools/inspect_dataset.py",
     *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")),
 )
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
@@ -80,10 +80,12 @@ LATE_OWN = (
         for name in ("LOCAL", "preflight", "examine")
     ),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.held_parameters"),
-    ("tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
-    ("tools/check_parity.py", "megatron.trust.parity.parity.checked_on_ranks"),
-    ("tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
-    ("tools/plan.py", "megatron.trust.plan.measure.measured"),
+    ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
+    ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_contents"),
+    ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
+    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.checked_on_ranks"),
+    ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
+    ("megatron/tools/plan.py", "megatron.trust.plan.measure.measured"),
 )
 FLAG_READERS = (
     "megatron/core/config/flags.py",
@@ -92,6 +94,7 @@ FLAG_READERS = (
     "megatron/training/run.py",
     "megatron/training/initialize.py",
     "megatron/training/global_vars.py",
+    "megatron/tasks/run.py",
 )
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
 ENVIRONMENT_READERS = (

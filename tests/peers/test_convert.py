@@ -14,10 +14,10 @@ from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.stored import Stored
 from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
+from megatron.tools.checkpoint import convert
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import unpack
 from tests.peers.test_continuation import demand_its_steps, steps_of_continuation, steps_of_megatron
-from tools.checkpoint import convert
 
 BUFFERS = ("expert_bias",)  # parts of a network that are not trained
 BY_DAY = ("experts", "experts-grouped-torch", "mtp", "mtp-torch", "deepseek", "deepseek-torch", "ep2-reshardable")

@@ -19,12 +19,12 @@ from megatron.core.families.megatron.export import flags_for_megatron, write_leg
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.torch_dist import _entries, _read_index
+from megatron.tools.checkpoint import convert
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import HERE, VERSION, install, newest_version, started_together, unpack
-from tools.checkpoint import convert
 
 WRITTEN_ALIKE = ["dense-torch", "gqa-torch", "latent-torch", "experts-torch", "tp2-torch"]
 # A layer's names under Transformer Engine, where they are not those of local layers: of a dense MLP and one of experts.

@@ -1,140 +1,16 @@
+#!/usr/bin/env python3
 """Write the weights of a checkpoint as a Hugging Face folder, with the files of its tokenizer.
 
-    python tools/checkpoint/export.py --load checkpoints --save exported --dtype bfloat16
-    python tools/checkpoint/export.py --load checkpoints --save exported --tokenizer Qwen2.5-0.5B
-
-Memory holds one tensor. The folder appears when it is complete, and is read again and compared with the source. The
-tokenizer comes from --tokenizer, else from where the run's own settings say; what cannot be found is told.
+The code is in megatron/tools/checkpoint/export.py; `--help` says how to use it.
 """
-
-from __future__ import annotations
 
 import os
 import sys
 
-if __name__ == "__main__":  # this folder must not hide the standard library's `inspect`
-    HERE = os.path.realpath(os.path.dirname(__file__))
-    sys.path[:] = [
-        os.path.dirname(os.path.dirname(HERE)),
-        *(place for place in sys.path if os.path.realpath(place) != HERE),
-    ]
-
-import argparse
-import shutil
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.rewrite import Cast
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
-from megatron.core.families.registry import FAMILIES
-from megatron.core.models.names import WORD_EMBEDDING
-from megatron.training.checkpoint import export as exporting
-from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import size_words
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOWN = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-)  # one of them makes a tokenizer
-# Kind of tokenizer -> setting that names a file, and what the file is called in a folder.
-FILES = {
-    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), {"vocab_file": "vocab.txt"}),
-    **dict.fromkeys(
-        ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
-        {"tokenizer_model": "tokenizer.model"},
-    ),
-    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
-}
-
-
-def tokenizer_folder(source: Source) -> Path | None:
-    """The folder of the tokenizer that the run's settings name, or the Hugging Face folder that is the source."""
-    places = (Path(place) for place in (source.settings.get("tokenizer_model"), source.where) if place)
-    return next((place for place in places if any((place / name).is_file() for name in KNOWN)), None)
-
-
-def copied_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy the single files of a tokenizer that the settings name and that are here. Returns their names in the folder."""
-    copied = []
-    for name, target in FILES.get(settings.get("tokenizer_type") or "", {}).items():
-        if settings.get(name) and Path(settings[name]).is_file():
-            shutil.copyfile(settings[name], folder / target)
-            copied.append(target)
-    return copied
-
-
-def export(args: argparse.Namespace) -> str:
-    """Do it. Returns what was done, in words."""
-    started = time.perf_counter()
-    opened = open_checkpoint(args.load, args.ckpt_step)
-    source: Source = Cast(opened, DTYPES[args.dtype]) if args.dtype else opened
-    like = args.tokenizer or tokenizer_folder(opened)
-    family = exporting.export(source, args.save, family=args.family, like=like)
-    copied = [] if like else copied_files(source.settings, args.save)
-    weights = [name for name in source.formats if name.startswith("model.")]
-    again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
-    unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
-    if unlike:
-        raise CheckpointError(f"{args.save} does not hold what {source.where} holds; do not use it", unlike)
-    tokenizer = (
-        f"tokenizer files of {like}"
-        if like
-        else f"tokenizer files {', '.join(copied)}"
-        if copied
-        else ("no tokenizer files: the run's are not here; give their folder with --tokenizer")
-    )
-    size = sum(path.stat().st_size for path in Path(args.save).iterdir())
-    return (
-        f"{source.where} -> {args.save}: {family.name}, {len(weights)} tensors, {size_words(size)}, compared, "
-        f"{time.perf_counter() - started:.1f} s\n{tokenizer}"
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
-    )
-    parser.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="N",
-        help="iteration to read, where the folder has several (default: the newest)",
-    )
-    parser.add_argument(
-        "--save", required=True, type=Path, metavar="DIR", help="folder to write; it must not be there yet"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="Hugging Face folder whose tokenizer files and token ids are carried over"
-    )
-    parser.add_argument(
-        "--family", choices=FAMILIES, help="architecture (default: the source's, or the first that fits)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    args = parser.parse_args(arguments)
-    try:
-        print(export(args))
-    except (CheckpointError, ConfigError, OSError) as error:
-        sys.exit(f"export.py: {error}")
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+from megatron.tools.checkpoint.export import main
 
 if __name__ == "__main__":
-    end_in_a_line_when_interrupted()
-    main()
+    sys.exit(main())

@@ -5,13 +5,11 @@ import argparse
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from tasks import main
+from megatron.tasks.run import task_of
 
 
 @pytest.mark.parametrize("given", [{"context_parallel_size": 2}, {"hybrid_context_parallel": True}])
-def test_a_task_refuses_sequences_that_are_cut(monkeypatch: pytest.MonkeyPatch, given: dict[str, object]) -> None:
+def test_a_task_refuses_sequences_that_are_cut(given: dict[str, object]) -> None:
     settings = {"context_parallel_size": 1, "hybrid_context_parallel": False, "task": "MNLI", **given}
-    monkeypatch.setattr(main, "ARGS", argparse.Namespace(**settings), raising=False)
-    monkeypatch.setattr(main, "from_namespace", lambda kind, namespace: namespace)
     with pytest.raises(ConfigError, match="leave out --context-parallel-size"):
-        main.main.__wrapped__()
+        task_of(argparse.Namespace(**settings))

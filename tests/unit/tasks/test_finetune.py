@@ -23,6 +23,12 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tasks import finetune
+from megatron.tasks.finetune import Epochs, Judged, Sets, writers_of
+from megatron.tasks.flags import TaskConfig, defaults_of
+from megatron.tasks.glue import Text
+from megatron.tasks.race import Question
+from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStep, Guard
@@ -31,12 +37,6 @@ from megatron.training.report.run_log import read_events
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
-from tasks import finetune
-from tasks.finetune import Epochs, Judged, Sets, writers_of
-from tasks.flags import TaskConfig, defaults_of
-from tasks.glue import Text
-from tasks.race import Question
-from tasks.texts import ChoiceSamples, Encoder, PairSamples
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.mnli import write_mnli

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from tasks.glue import TASKS, accuracy, f1, matthews, measured, pearson, read_glue, spearman
+from megatron.tasks.glue import TASKS, accuracy, f1, matthews, measured, pearson, read_glue, spearman
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/mnli"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from tasks.race import joined, overall, read_race
+from megatron.tasks.race import joined, overall, read_race
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/race_dev"

@@ -12,9 +12,9 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, build_tokenizer
-from tasks.glue import Text
-from tasks.race import Question
-from tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
+from megatron.tasks.glue import Text
+from megatron.tasks.race import Question
+from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
 from tests.helpers.architecture import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

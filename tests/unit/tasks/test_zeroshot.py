@@ -22,10 +22,10 @@ from megatron.core.datasets.marks import bare_ids
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import Request, likeliest
+from megatron.tasks import zeroshot
+from megatron.tasks.detokenize import detokenized
+from megatron.tasks.zeroshot import Text, TokenWindows, read_passages, read_text
 from megatron.training.trainer import Trainer, build_trainer
-from tasks import zeroshot
-from tasks.detokenize import detokenized
-from tasks.zeroshot import Text, TokenWindows, read_passages, read_text
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.toytext import package_tokenizer

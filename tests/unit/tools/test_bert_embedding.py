@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tools import bert_embedding
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.models.test_bert import LAYERS, PUBLISHED, as_published
-from tools import bert_embedding
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

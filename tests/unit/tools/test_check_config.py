@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +22,9 @@ TP8 = "--tensor-model-parallel-size 8"
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("check_config", ROOT / "tools" / "check_config.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_config"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["check_config"]
+    return importlib.import_module("megatron.tools.check_config")
 
 
 def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int) -> str:

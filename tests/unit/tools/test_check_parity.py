@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -25,14 +24,9 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("check_parity", ROOT / "tools" / "check_parity.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_parity"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["check_parity"]
+    return importlib.import_module("megatron.tools.check_parity")
 
 
 def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int) -> tuple[str, str]:

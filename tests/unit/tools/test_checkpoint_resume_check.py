@@ -11,12 +11,12 @@ import pytest
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.rng import RandomStreams
+from megatron.tools.checkpoint import resume_check
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.trust.compare.contents import fits
 from megatron.trust.state_inventory import INVENTORY, Item
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
-from tools.checkpoint import resume_check
 
 STEPS = 3
 FLAGS = [

@@ -17,12 +17,12 @@ import torch
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.families import hf
 from megatron.core.families.megatron.export import write_legacy
+from megatron.tools.checkpoint import diff, export, inspect, reshard, verify
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.training import held_weights, train_alone, train_on
 from tests.helpers.world import Worlds
-from tools.checkpoint import diff, export, inspect, reshard, verify
 
 LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "bf16": True, "openai_gelu": True}
 TENSOR = "model.decoder.layers.1.mlp.linear_fc1.weight"
@@ -162,15 +162,18 @@ def test_inspect_of_our_own_format_needs_no_torch_and_the_folder_hides_no_standa
     assert "megatron" in imported and not imported & {"torch", "numpy"}
 
 
-def test_every_tool_runs_as_a_script_beside_inspect() -> None:
-    scripts = sorted((ROOT / "tools" / "checkpoint").glob("*.py"))
-    guard = "".join((ROOT / "tools" / "checkpoint" / "verify.py").read_text().partition("if __name__")[1:]).split(
-        "\n\n"
-    )[0]
-    assert "sys.path[:]" in guard and len(scripts) >= 7
-    for script in scripts:  # before anything of the standard library that imports `inspect`
-        before, found, _ = script.read_text().partition(guard)
-        assert found and before.endswith("import os\nimport sys\n\n"), script
+def test_every_script_starts_the_module_of_its_name() -> None:
+    scripts = sorted((ROOT / "tools").rglob("*.py"))
+    modules = {path.relative_to(ROOT / "megatron") for path in (ROOT / "megatron" / "tools").rglob("*.py")}
+    assert {path.relative_to(ROOT) for path in scripts} == {
+        path for path in modules if path.name not in ("__init__.py", "pretrain.py")
+    }
+    for (
+        script
+    ) in scripts:  # its own folder leaves sys.path: tools/checkpoint would hide the standard library's `inspect`
+        text, module = script.read_text(), ".".join(script.relative_to(ROOT).with_suffix("").parts)
+        before, found, after = text.partition(f"from megatron.{module} import main\n")
+        assert found and "os.path.abspath(path or " in before and "sys.exit(main())" in after, script
     done = subprocess.run(
         [sys.executable, "tools/checkpoint/verify.py", "--help"], cwd=ROOT, text=True, capture_output=True, timeout=60
     )

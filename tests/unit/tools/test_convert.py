@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -28,10 +28,7 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.p
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("convert", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("megatron.tools.checkpoint.convert")
 
 
 @pytest.fixture

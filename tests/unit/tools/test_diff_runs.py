@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,14 +20,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("diff_runs", ROOT / "tools" / "diff_runs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["diff_runs"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["diff_runs"]
+    return importlib.import_module("megatron.tools.diff_runs")
 
 
 def asked(tool: ModuleType, capsys: pytest.CaptureFixture[str], *argv: Path | str) -> tuple[int, Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import os
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -41,14 +39,9 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("doctor_tool", ROOT / "tools" / "doctor.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor_tool"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["doctor_tool"]
+    return importlib.import_module("megatron.tools.doctor")
 
 
 def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> Subject:

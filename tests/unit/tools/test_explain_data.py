@@ -18,6 +18,7 @@ import pretrain_gpt
 from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.core.kernels.table import Need, select
 from megatron.core.tokenizers.build import NullTokenizer
+from megatron.tools.explain_data import main
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.batch import Batch
 from megatron.training.data.inspect_samples import Explanation, Microbatch, Start
@@ -26,7 +27,6 @@ from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import SEQUENCE, TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
-from tools.explain_data import main
 
 FLAGS = [
     *TINY,

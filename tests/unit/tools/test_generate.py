@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -25,14 +25,9 @@ LENGTH = tiny.BASE["max_position_embeddings"]
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate_tool"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["generate_tool"]
+    return importlib.import_module("megatron.tools.generate")
 
 
 @pytest.fixture(scope="module")

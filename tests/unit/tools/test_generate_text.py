@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import shutil
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -46,14 +44,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("generate_text", ROOT / "tools" / "generate_text.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate_text"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["generate_text"]
+    return importlib.import_module("megatron.tools.generate_text")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from megatron.core.datasets import pair_check, storage
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from tools import inspect_dataset
+from megatron.tools import inspect_dataset
 
 TEXTS = ["Hello", "", "a longer document, of 38 characters ..", "four"]
 BYTES = ["--tokenizer-type", "ByteTokenizer"]

@@ -1,6 +1,6 @@
 """The merging tool against a pair written in one go."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -20,10 +20,7 @@ OTHER = {"kind": "GPT2BPETokenizer", "hash": "55dd66ee77ff88", "vocab_size": 502
 @pytest.fixture(scope="module")
 def tool():
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("merge_datasets", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("megatron.tools.merge_datasets")
 
 
 def write(prefix, documents, dtype=np.uint16, **facts):

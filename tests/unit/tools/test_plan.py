@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -37,14 +36,9 @@ LAUNCHERS = sorted(
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plan"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["plan"]
+    return importlib.import_module("megatron.tools.plan")
 
 
 def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, code: int) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import base64
 import gzip
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -36,12 +36,7 @@ BYTES = ["--tokenizer-type", "ByteTokenizer"]
 @pytest.fixture(scope="module")
 def tool():
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["preprocess_data"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["preprocess_data"]
+    return importlib.import_module("megatron.tools.preprocess_data")
 
 
 def run(*arguments, folder=None):
@@ -486,12 +481,12 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
             b"".join(json.dumps({"text": f"{number} " * 1000}).encode() + b"\n" for number in range(150)) * copies
         )
         code = (
-            "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+            "import resource, sys; from megatron.tools.preprocess_data import main; main(sys.argv[1:]); "
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code, str(TOOL), "--input", str(source), "--output-prefix", "o", *BYTES],
-            cwd=tmp_path,
+            [sys.executable, "-c", code, "--input", str(source), "--output-prefix", str(tmp_path / "o"), *BYTES],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,14 +18,9 @@ SHAPE = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
+def tool() -> ModuleType:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("show_layout", ROOT / "tools" / "show_layout.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["show_layout"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["show_layout"]
+    return importlib.import_module("megatron.tools.show_layout")
 
 
 def shown(tool: ModuleType, capsys: pytest.CaptureFixture[str], options: str, flags: str = "") -> str:

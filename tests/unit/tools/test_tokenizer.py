@@ -13,7 +13,7 @@ import tokenizers
 from transformers import GPT2TokenizerFast
 
 from megatron.core.tokenizers.sample import DIFFICULT
-from tools import tokenizer as tool
+from megatron.tools import tokenizer as tool
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "examples" / "data"

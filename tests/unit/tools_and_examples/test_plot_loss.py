@@ -13,9 +13,9 @@ import pytest
 
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.tools import plot_loss, unigram_entropy
 from megatron.training.report.metrics import Step
 from megatron.training.report.writers import Writers
-from tools import plot_loss, unigram_entropy
 
 PNG = b"\x89PNG"
 

@@ -13,11 +13,11 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tasks.flags import TaskConfig, defaults_of
+from megatron.tasks.glue import read_glue
+from megatron.tasks.race import read_race
+from megatron.tasks.zeroshot import read_passages, read_text
 from megatron.training.cli.arguments import config_of, read_args, read_flags
-from tasks.flags import TaskConfig, defaults_of
-from tasks.glue import read_glue
-from tasks.race import read_race
-from tasks.zeroshot import read_passages, read_text
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 

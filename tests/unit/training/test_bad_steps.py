@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import spec_of
+from megatron.tools.replay import PROVIDERS, main
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.bad_steps import BadStep, Guard, Limits, Memory
 from megatron.training.run import Run
@@ -28,7 +29,6 @@ from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens
 from tests.helpers.training import held_weights
 from tests.helpers.world import Worlds
-from tools.replay import PROVIDERS, main
 
 TINY_PROVIDERS = {"gpt": (tiny.gpt, tiny.forward_step)}
 

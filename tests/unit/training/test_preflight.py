@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.flags import ConfigError
+from megatron.tools import check_config
 from megatron.training import initialize
 from megatron.training.cli.arguments import make_parser, parse_args
 from megatron.training.cli.preflight import lines_of
 from megatron.trust.flags.command import ENTRIES
-from tools import check_config
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3".split()

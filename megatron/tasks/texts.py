@@ -11,8 +11,8 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids
 from megatron.core.tokenizers.base import Tokenizer
-from tasks.glue import Text
-from tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
+from megatron.tasks.glue import Text
+from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
 
 Sample = dict[str, np.ndarray]
 

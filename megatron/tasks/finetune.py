@@ -29,6 +29,10 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
+from megatron.tasks.flags import TaskConfig
+from megatron.tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
+from megatron.tasks.race import CHOICES, read_race
+from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.checkpoint.checkpointing import Checkpoint, owning
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -44,10 +48,6 @@ from megatron.training.report.writers import Writers
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
-from tasks.flags import TaskConfig
-from tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
-from tasks.race import CHOICES, read_race
-from tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
 
 Samples = PairSamples | ChoiceSamples
 _HEADS = ("model.classification_head.", "model.multichoice_head.")

@@ -26,6 +26,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import Answer, BatchSize, Request, loglikelihoods
+from megatron.tasks.detokenize import detokenized
+from megatron.tasks.flags import TaskConfig
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.inference_model import Stage
@@ -35,8 +37,6 @@ from megatron.training.evaluate import evaluate, resting
 from megatron.training.loader import all_once
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
-from tasks.detokenize import detokenized
-from tasks.flags import TaskConfig
 
 LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
 

@@ -1,0 +1,1 @@
+"""Evaluations and finetuning: tasks/main.py at the top level starts them."""

@@ -1,0 +1,28 @@
+"""Evaluate or finetune: `torchrun --nproc_per_node N tasks/main.py --task NAME <flags>`; `--help` lists the flags in groups.
+
+    python tasks/main.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load runs/gpt --use-checkpoint-args
+    python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv dev_mismatched.tsv --epochs 5 \\
+        --pretrained-checkpoint runs/bert ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.tasks.flags import TaskConfig, defaults_of, value_of
+from megatron.training.cli.arguments import parse_args
+from megatron.training.launch.launch_info import launcher_place
+
+
+def main() -> None:
+    """Read the command line, so that --help and refusals answer at once; then import torch and do the task."""
+    place = launcher_place()
+    if value_of(sys.argv, "--task") is None and not {"-h", "--help"} & set(sys.argv):
+        sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
+        sys.exit(2)
+    args = parse_args(
+        world_size=place.size, speaks=place.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv)
+    )
+    from megatron.tasks.run import run_task
+
+    run_task(args)

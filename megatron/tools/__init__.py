@@ -1,0 +1,1 @@
+"""The command-line tools. The scripts in tools/ at the top level start them, as do the installed commands."""

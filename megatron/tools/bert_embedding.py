@@ -1,0 +1,295 @@
+"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and dialect.
+
+    python tools/bert_embedding.py --load runs/bert_small/checkpoints --input corpus.jsonl --output corpus.npy
+
+    lines -> ids -> batches of about equal length -> hidden states [s, b, h] -> one vector a text [h] -> rows on disk
+
+The input is read a piece at a time and rows are written as they come, so memory does not grow with either. The file
+appears when it is complete. Blank lines are no texts; any other line that cannot be read ends the work, since rows would
+no longer stand for lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, spans_of
+from megatron.core.datasets.ingest.records import BLANK, read_records
+from megatron.core.datasets.ingest.source import SourcePosition
+from megatron.core.datasets.marks import bare_ids
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.models.bert import BERTModel
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+POOLINGS = ("mean", "first", "pooled")
+_HEADER_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """How a text becomes a vector.
+
+    pooling: mean of the hidden states of all tokens, [CLS] and [SEP] included; first: that of [CLS]; pooled: what the
+    pooler makes of that. normalize: to length 1. length: most tokens of a text; batch_tokens: of a batch, padding included.
+    """
+
+    network: BERTModel
+    tokenizer: Tokenizer
+    length: int
+    pooling: str = "mean"
+    normalize: bool = False
+    batch_tokens: int = 8192
+
+    @property
+    def width(self) -> int:
+        """Numbers of a vector."""
+        return self.network.build.model.hidden_size
+
+    def rows(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+        """(the ids of each text with [CLS] and [SEP], numbers of the texts that are too long and lose their ends)."""
+        rows, cut = [], []
+        for number, ids in enumerate(bare_ids(self.tokenizer, texts)):
+            if len(ids) + 2 > self.length:
+                cut.append(number)
+                ids = ids[: self.length - 2]
+            rows.append(np.concatenate(([self.tokenizer.cls], ids, [self.tokenizer.sep])).astype(np.int64))
+        return rows, cut
+
+    def vectors(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 [len(rows), h]."""
+        found = np.empty((len(rows), self.width), np.float32)
+        for batch in self._batches([len(row) for row in rows]):
+            found[batch] = self._batch([rows[number] for number in batch]).float().cpu().numpy()
+        return found
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of rows that are computed together, the longest first."""
+        batch: list[int] = []
+        for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+            if batch and (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    @torch.no_grad()
+    def _batch(self, rows: Sequence[np.ndarray]) -> Tensor:
+        """[b, h]; the sums of a mean are taken in fp32 or better."""
+        ids = np.full((len(rows), len(rows[0])), self.tokenizer.pad, np.int64)
+        for row, line in zip(ids, rows):
+            row[: len(line)] = line
+        device = self.network.build.mesh.device
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+        hidden = self.network.encode(padding=None if bool(mask.all()) else mask, ids=torch.from_numpy(ids).to(device))
+        if self.pooling == "mean":
+            wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+            found = (wide * mask.t()[:, :, None]).sum(dim=0) / lengths[:, None]
+        else:
+            found = hidden[0] if self.pooling == "first" else self.network.pooler(hidden)
+        return torch.nn.functional.normalize(found, dim=-1) if self.normalize else found
+
+
+class Rows:
+    """A float32 .npy file that is written a few rows at a time; it appears when the block ends, or not at all."""
+
+    def __init__(self, path: str, width: int) -> None:
+        self.path, self.width, self.count = Path(path), width, 0
+        self._made = self.path.with_name(self.path.name + ".tmp")
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Rows:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._made.open("wb")
+        except OSError as error:
+            raise ConfigError(f"--output {self.path} cannot be written: {error.strerror}") from None
+        self._file.write(self._header())
+        return self
+
+    def add(self, rows: np.ndarray) -> None:
+        """Write float32 [n, width]."""
+        self._file.write(np.ascontiguousarray(rows, "<f4").tobytes())
+        self.count += len(rows)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file as file:
+            file.seek(0)
+            file.write(self._header())
+        if kind is None:
+            self._made.replace(self.path)
+        else:
+            self._made.unlink()
+
+    def _header(self) -> bytes:
+        """Version 1.0 of the format, filled up so that its size does not depend on the number of rows."""
+        shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self.count}, {self.width}), }}"
+        room = _HEADER_BYTES - 10
+        return b"\x93NUMPY\x01\x00" + room.to_bytes(2, "little") + (shape.ljust(room - 1) + "\n").encode()
+
+
+def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+    """The texts of all inputs, some at a time. `DataError` names the first lines that cannot be read."""
+    spans = spans_of(find_sources(words, "auto", "line"), None)
+    behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
+    for chunk in read_spans(spans, [key], SourcePosition()):
+        span = spans[chunk.start.span]
+        records = read_records(chunk, [key])
+        bad = [
+            f"{name_record(span, number)}: {reason}"
+            for reason, drop in records.drops.items()
+            if reason != BLANK
+            for number in drop.records
+        ]
+        if bad:
+            raise DataError(
+                "\n  ".join(["lines that are no texts; rows of the output would not stand for lines", *bad])
+            )
+        bar.update(behind[chunk.start.span] + chunk.consumed - bar.n)
+        yield records.texts[0]
+
+
+def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, refuse_long: bool) -> tuple[int, int]:
+    """Write the vectors of all texts. Returns the number of texts, and of those that lost their ends."""
+    lost, size = 0, sum(source.size for source in find_sources(words, "auto", "line"))
+    with (
+        Rows(output, embedder.width) as rows,
+        tqdm(total=size, unit="B", unit_scale=True, desc="embeddings", disable=None) as bar,
+    ):
+        for texts in texts_of(words, key, bar):
+            try:
+                found, cut = embedder.rows(texts)
+            except ValueError as error:
+                raise DataError(
+                    f"the tokenizer cannot read one of the texts {rows.count + 1} to {rows.count + len(texts)}: {error}"
+                ) from error
+            if cut and refuse_long:
+                raise DataError(
+                    f"text {rows.count + cut[0] + 1} is longer than {embedder.length} tokens; give --long-texts cut, or a "
+                    "larger --seq-length if the network has more positions"
+                )
+            lost += len(cut)
+            rows.add(embedder.vectors(found))
+        if not rows.count:
+            raise DataError(f"{' '.join(words)}: there is no text")
+    return rows.count, lost
+
+
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
+    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, plain text (.txt, a text a line), both also .gz or .zst, .parquet or .arrow; - is standard input",
+    )
+    what.add_argument("--json-key", default="text", metavar="KEY", help="key, or column, of the text (default: text)")
+    what.add_argument("--output", required=True, metavar="FILE", help="the .npy file, float32 [texts, hidden size]")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        default="mean",
+        help="mean of all tokens, the first token, or the pooler's (default: mean)",
+    )
+    how.add_argument("--normalize", action="store_true", help="make every vector as long as 1")
+    how.add_argument(
+        "--seq-length", type=int, metavar="N", help="most tokens of a text (default: all positions of the network)"
+    )
+    how.add_argument(
+        "--long-texts", choices=("cut", "refuse"), default="cut", help="what becomes of longer texts (default: cut)"
+    )
+    how.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens in one batch, padding included (default: 8192)",
+    )
+    how.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
+    add_arguments(parser, TokenizerConfig)
+    return parser.parse_args(argv)
+
+
+def embedder_of(given: argparse.Namespace) -> Embedder:
+    """What the command line describes; `ConfigError` and `CheckpointError` for what cannot be."""
+    parts = ("model.embedding.", "model.encoder.", *(("model.pooler.",) if given.pooling == "pooled" else ()))
+    tokenizer = {
+        field.name: getattr(given, field.name)
+        for field, _ in flag_fields(TokenizerConfig)
+        if getattr(given, field.name) != field.default
+    }
+    loaded = load_network(
+        given.load, Kind("bert", BERTModel, parts), step=given.ckpt_step, dtype=given.dtype, tokenizer=tokenizer
+    )
+    (network,), model = loaded.stages, loaded.config.model
+    if given.pooling == "pooled" and network.pooler is None:
+        raise ConfigError(f"{loaded.source.where} has no pooler; choose --pooling mean or first")
+    if None in (loaded.tokenizer.cls, loaded.tokenizer.sep, loaded.tokenizer.pad):
+        raise ConfigError(
+            "a BERT needs a tokenizer with [CLS], [SEP] and [PAD], as --tokenizer-type BertWordPieceLowerCase has them"
+        )
+    length = given.seq_length or model.max_position_embeddings
+    learned = model.rope.position_embedding_type == "learned_absolute"
+    if length < 3 or learned and length > model.max_position_embeddings:
+        raise ConfigError(
+            f"--seq-length {length} is not between 3 and the network's {model.max_position_embeddings} positions"
+        )
+    if given.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens {given.batch_tokens} is less than 1")
+    return Embedder(network, loaded.tokenizer, length, given.pooling, given.normalize, given.batch_tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Load, embed, write."""
+    end_in_a_line_when_interrupted()
+    given, began = options(argv), time.perf_counter()
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        embedder = embedder_of(given)
+        count, lost = embed(
+            embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse"
+        )
+    except (ConfigError, CheckpointError, DataError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(1) from None
+    seconds = time.perf_counter() - began
+    sys.stdout.write(
+        f"{given.output}: {count} texts x {embedder.width} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "
+        f"{embedder.length} tokens\n"
+    )

@@ -1,0 +1,199 @@
+"""Check the flags of a run before it is started: whether it would start, which rules they break, and the fewest changes that keep all.
+
+    python tools/check_config.py <the flags of the run> --world-size 8
+    python tools/check_config.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
+    LAUNCH="python tools/check_config.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
+
+It asks what the run asks of itself before it starts, and answers with the run's exit code: 0 it starts, 2 it does not. 1: what --build
+has built does not agree. docs/rules.md lists the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.tokenizers.build import size_before_a_run
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, Command, read_command
+from megatron.trust.flags.repair import WORLD, Answer, Broken, Given, fewest_edits
+from megatron.trust.flags.rule_page import page
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options, and the words of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
+    parser.add_argument(
+        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="the run will be on another machine, with this device: files need not be here (default: it is on this one)",
+    )
+    parser.add_argument(
+        "--why-not",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="what this change would break, and what else would have to change; may be given more than once",
+    )
+    parser.add_argument(
+        "--build", action="store_true", help="build every rank's place without memory, and count what is there"
+    )
+    parser.add_argument(
+        "--true-vocab-size",
+        type=int,
+        help="--build: ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+    )
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=10_000,
+        help="configurations that the search for changes may look at (default: 10000)",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_known_args(list(argv[:place]))
+    words += argv[place + 1 :]
+    if not words and options.write_rules is None:
+        parser.error("give the flags of a run")
+    return options, words
+
+
+def changed(words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace) -> tuple[Command, list[str]]:
+    """The command with these changes, `flag=value` or a switch each; and the fields that they fix."""
+    ranks, more, fixed = options.world_size, [], []
+    for wish in wishes:
+        name, glued, value = wish.removeprefix("--").partition("=")
+        fixed.append(name.replace("-", "_"))
+        if fixed[-1] == WORLD:
+            ranks = int(value) if value.isdecimal() else ranks
+        else:
+            more += [f"--{name}", *(value.split() if glued else ())]
+            fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
+    return asked(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+
+
+def asked(command: Command, options: argparse.Namespace) -> Command:
+    """The command, of which all is asked that a run asks before it starts."""
+    if command.setting is None:
+        return command
+    return replace(
+        command, setting=replace(command.setting, whole=True, device=options.device or "", files=options.device is None)
+    )
+
+
+def notes_on(command: Command) -> list[str]:
+    """What is accepted although it changes nothing, and what could not be looked at."""
+    return list(dict.fromkeys([*command.messages, *(command.setting.validated().notes if command.setting else ())]))
+
+
+def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
+    """The broken rules, and under each what it says. before: what was broken already."""
+    lines: list[str] = []
+    for rule in dict.fromkeys(one.rule for one in broken):
+        lines += ["", f"  {rule}"]
+        lines += [
+            f"    {one.says}" + ("  (broken without it, too)" if one in before else "")
+            for one in broken
+            if one.rule == rule
+        ]
+    return lines
+
+
+def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
+    """The changes that keep every rule. beside: of other flags than those that were asked about. unread: some could not be read."""
+    what = "Beside that, " if beside else ""
+    if answer.edits is None:
+        return [
+            "",
+            f"No set of {'other ' * beside}changes was found that keeps every rule ({answer.tried:,} configurations tried).",
+        ]
+    count = len(answer.edits)
+    rest = "; what cannot be read must be mended by hand" if unread else ""
+    lines = ["", f"{what}{count} change{'s' * (count > 1)} would keep every rule{rest}:"]
+    lines += [f"    {str(edit):60} for {', '.join(edit.mends)}" for edit in answer.edits]
+    proof = (
+        "No smaller set of the values tried does so" if answer.fewest else "A smaller set may exist; give more --tries"
+    )
+    return [*lines, f"  {proof} ({answer.tried:,} configurations tried)."]
+
+
+def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
+    """What `--build` found, as plain values."""
+    from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
+
+    setting = setting.as_started()
+    config, _ = examine(setting.config, setting.world_size)
+    return asdict(
+        check_build(
+            config, setting.world_size, true_vocab_size=true_vocab_size or size_before_a_run(config.tokenizer)[0]
+        )
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, and exit with its code."""
+    options, words = read(sys.argv[1:] if argv is None else argv)
+    if options.write_rules is not None:
+        options.write_rules.write_text(page(), encoding="utf-8")
+        return
+    first = asked(read_command(words, ranks=options.world_size, entry=options.entry), options)
+    command, fixed = changed(words, options.why_not, options)
+    before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
+    rules = command.setting.broken() if command.setting else ()
+    broken = (*command.unread, *rules)
+    mendable = command.setting is not None and any(one.rule != "files" for one in rules)  # no other flag brings a file
+    answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries) if mendable else None
+    built = (
+        built_on(command.setting, options.true_vocab_size) if options.build and command.setting and not broken else None
+    )
+    ranks = command.setting.world_size if command.setting else options.world_size or 1
+    if options.json:
+        found = {
+            "ranks": ranks,
+            "kept": not broken,
+            "broken": [asdict(one) for one in broken],
+            "built": built,
+            "notes": notes_on(command),
+            "why_not": options.why_not,
+            "tried": answer.tried if answer else 0,
+            "fewest": answer.fewest if answer else True,
+            "edits": None
+            if answer and answer.edits is None
+            else [
+                {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
+                for edit in (answer.edits if answer else ())
+            ],
+        }
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        names = list(dict.fromkeys(one.rule for one in broken))
+        wish = f"With {', '.join(options.why_not)}: " if options.why_not else ""
+        lines = [
+            f"{wish}{len(names)} rule{'s are' if len(names) != 1 else ' is'} broken on {ranks} rank{'s' * (ranks > 1)}"
+            if broken
+            else f"{wish}all rules are kept on {ranks} rank{'s' * (ranks > 1)}",
+            *said_of(broken, before),
+        ]
+        lines += [f"note: {line}" for line in notes_on(command)] if not broken else []
+        lines += advice(answer, beside=bool(options.why_not), unread=bool(command.unread)) if answer else []
+        if built:
+            lines += [
+                f"built {built['ranks']} places: {built['layers']} layers and {built['parameters']:,} parameters, as the formulas say"
+                if not built["problems"]
+                else "what was built does not agree:",
+                *(f"    {line}" for line in built["problems"]),
+            ]
+        sys.stdout.write("\n".join(lines) + "\n")
+    raise SystemExit(2 if broken else 1 if built and built["problems"] else 0)

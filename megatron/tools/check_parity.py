@@ -1,0 +1,187 @@
+"""Does this layout compute what one rank computes? The config made small, trained both ways on CPU ranks in fp64, and compared.
+
+    python tools/check_parity.py <the flags of the run> --world-size 8
+    python tools/check_parity.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
+    LAUNCH="python tools/check_parity.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
+
+Exit code: 0 both compute the same step, 1 they do not (or the layout does not run), 2 the question could not be read.
+docs/parity.md says what is made smaller, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import RunConfig
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, read_command
+from megatron.trust.parity.proxy_config import Shrunk, shrink
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options, and the words of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
+    parser.add_argument(
+        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
+    parser.add_argument(
+        "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds after which ranks that have not come back are stopped (default: 300)",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_known_args(list(argv[:place]))
+    words += argv[place + 1 :]
+    if not words:
+        parser.error("give the flags of a run")
+    return options, words
+
+
+def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
+    """The config of these words, made small; `ConfigError` if it breaks rules."""
+    command = read_command(words, ranks=options.world_size, entry=options.entry)
+    broken = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
+    if broken or command.setting is None:
+        lines = [
+            "these flags would not start; tools/check_config.py says what to change",
+            *(f"  {said}" for said in broken),
+        ]
+        raise ConfigError("\n".join(lines))
+    setting = command.setting.as_started()
+    config, _ = examine(setting.config, setting.world_size)
+    return shrink(config, setting.world_size, most_ranks=options.most_ranks)
+
+
+def compared(small: Shrunk, limit: float) -> dict[str, Any]:
+    """What both rehearsals say of each other, as plain values."""
+    from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
+
+    found = checked_on_ranks(small, limit)
+    if isinstance(found, str):
+        return {
+            "same": False,
+            "failed": found,
+            "compared": 0,
+            "counts": {},
+            "tolerance": None,
+            "start": None,
+            "problems": [],
+            "largest": [],
+        }
+    counts = {kind: sum(one.kind == kind for one in found.checked) for kind in ("loss", "norm", "gradient", "weight")}
+    return {
+        "same": found.same,
+        "failed": None,
+        "compared": found.compared,
+        "counts": counts,
+        "tolerance": found.tolerance,
+        "start": None if found.same or found.start is None else asdict(found.start),
+        "problems": [_plain(one) for one in found.problems],
+        "largest": [_plain(one) for one in found.largest()],
+    }
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    """A difference; JSON knows no infinity."""
+    return {**asdict(one), "gap": one.gap if math.isfinite(one.gap) else None}
+
+
+def layout_of(config: RunConfig, ranks: int) -> str:
+    """The degrees above 1, in words."""
+    parallel = config.parallel
+    sizes = {
+        "tensor": parallel.tp,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pp,
+        "data": parallel.data_parallel_size(ranks),
+    }
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    experts = f", experts over {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
+    return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
+
+
+def said(small: Shrunk, found: dict[str, Any], seconds: float) -> list[str]:
+    """The report, line by line."""
+    model = small.config.model
+    layers = model.num_layers + (model.decoder_num_layers or 0)
+    lines = [
+        f"every layout computes the same step: {'yes' if found['same'] else 'no'}",
+        "",
+        f"one rank against {layout_of(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
+        f"{seconds:.0f} s",
+    ]
+    if found["failed"] is not None:
+        lines += ["the layout does not run:", *(f"    {line}" for line in found["failed"].splitlines())]
+    else:
+        counts = found["counts"]
+        lines.append(
+            f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
+            f"{counts['weight']} weights; {found['compared']} pieces of activations"
+        )
+    if found["start"] is not None:
+        start = found["start"]
+        during = start["during"] + " pass" * (start["during"] in ("forward", "backward"))
+        lines += [
+            "",
+            f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":",
+            f"    {start['says']}",
+        ]
+    if found["problems"]:
+        lines += ["", f"{len(found['problems'])} differ by more than {found['tolerance']:g}, the first of them:"]
+        lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in found["problems"][:10]]
+    if found["largest"]:
+        lines += ["", "largest differences, relative"]
+        lines += [
+            f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
+            for one in found["largest"]
+        ]
+    smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
+    lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
+    lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, and exit with its code."""
+    options, words = read(sys.argv[1:] if argv is None else argv)
+    began = time.monotonic()
+    try:
+        small = small_form(options, words)
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+    sys.stderr.write(f"one rank against {layout_of(small.config, small.world_size)} ...\n")
+    found = compared(small, options.limit)
+    seconds = time.monotonic() - began
+    if options.json:
+        changes = [
+            {"flag": one.name, **{key: value for key, value in asdict(one).items() if key != "name"}}
+            for one in small.changes
+        ]
+        report = {
+            **found,
+            "ranks": small.world_size,
+            "layout": layout_of(small.config, small.world_size),
+            "seconds": round(seconds, 1),
+            "changes": changes,
+        }
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(said(small, found, seconds)) + "\n")
+    raise SystemExit(0 if found["same"] else 1)

@@ -1,0 +1,1 @@
+"""Tools over checkpoints: inspect, verify, diff, convert, export, reshard, resume check."""

@@ -1,0 +1,314 @@
+"""Convert a checkpoint: Hugging Face folders, this project's own, and Megatron-LM's, from any to any.
+
+    python tools/checkpoint/convert.py --load Qwen2.5-0.5B --save checkpoints/qwen
+    python tools/checkpoint/convert.py --load checkpoints/qwen --save exported --saver hf --like Qwen2.5-0.5B --verify
+    python tools/checkpoint/convert.py --load Qwen2.5-0.5B --save for_megatron --saver megatron --target-tensor-parallel-size 2
+
+Runs on one processor, without torch.distributed, and holds one or two tensors in memory, however large the model is.
+Of a Hugging Face folder the weights are all there is; where the source has more (optimizer, counters), this project's
+own format keeps it. For Megatron weights alone are written. All but Megatron's files of ranks are whole: they load under any layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families import hf
+from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
+from megatron.core.families.megatron.open import megatron_arguments
+from megatron.core.families.registry import FAMILIES, model_of
+from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.parallel.boxes import Box, whole
+from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
+TORCH_DIST, TORCH = "torch_dist", "torch"
+DIALECTS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Flags of Megatron's tool that have nothing to set here, and why; they are accepted and named.
+NEEDLESS = {
+    "--max-queue-size": "reader and writer are one process",
+    "--megatron-path": "Megatron is not imported",
+    "--loader-transformer-impl": "the names in the file tell",
+    "--no-checking": "names and shapes are always checked",
+}
+
+
+class Watched:
+    """A source that tells a progress bar of the bytes that are read from it."""
+
+    def __init__(self, source: Source, bar: tqdm) -> None:
+        self.where, self.formats, self.values, self.settings = (
+            source.where,
+            source.formats,
+            source.values,
+            source.settings,
+        )
+        self._source, self._bar = source, bar
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        values = self._source.read(name, box)
+        self._bar.update(values.nbytes)
+        return values
+
+
+def opened(args: argparse.Namespace) -> tuple[str, Source]:
+    """The dialect and the source that --load means."""
+    given = {"true_vocab_size": args.true_vocab_size} if args.true_vocab_size else {}
+    asked = [args.loader] if args.loader else list(DIALECTS)
+    for name in asked:
+        place = DIALECTS[name].find(args.load, args.ckpt_step)
+        if place is not None:
+            return name, DIALECTS[name].open(place, given)
+    if args.loader:
+        raise CheckpointError(f"--load {args.load} holds no checkpoint of the dialect {args.loader}")
+    return "", open_checkpoint(args.load, args.ckpt_step, given)  # says what it looked for
+
+
+def check_model(source: Source, model_type: str | None) -> None:
+    """Refuse a --model-type that the checkpoint is not of."""
+    found = str(source.settings.get("architecture", "gpt")).upper()
+    if model_type is not None and model_type != found:
+        raise ConfigError(f"--model-type {model_type}: {source.where} holds a {found}")
+
+
+def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Path, list[str]]:
+    """Write the target. dialect: of the source. Returns its folder, and remarks on flags that have nothing to do."""
+    sizes = {
+        "--target-tensor-parallel-size": args.target_tensor_parallel_size,
+        "--target-pipeline-parallel-size": args.target_pipeline_parallel_size,
+    }
+    iteration = (
+        args.iteration if args.iteration is not None else source.values.get("run.progress", {}).get("iteration", 0)
+    )
+    if args.saver == MEGATRON:
+        return write_for_megatron(source, args, iteration)
+    remarks = [
+        f"{flag} {size} has nothing to cut: what is written is whole, and loads under any layout"
+        for flag, size in sizes.items()
+        if size and size > 1
+    ]
+    if args.saver == PUBLISHED:
+        export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
+        return args.save, remarks
+    settings = dict(source.settings)
+    if dialect != OWN:  # what it leaves out has its default
+        settings = {**settings, **to_values(model_of(settings))}
+        settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else settings_beside(args)
+    num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
+    ranks = source.description.world_size if isinstance(source, Saved) else 1
+    return rewrite(
+        source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
+    ), remarks
+
+
+def settings_beside(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run goes on with that a checkpoint of Megatron's says beside its network: tokenizer, sequence length, kind of mean."""
+    network, found = foreign_settings(args.load, args.ckpt_step) or ({}, {})
+    if ids := network.get("null_tokenizer_ids"):
+        found |= {"vocab_size": ids, "true_vocab_size": ids}
+    mean = megatron_arguments(args.load, args.ckpt_step).get("calculate_per_token_loss")
+    return found | ({"calculate_per_token_loss": mean} if isinstance(mean, bool) else {})
+
+
+def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
+    """Write in one of Megatron's formats. Returns the folder, and what to tell Megatron."""
+    sizes = [args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1]
+    for_ranks = max(sizes) > 1 or source.settings.get("architecture") == "bert"
+    fused = args.saver_transformer_impl != "local"
+    if (args.ckpt_format or (TORCH if for_ranks else TORCH_DIST)) == TORCH:
+        path = write_legacy(
+            source, args.save, iteration=iteration, tensor_size=sizes[0], pipeline_size=sizes[1], fused_norms=fused
+        )
+    else:
+        path = write_torch_dist(source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused)
+    flags = flags_for_megatron(source)
+    return path, [
+        f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
+        f"{'' if fused else ' --transformer-impl local'}"
+    ]
+
+
+def num_bytes(source: Source, beginning: str = "") -> int:
+    """Bytes of the tensors whose names begin so."""
+    return sum(
+        whole(one.shape).size * one.dtype.itemsize for name, one in source.formats.items() if name.startswith(beginning)
+    )
+
+
+def differences(source: Source, target: Source) -> Iterator[str]:
+    """What the target holds otherwise than the source: tensors, a line each."""
+    for name in source.formats:
+        if name not in target.formats:
+            yield f"{name} is missing"
+            continue
+        mine, theirs = source.formats[name], target.formats[name]
+        if mine != theirs:
+            yield f"{name} has shape {theirs.shape} and {theirs.dtype}, not {mine.shape} and {mine.dtype}"
+        elif not torch.equal(
+            *(one.read(name, whole(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))
+        ):
+            yield f"{name} has other values"
+    yield from (f"{name} is new" for name in target.formats if name not in source.formats)
+
+
+class Weights:
+    """A source without anything but its weights."""
+
+    def __init__(self, source: Source) -> None:
+        self.where, self.values, self.settings, self.read = source.where, source.values, source.settings, source.read
+        self.formats = {name: one for name, one in source.formats.items() if name.startswith("model.")}
+
+
+def verify(source: Source, path: Path, saver: str) -> None:
+    """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
+    target = DIALECTS[saver].open(path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
+    problems = target.verify() if isinstance(target, Saved) else []
+    problems += differences(source if saver == OWN else Weights(source), target)
+    if problems:
+        raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
+
+
+def convert(args: argparse.Namespace) -> str:
+    """Do it. Returns a line that says what was done."""
+    started = time.perf_counter()
+    dialect, source = opened(args)
+    check_model(source, args.model_type)
+    args.saver = args.saver or (OWN if dialect == PUBLISHED else PUBLISHED)
+    if args.saver != PUBLISHED and (args.family or args.like):
+        raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
+    wanted = Cast(source, DTYPES[args.dtype]) if args.dtype else source
+    size = num_bytes(wanted, "" if args.saver == OWN else "model.")
+    with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        path, remarks = write(Watched(wanted, bar), args, dialect=dialect)
+    seconds = time.perf_counter() - started
+    for remark in remarks:
+        print(remark)
+    if args.verify:
+        verify(wanted, path, args.saver)
+    count = sum(whole(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
+    words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
+    return f"{source.where} ({DIALECTS[dialect].name}): {words} -> {path} ({DIALECTS[args.saver].name}){', verified' if args.verify else ''}"
+
+
+def shard_size(word: str) -> int:
+    """A number of bytes, as `5GB` or `500MB`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", word.strip(), re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{word} is no size; write it as 5GB or 500MB")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    group = made.add_argument_group("what is read")
+    group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
+    group.add_argument("--loader", choices=DIALECTS, help="its dialect (default: as it looks)")
+    group.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to read, where the folder has several (default: the newest)",
+    )
+    group.add_argument("--model-type", choices=("GPT", "BERT", "T5"), help="refuse any other")
+    group.add_argument(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="ids of the tokenizer; rows of the embedding behind them are left out",
+    )
+    group = made.add_argument_group("what is written")
+    group.add_argument(
+        "--save",
+        "--save-dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder to write; a Hugging Face folder must not be there yet",
+    )
+    group.add_argument(
+        "--saver", choices=DIALECTS, help="its dialect (default: own, or hf for what is not of Hugging Face)"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    group.add_argument(
+        "--max-shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE", help="of one file (default: 5GB)"
+    )
+    group.add_argument(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="own, megatron: number of the checkpoint (default: the source's, or 0)",
+    )
+    group.add_argument(
+        "--family", choices=FAMILIES, help="hf: architecture (default: the source's, or the first that fits)"
+    )
+    group.add_argument(
+        "--like", type=Path, metavar="DIR", help="hf: folder whose tokenizer files and token ids are carried over"
+    )
+    group.add_argument(
+        "--ckpt-format",
+        choices=(TORCH_DIST, TORCH),
+        help="megatron: whole tensors, which any layout reads, or files "
+        "of ranks (default: torch for more ranks than one and for a BERT, else torch_dist)",
+    )
+    group.add_argument(
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="megatron: ranks that share matrices; others are whole",
+    )
+    group.add_argument(
+        "--target-pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="megatron: ranks that share layers; others are whole",
+    )
+    group.add_argument(
+        "--saver-transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="megatron: whose names its norms have",
+    )
+    group.add_argument("--verify", action="store_true", help="read the result again and compare every byte")
+    group = made.add_argument_group("accepted for old command lines, and named as needless")
+    for flag, reason in NEEDLESS.items():
+        group.add_argument(flag, nargs="?", const="", default=None, metavar="VALUE", help=reason)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    args = parser().parse_args(arguments)
+    given: dict[str, Any] = vars(args)
+    for flag, reason in NEEDLESS.items():
+        if given[flag[2:].replace("-", "_")] is not None:
+            print(f"{flag} has nothing to set: {reason}")
+    try:
+        print(convert(args))
+    except (CheckpointError, ConfigError, OSError) as error:
+        sys.exit(f"convert.py: {error}")

@@ -1,0 +1,133 @@
+"""How two checkpoints differ, whatever layouts or dialects wrote them. Exit code 1 if they do.
+
+    python tools/checkpoint/diff.py checkpoints/iter_0001000 other/iter_0001000
+    python tools/checkpoint/diff.py checkpoints Qwen2.5-0.5B --match 'model.*' --ignore-dtype --rtol 1e-2
+
+Names that only one of them has, shapes, dtypes, counters, and of tensors: how many elements differ, the first and the
+largest difference with index and values, and the norm of the difference relative to the second checkpoint. Without a
+tolerance every bit counts. Differences between the settings of the two runs are told, and do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.parallel.boxes import whole
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
+from megatron.trust.compare.contents import counted, fits
+
+
+def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
+    """Both. Where only one of them knows how many ids the tokenizer has, the other's padding is left out."""
+    a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
+    given = [
+        {"true_vocab_size": one.settings["true_vocab_size"]}
+        if isinstance(one, Saved) and one.settings.get("true_vocab_size")
+        else None
+        for one in (a, b)
+    ]
+    if given[0] and not isinstance(b, Saved):
+        b = open_checkpoint(paths[1], steps[1], given[0])
+    if given[1] and not isinstance(a, Saved):
+        a = open_checkpoint(paths[0], steps[0], given[1])
+    return a, b
+
+
+def as_json(difference: Difference) -> dict[str, Any]:
+    """One difference for a program to read."""
+    return {
+        "name": difference.name,
+        "what": difference.what,
+        "gap": dataclasses.asdict(difference.gap) if difference.gap else None,
+    }
+
+
+def compare(args: argparse.Namespace) -> bool:
+    """Print the differences. Returns whether there are any."""
+    steps = args.ckpt_step or [None]
+    a, b = opened((args.a, args.b), (steps[0], steps[-1]))
+    names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if fits(name, args.match)]
+    if not names:
+        raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
+    total = sum(whole(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        found = list(
+            compare_sources(
+                a,
+                b,
+                tolerance=Tolerance(args.rtol, args.atol),
+                patterns=args.match,
+                dtypes=not args.ignore_dtype,
+                advance=bar.update,
+            )
+        )
+    found.sort(key=lambda one: one.gap is not None)  # what is missing or of another kind, and counters, before numbers
+    settings = settings_differences(a, b)
+    if args.json:
+        print(
+            json.dumps(
+                {"a": a.where, "b": b.where, "differences": [as_json(one) for one in found], "settings": settings}
+            )
+        )
+        return bool(found)
+    print(f"a: {a.where}\nb: {b.where}")
+    for one in found[: args.most]:
+        print(f"  {one}")
+    if len(found) > args.most:
+        print(f"  ... and {len(found) - args.most} more (--most)")
+    gaps = sorted((one for one in found if one.gap), key=lambda one: -one.gap.relative_norm)
+    if gaps:
+        print(f"largest relative norm: {gaps[0].gap.relative_norm:.3g} in {gaps[0].name}")
+    if settings:
+        print("\n".join(["settings that differ:", *(f"  {line}" for line in settings)]))
+    print(f"{counted(len(found), 'difference')} in {counted(len(names), 'tensor')}")
+    return bool(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
+    parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="iteration of both, or of A and of B, in folders of several",
+    )
+    parser.add_argument(
+        "--match", nargs="+", default=[], metavar="PATTERN", help="compare only names like these, such as 'model.*'"
+    )
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="|a - b| up to X |b| is no difference")
+    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="|a - b| up to X is no difference")
+    parser.add_argument("--ignore-dtype", action="store_true", help="another dtype alone is no difference")
+    parser.add_argument("--most", type=int, default=50, metavar="N", help="differences to print")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(arguments)
+    if args.ckpt_step and len(args.ckpt_step) > 2:
+        parser.error(f"--ckpt-step takes one iteration or two, not {len(args.ckpt_step)}")
+    if not (args.rtol >= 0.0 and args.atol >= 0.0):
+        parser.error("--rtol and --atol are not negative")
+    try:
+        differs = compare(args)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"diff.py: {error}\n")
+        sys.exit(2)
+    if differs:
+        sys.exit(1)

@@ -1,0 +1,156 @@
+"""What is in a checkpoint of any dialect: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
+
+    python tools/checkpoint/inspect.py checkpoints                       the newest in a --save folder
+    python tools/checkpoint/inspect.py checkpoints/iter_0001000 --boxes --match 'model.decoder.layers.0.*'
+    python tools/checkpoint/inspect.py Qwen2.5-0.5B --json --config
+
+No tensor is read, and no hash checked: verify.py does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.dist_checkpointing.store import CheckpointError, walk
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import (
+    OWN,
+    Contents,
+    Entry,
+    as_json,
+    counted,
+    fits,
+    own_contents,
+    own_step,
+    size_words,
+)
+
+SHOWN = 100  # characters of a value
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to show, where the folder has several (default: the newest)",
+    )
+    parser.add_argument(
+        "--match", nargs="+", default=[], metavar="PATTERN", help="show only names like these, such as 'model.*.bias'"
+    )
+    parser.add_argument("--boxes", action="store_true", help="also show which file holds which box of a tensor")
+    parser.add_argument("--summary", action="store_true", help="no list of tensors, only sums")
+    parser.add_argument("--config", action="store_true", help="also show the settings of the run that wrote it")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    return parser.parse_args(arguments)
+
+
+def show(contents: Contents, args: argparse.Namespace) -> None:
+    """Print what was asked for."""
+    if args.json:
+        print(json.dumps(as_json(contents, args.match)))
+        return
+    chosen = contents.matching(args.match)
+    print("\n".join([*heading(contents), *others(args.path, contents)]))
+    if not args.summary:
+        print("\n".join(["", *table(chosen, boxes=args.boxes)]))
+    values = {name: value for name, value in contents.values.items() if fits(name, args.match)}
+    print("\n".join(["", *(f"{name} = {shortened(value)}" for name, value in values.items()), *sums(contents)]))
+    if args.match:
+        print(f"shown: {len(chosen)} of {len(contents.tensors)} tensors, {size_words(sum(one.size for one in chosen))}")
+    if args.config:
+        print("\n".join(["", *(f"{name} = {shortened(value)}" for name, value in sorted(contents.settings.items()))]))
+
+
+def heading(contents: Contents) -> list[str]:
+    """What it is."""
+    facts = [
+        f"of {contents.dialect}",
+        *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
+        *([f"written by {counted(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
+        *(
+            [f"{counted(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"]
+            if contents.files
+            else []
+        ),
+    ]
+    return [
+        f"{contents.path}: {', '.join(facts)}",
+        *(f"  {name}  {size_words(size)}" for name, size in contents.files.items()),
+    ]
+
+
+def others(path: str, contents: Contents) -> list[str]:
+    """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
+    if contents.dialect != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
+        return []
+    found = walk(path)
+    here = ", ".join(str(step.iteration) for step in sorted(found.steps, key=lambda step: step.iteration))
+    return [f"iterations in {path}: {here}"] * bool(found.steps) + [f"damaged: {text}" for _, text in found.damaged]
+
+
+def table(tensors: Sequence[Entry], *, boxes: bool) -> list[str]:
+    """A line for each tensor, and for each of its boxes."""
+    width = max((len(one.name) for one in tensors), default=0)
+    lines = []
+    for one in tensors:
+        shape = "x".join(map(str, one.shape)) or "scalar"
+        cut = f"  {len(one.places)} boxes" if len(one.places) > 1 else ""
+        lines.append(f"{one.name:<{width}}  {one.dtype:<5} {shape:<16} {size_words(one.size):>10}{cut}")
+        if boxes:
+            lines += [
+                f"    {place.file}  [{', '.join(f'{low}:{low + size}' for low, size in zip(place.offset, place.shape, strict=True))}]"
+                for place in one.places
+            ]
+    return lines
+
+
+def sums(contents: Contents) -> list[str]:
+    """A line for each group of tensors, and one for all."""
+    rows = [(name, *counts) for name, counts in contents.groups().items()]
+    total = ("all", len(contents.tensors), sum(one.elements for one in contents.tensors), contents.size)
+    return [
+        f"{name:<24} {count:>6} tensors {elements:>16,} elements {size_words(size):>10}"
+        for name, count, elements, size in (*rows, total)
+    ]
+
+
+def shortened(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+
+
+def shown_without_torch(args: argparse.Namespace) -> bool:
+    """Show a checkpoint of our own. Returns whether it is one."""
+    try:
+        folder = own_step(args.path, args.ckpt_step)
+        if folder is not None:
+            show(own_contents(folder), args)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"inspect.py: {error}")
+    return folder is not None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    args = parse_arguments(arguments)
+    if shown_without_torch(args):
+        return
+    from megatron.trust.compare.foreign_contents import foreign_contents  # imports torch
+
+    try:
+        show(foreign_contents(args.path, args.ckpt_step), args)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"inspect.py: {error}")

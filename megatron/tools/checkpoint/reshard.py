@@ -1,0 +1,124 @@
+"""Rewrite a checkpoint: into another number of files, with weights of another dtype, or the weights alone.
+
+    python tools/checkpoint/reshard.py --load checkpoints --save smaller --weights-only --dtype bfloat16
+    python tools/checkpoint/reshard.py --load checkpoints/iter_0001000 --save balanced --num-files 16
+
+Loading a checkpoint under another layout needs none of this: it holds whole tensors in boxes, and every rank reads the
+boxes that it needs. The result is compared with the source, value by value, before the tool ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import to_values
+from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.registry import model_of
+from megatron.core.parallel.boxes import Box
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.checkpoints import compare_sources
+from megatron.trust.compare.contents import counted, size_words
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KEPT = ("run.config", "run.tokenizer", "run.progress")  # values that weights keep; the others go with the optimizer
+
+
+class Weights:
+    """A source without optimizer and random streams. It loads with --finetune, or with --no-load-optim --no-load-rng."""
+
+    def __init__(self, source: Source) -> None:
+        self.where, self.settings = source.where, source.settings
+        self.formats = {name: one for name, one in source.formats.items() if name.startswith("model.")}
+        self.values = {
+            name: value for name, value in source.values.items() if not name.startswith("run.") or name in KEPT
+        }
+        self._source = source
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        return self._source.read(name, box)
+
+
+def wanted(source: Source, args: argparse.Namespace) -> Source:
+    """The source as it is to be written."""
+    chosen: Source = Weights(source) if args.weights_only else source
+    return Cast(chosen, DTYPES[args.dtype]) if args.dtype else chosen
+
+
+def reshard(args: argparse.Namespace) -> str:
+    """Rewrite and compare. Returns what was done, in words."""
+    started = time.perf_counter()
+    opened = open_checkpoint(args.load, args.ckpt_step)
+    if isinstance(opened, Saved) and (problems := opened.verify()):
+        raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
+    source = wanted(opened, args)
+    settings: dict[str, Any] = dict(source.settings)
+    if "architecture" not in settings:  # what a dialect leaves out has its default
+        settings |= to_values(model_of(settings))
+    iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
+    path = rewrite(
+        source,
+        args.save,
+        iteration=iteration,
+        settings=settings,
+        num_files=args.num_files,
+        world_size=opened.description.world_size if isinstance(opened, Saved) else 1,
+    )
+    made = open_saved(path)
+    unlike = [*made.verify(), *map(str, compare_sources(made, source))]
+    if unlike:
+        raise CheckpointError(f"{path} does not hold what {source.where} holds; do not use it", unlike)
+    return (
+        f"{source.where} -> {path}: {counted(len(made.formats), 'tensor')}, {size_words(made.size)} in {counted(len(made.manifest.files), 'file')}, "
+        f"verified, {time.perf_counter() - started:.1f} s\nno layout was chosen: every tensor-, pipeline- and data-parallel size loads "
+        "it as it is"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to read, where the folder has several (default: the newest)",
+    )
+    parser.add_argument("--save", required=True, metavar="DIR", help="folder of checkpoints to write into")
+    parser.add_argument(
+        "--num-files", type=int, default=1, metavar="N", help="files that share the tensors about evenly (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: as they are); moments stay as they are"
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave optimizer, schedule and random streams behind"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="number of the new checkpoint (default: the old one's)"
+    )
+    args = parser.parse_args(arguments)
+    for name, least in (("num_files", 1), ("iteration", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    try:
+        print(reshard(args))
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"reshard.py: {error}")

@@ -1,0 +1,313 @@
+"""Whether a run that is killed and resumed goes on as if nothing had happened: every piece of its state, bit for bit.
+
+    python tools/checkpoint/resume_check.py --steps 10 --nproc 2 <all flags of the run>
+
+Trains 2N steps in one go; then N steps, kill -9 of all ranks, and N more from the checkpoint, by the run's own entry
+script and with its own flags. Then compares the two runs' checkpoints of iteration N and of iteration 2N, item by item
+of the inventory of state. Exit code 0 when all are equal, 1 when one is not or is not saved at all, 2 when a run fails.
+
+The ranks are processes on this machine. Flags that are not the tool's own go to the entry script; --save, --load,
+--save-interval, --exit-interval and --save-keep-last are the tool's to set. What the runs print is kept with --workdir.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.rewrite import rewrite
+from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, walk
+from megatron.core.parallel.boxes import Box
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import fits
+from megatron.trust.state_inventory import Verdict, compared
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = (
+    "--save",
+    "--load",
+    "--save-interval",
+    "--exit-interval",
+    "--save-keep-last",
+    "--save-retain-interval",
+)  # each with a value
+LOOK_EVERY = 0.01  # seconds
+SHOWN = 5  # differences of an item that are printed
+LAST_LINES = 8  # of a run that failed
+
+
+class RunFailed(Exception):
+    """A run ended as it should not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. flags: for the entry script. work: folder for checkpoints and for what the runs print."""
+
+    entry: Path
+    flags: tuple[str, ...]
+    ranks: int
+    steps: int
+    work: Path
+
+    def command(self, save: Path, load: Path | None) -> list[str]:
+        """The entry script's command line of one stretch."""
+        more = [
+            "--save",
+            save,
+            "--save-interval",
+            self.steps,
+            "--exit-interval",
+            2 * self.steps,
+            *(["--load", load] if load else []),
+        ]
+        return [sys.executable, str(self.entry), *self.flags, *map(str, more)]
+
+
+class Ranks:
+    """The processes of one stretch of a run. They meet in a store that this process keeps, as under torchrun."""
+
+    def __init__(self, command: list[str], count: int, output: Path) -> None:
+        self.output = output
+        self._open = ExitStack()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = [
+            f"WORLD_SIZE={count}",
+            f"LOCAL_WORLD_SIZE={count}",
+            "MASTER_ADDR=127.0.0.1",
+            f"MASTER_PORT={self._store.port}",
+            "TORCHELASTIC_USE_AGENT_STORE=True",
+            "TORCHELASTIC_RESTART_COUNT=0",
+        ]
+        file: IO[bytes] = self._open.enter_context(output.open("wb"))
+        self._processes = [
+            subprocess.Popen(
+                ["env", *([f"RANK={rank}", f"LOCAL_RANK={rank}", *shared] if count > 1 else []), *command],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(count)
+        ]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._open.close()
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit code of every rank; None of one that runs."""
+        return [process.poll() for process in self._processes]
+
+    def kill(self) -> None:
+        """kill -9, all ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def finish(self, what: str) -> None:
+        """Wait for the end. Raises `RunFailed` with the last lines if it is not a good one."""
+        while None in (codes := self.codes):
+            time.sleep(LOOK_EVERY)
+        if any(codes):
+            lines = self.output.read_text(errors="replace").splitlines()
+            errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error: ", line)]
+            shown = lines[errors[-1] :][:LAST_LINES] if errors else lines[-LAST_LINES:]
+            raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in shown)]))
+
+
+class Without:
+    """A checkpoint that lacks some names."""
+
+    def __init__(self, saved: Saved, patterns: Sequence[str]) -> None:
+        self.where, self.settings, self._saved = saved.where, saved.settings, saved
+        self.formats = {name: one for name, one in saved.formats.items() if not fits(name, patterns)}
+        self.values = {name: value for name, value in saved.values.items() if not fits(name, patterns)}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        return self._saved.read(name, box)
+
+
+def run_straight(plan: Plan) -> Path:
+    """2N steps in one go. Returns the folder of its checkpoints."""
+    save = plan.work / "straight"
+    with Ranks(plan.command(save, None), plan.ranks, plan.work / "straight.log") as ranks:
+        ranks.finish("the run of 2N steps")
+    for iteration in (plan.steps, 2 * plan.steps):
+        if not iteration_folder(save, iteration).is_dir():
+            raise RunFailed(
+                f"the run of 2N steps has no checkpoint of iteration {iteration}; its flags end it earlier: choose a smaller --steps"
+            )
+    return save
+
+
+def run_and_kill(plan: Plan) -> Path:
+    """N steps, and kill -9 when their checkpoint is committed. Returns the folder, which holds that checkpoint alone."""
+    save = plan.work / "killed"
+    with Ranks(plan.command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
+        while plan.steps not in (step.iteration for step in walk(save).steps):
+            if None not in ranks.codes:
+                ranks.finish("the run of N steps")
+                raise RunFailed(f"the run of N steps ended without a checkpoint of iteration {plan.steps}")
+            time.sleep(LOOK_EVERY)
+        ranks.kill()
+    # Where the kill came late, as if it had come at once.
+    shutil.rmtree(iteration_folder(save, 2 * plan.steps), ignore_errors=True)
+    (save / TRACKER).write_text(f"{plan.steps}\n", encoding="ascii")
+    return save
+
+
+def run_resumed(plan: Plan, load: Path) -> Path:
+    """N more steps from a checkpoint. Returns the folder of checkpoints."""
+    with Ranks(plan.command(load, load), plan.ranks, plan.work / "resumed.log") as ranks:
+        ranks.finish("the resumed run")
+    return load
+
+
+def without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
+    """A folder whose checkpoint of iteration N lacks some names."""
+    saved = open_saved(iteration_folder(folder, plan.steps))
+    rewrite(
+        Without(saved, patterns),
+        plan.work / "without",
+        iteration=plan.steps,
+        settings=saved.settings,
+        world_size=saved.description.world_size,
+    )
+    return plan.work / "without"
+
+
+def verdicts(a: Path, b: Path, iteration: int) -> list[Verdict]:
+    """How both runs' checkpoints of an iteration compare."""
+    mine, theirs = (open_saved(iteration_folder(folder, iteration)) for folder in (a, b))
+    return list(compared(mine, theirs, world_size=mine.description.world_size))
+
+
+def report(columns: dict[str, list[Verdict]]) -> list[str]:
+    """A row for each item, a column for each comparison; then what is wrong."""
+    rows = list(zip(*columns.values(), strict=True))
+    width = max(len(row[0].item.what) for row in rows)
+    lines = [f"{'':<{width}}  {'names':>6}  " + "  ".join(f"{title:<14}" for title in columns).rstrip()]
+    for row in rows:
+        if not any(one.count or one.missing for one in row):
+            lines.append(f"{row[0].item.what:<{width}}       -  this run has none")
+            continue
+        words = [
+            f"{'equal' if one.is_equal else f'{len(one.missing)} MISSING' if one.missing else f'{len(one.differences)} DIFFER':<14}"
+            for one in row
+        ]
+        lines.append(f"{row[0].item.what:<{width}}  {max(one.count for one in row):>6}  {'  '.join(words)}".rstrip())
+    for title, found in columns.items():
+        for one in found:
+            texts = [*(f"missing: {name}" for name in one.missing), *map(str, one.differences)]
+            lines += [f"{title}: {one.item.what}: {text}" for text in texts[:SHOWN]]
+            lines += [f"{title}: {one.item.what}: ... and {len(texts) - SHOWN} more"] * (len(texts) > SHOWN)
+    return lines
+
+
+def check(plan: Plan, lost: Sequence[str]) -> bool:
+    """Run and compare; prints the report. Returns whether everything is equal."""
+    print(f"{2 * plan.steps} steps in one go ...", flush=True)
+    straight = run_straight(plan)
+    print(f"{plan.steps} steps, then kill -9 ...", flush=True)
+    killed = run_and_kill(plan)
+    if lost:
+        killed = without(killed, plan, lost)
+    columns = {f"iteration {plan.steps}": verdicts(straight, killed, plan.steps)}
+    print(f"{plan.steps} steps from the checkpoint ...", flush=True)
+    failure = ""
+    try:
+        resumed = run_resumed(plan, killed)
+        columns[f"iteration {2 * plan.steps}"] = verdicts(straight, resumed, 2 * plan.steps)
+    except RunFailed as error:
+        failure = str(error)
+    print("\n".join(report(columns)))
+    if failure:
+        print(failure)
+    equal = not failure and all(one.is_equal for found in columns.values() for one in found)
+    print(
+        "the resumed run is the run that was not stopped, bit for bit"
+        if equal
+        else "THE RESUMED RUN IS NOT THE RUN THAT WAS NOT STOPPED"
+    )
+    return equal
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own flags, and those of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    parser.add_argument(
+        "--entry",
+        type=Path,
+        default=ROOT / "pretrain_gpt.py",
+        metavar="FILE",
+        help="entry script (default: pretrain_gpt.py)",
+    )
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="keep checkpoints and output here (default: a folder that is removed)",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave names like these out of the checkpoint before it is resumed: the check must then name them",
+    )
+    args, flags = parser.parse_known_args(arguments)
+    for flag in OURS:
+        if flag in flags or any(word.startswith(f"{flag}=") for word in flags):
+            parser.error(f"{flag} is for this tool to set; leave it out")
+    for name in ("steps", "nproc"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if not args.entry.is_file():
+        parser.error(f"--entry {args.entry} is no file")
+    if args.workdir and args.workdir.exists() and any(args.workdir.iterdir()):
+        parser.error(f"--workdir {args.workdir} is not empty")
+    return args, flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    args, flags = parse_arguments(arguments)
+    work = (args.workdir or Path(tempfile.mkdtemp(prefix="resume_check"))).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        equal = check(Plan(args.entry.resolve(), tuple(flags), args.nproc, args.steps, work), args.without)
+    except (RunFailed, CheckpointError, OSError) as error:
+        sys.stderr.write(f"resume_check.py: {error}\n")
+        sys.exit(2)
+    finally:
+        if args.workdir is None:
+            shutil.rmtree(work, ignore_errors=True)
+    if not equal:
+        sys.exit(1)

@@ -1,0 +1,136 @@
+"""Read every byte of checkpoints and say everything that is wrong with them. Exit code 1 if anything is.
+
+    python tools/checkpoint/verify.py checkpoints            the newest of a --save folder, the one that a run would load
+    python tools/checkpoint/verify.py checkpoints --all      every one in it
+    python tools/checkpoint/verify.py checkpoints/iter_0001000 Qwen2.5-0.5B
+
+A checkpoint of this project carries a hash of every byte, and is checked against them; those of other projects carry
+none, so that all their tensors are read, and what cannot be read or does not fit together is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.core.dist_checkpointing.saved import Saved, open_saved, unknown_files
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
+from megatron.core.parallel.boxes import whole
+from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.trust.compare.contents import counted, size_words
+
+PART = 1 << 28  # bytes between two signs of life
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is known of one checkpoint. how: by what it was checked. remarks: what does no harm. size: bytes read."""
+
+    path: str
+    how: str
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    size: int = 0
+
+
+def verified(source: Source, bar: tqdm, threads: int | None) -> Finding:
+    """Read all of a checkpoint that was opened."""
+    if not isinstance(source, Saved):
+        problems, size = [], 0
+        for name, one in source.formats.items():
+            try:
+                size += source.read(name, whole(one.shape)).nbytes
+            except CheckpointError as error:
+                problems.append(str(error))
+            bar.update(whole(one.shape).size * one.dtype.itemsize)
+        return Finding(source.where, "reading (it has no hashes)", tuple(problems), size=size)
+    problems, parts = [], max(1, min(100, source.size // PART))
+    for part in range(parts):
+        problems += source.verify(part=part, parts=parts, threads=threads)
+        bar.update(source.size // parts)
+    strange = [f"{source.folder / name} is none of its files" for name in unknown_files(source)]
+    return Finding(source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size)
+
+
+def meant(path: str, step: int | None, every: bool) -> Iterator[Source | Finding]:
+    """The checkpoints that a path means, opened; or why one cannot be."""
+    found = walk(path)
+    if (Path(path) / COMMIT).is_file() or not found.steps and (not found.damaged or find_foreign(path, step)):
+        places: list[Path | None] = [None]
+    else:
+        damaged = [text for iteration, text in found.damaged if step in (None, iteration)]
+        yield from (Finding(path, "its commit", (text,)) for text in damaged)
+        steps = [one for one in found.steps if step in (None, one.iteration)]
+        places = [one.folder for one in (steps if every else steps[:1])]
+        if not places and not damaged:
+            yield Finding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
+    for place in places:
+        try:
+            yield open_checkpoint(path, step) if place is None else open_saved(place)
+        except (CheckpointError, OSError) as error:
+            yield Finding(str(place or path), "opening", tuple(getattr(error, "problems", ())) or (str(error),))
+
+
+def report(finding: Finding, seconds: float) -> str:
+    """One checkpoint in words."""
+    speed = (
+        f", {size_words(finding.size)} in {seconds:.1f} s ({size_words(finding.size / max(seconds, 1e-9))}/s)"
+        if finding.size
+        else ""
+    )
+    lines = [
+        f"{finding.path}: {'sound' if not finding.problems else counted(len(finding.problems), 'problem')}, by {finding.how}{speed}"
+    ]
+    return "\n".join(
+        [*lines, *(f"  - {problem}" for problem in finding.problems), *(f"  ({remark})" for remark in finding.remarks)]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
+    parser.add_argument(
+        "--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest"
+    )
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="verify the checkpoint of this iteration")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads that read (default: one a processor, 8 at most)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a checkpoint")
+    args = parser.parse_args(arguments)
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads {args.threads} must be at least 1")
+    sound = True
+    for path in args.paths:
+        for one in meant(path, args.ckpt_step, args.all):
+            started = time.perf_counter()
+            if not isinstance(one, Finding):
+                total = sum(whole(form.shape).size * form.dtype.itemsize for form in one.formats.values())
+                with tqdm(
+                    total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
+                ) as bar:
+                    one = verified(one, bar, args.threads)
+            sound = sound and not one.problems
+            facts = {
+                "path": one.path,
+                "by": one.how,
+                "problems": one.problems,
+                "remarks": one.remarks,
+                "bytes": one.size,
+            }
+            print(json.dumps(facts) if args.json else report(one, time.perf_counter() - started))
+    if not sound:
+        sys.exit(1)

@@ -1,0 +1,142 @@
+"""Compare two runs by their ledgers: the first step in which they part, and what they were given that differs.
+
+    python tools/diff_runs.py RUN_A RUN_B          each a --save folder, or a ledger
+
+The likeliest cause stands first; docs/ledger.md tells the order. Exit code: 0 every step that both have is equal to the
+last bit, 1 they part, 2 the question could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.report.run_log import plain
+from megatron.trust.compare.runs import Apart, Difference, History, Input, difference, read_history
+
+WIDEST = 60  # characters of one value
+
+
+def shown(value: Any) -> str:
+    """A value in few characters."""
+    if value is None:
+        return "(none)"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+
+
+def spans(iterations: Sequence[int]) -> str:
+    """Rising numbers as ranges."""
+    ends = [
+        place
+        for place, number in enumerate(iterations)
+        if place + 1 == len(iterations) or iterations[place + 1] != number + 1
+    ]
+    parts, begin = [], 0
+    for end in ends:
+        parts.append(f"{iterations[begin]}-{iterations[end]}" if end > begin else str(iterations[begin]))
+        begin = end + 1
+    return ", ".join(parts) or "none"
+
+
+def told(letter: str, run: History) -> list[str]:
+    """A run in two lines."""
+    starts = f"{len(run.starts)} start{'s' * (len(run.starts) > 1)}"
+    return [f"{letter}  {run.path}", f"   steps {spans(sorted(run.steps))}; {starts}; {run.end}"]
+
+
+def numbers(apart: Apart) -> list[str]:
+    """The values of one step, side by side."""
+    return [
+        f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
+        + ("" if a is None or b is None or not math.isfinite(a - b) else f" apart by {abs(a - b):.3g}")
+        for name, (a, b) in apart.values.items()
+    ]
+
+
+def inputs_told(inputs: Sequence[Input]) -> list[str]:
+    """What differs, a rank each."""
+    lines = []
+    for place, one in enumerate(inputs, start=1):
+        origins = one.origins or ("", "")
+        told_origins = [f" ({origin})" if origin else "" for origin in origins]
+        lines.append(f"  {place:2} {one.kind:16} {one.name}")
+        lines += [
+            f"       {letter} {shown(value)}{origin}"
+            for letter, value, origin in zip("AB", (one.a, one.b), told_origins)
+        ]
+    return lines
+
+
+def report(a: History, b: History, found: Difference, tolerance: float) -> str:
+    """What there is to say, as text."""
+    lines = [*told("A", a), *told("B", b), ""]
+    if not found.common:
+        lines.append("They have no step in common.")
+    elif found.first is None:
+        lines.append(f"Equal to the last bit in all {len(found.common)} steps that both have.")
+    else:
+        before = [step for step in found.common if step < found.first.iteration]
+        lines += [
+            f"They part in step {found.first.iteration}, by {found.first.size:.2g} of the value; equal to the last bit before: "
+            f"{spans(before)}",
+            *numbers(found.first),
+        ]
+        if found.beyond is None:
+            lines.append(f"No step differs by more than {tolerance:g}.")
+        elif found.beyond.iteration != found.first.iteration:
+            lines += [
+                f"By more than {tolerance:g} they first differ in step {found.beyond.iteration}:",
+                *numbers(found.beyond),
+            ]
+    if found.restarts:
+        lines.append(
+            f"Only one of them was resumed behind step{'s' * (len(found.restarts) > 1)} {spans(found.restarts)}."
+        )
+    lines += [
+        "",
+        "What they were given differently, the likeliest cause first:"
+        if found.inputs
+        else "They were given the same, as far as the ledgers tell.",
+        *inputs_told(found.inputs),
+    ]
+    if found.idle:
+        lines += ["", f"And what cannot change a number: {', '.join(one.name for one in found.idle)}"]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, and exit with its code."""
+    end_in_a_line_when_interrupted()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a", metavar="RUN_A", help="--save folder or ledger of a run")
+    parser.add_argument("b", metavar="RUN_B", help="that of another")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="relative difference up to which rounding may be the cause (default: 1e-4)",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    options = parser.parse_args(argv)
+    try:
+        a, b = read_history(options.a), read_history(options.b)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    found = difference(a, b, options.tolerance)
+    if options.json:
+        ends = {
+            letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end}
+            for letter, run in (("a", a), ("b", b))
+        }
+        text = json.dumps(plain({**ends, **asdict(found)}), indent=2) + "\n"
+    else:
+        text = report(a, b, found, options.tolerance)
+    sys.stdout.write(text)
+    raise SystemExit(1 if found.first else 0)

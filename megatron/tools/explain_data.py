@@ -1,0 +1,172 @@
+"""Show what a step of a run saw or will see: documents, boundaries, loss, text; or when a document is seen.
+
+    python tools/explain_data.py <the flags of the run> --world-size 8 --step 1200
+    python tools/explain_data.py <the flags of the run> --world-size 8 --document PREFIX:17
+
+Nothing is trained and no model is built. The answer is what the run reads, microbatch by microbatch and data-parallel
+rank by rank; a run with --log-samples writes the same hashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.rules.engine import stages_of
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.kinds import KINDS
+from megatron.core.datasets.paths import SPLITS
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.parallel.grid import axis_ranks
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.data.inspect_samples import Explanation, Microbatch, Shown, Sighting, Start
+from megatron.training.data.sample_order import needs_text
+
+SHOWN_TEXT = 72
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # as the entry scripts have it
+
+
+def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options, and the flags of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="explain_data.py <the flags of the run> (--step N | --document PREFIX:NUMBER) [options]",
+    )
+    question = parser.add_mutually_exclusive_group(required=True)
+    question.add_argument(
+        "--step", type=int, metavar="N", help="the iteration to show; of validation: after which it is done"
+    )
+    question.add_argument("--document", metavar="PREFIX:NUMBER", help="show when this document is seen")
+    parser.add_argument(
+        "--set", choices=SPLITS, default="train", help="training, validation or test data (default: train)"
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="ranks of the run (default: 1)")
+    parser.add_argument("--rank", type=int, metavar="R", help="only what this rank of the run reads (default: all)")
+    parser.add_argument(
+        "--resumed-at",
+        type=int,
+        nargs="+",
+        metavar="COUNT",
+        help="iteration, consumed samples and consumed validation samples of the checkpoint from which the run "
+        "took up these flags; needed only where a batch size changed",
+    )
+    parser.add_argument(
+        "--entry", choices=tuple(KINDS), default="gpt", help="script that trains: pretrain_ENTRY.py (default: gpt)"
+    )
+    parser.add_argument("--full-text", action="store_true", help="do not shorten texts")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, with whole texts")
+    return parser.parse_known_args(argv)
+
+
+def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
+    """The lines to print."""
+    defaults = {**DEFAULTS, "architecture": options.entry} | (
+        {} if options.entry == "gpt" else {"tokenizer_type": "BertWordPieceLowerCase"}
+    )
+    config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
+    ranks = None if options.rank is None else [_data_rank(options, config)]
+    if options.resumed_at is not None and len(options.resumed_at) > 3:
+        raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
+    explanation = Explanation(
+        config,
+        build_tokenizer(config.tokenizer),
+        world_size=options.world_size,
+        entry=options.entry,
+        start=Start(*(options.resumed_at or ())),
+    )
+    if options.document is not None:
+        prefix, _, number = options.document.rpartition(":")
+        if not prefix or not number.isdecimal():
+            raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
+        found = [
+            sighting
+            for sighting in explanation.sightings(options.set, prefix, int(number))
+            if ranks is None or sighting.data_rank in ranks
+        ]
+        yield from (_json(sighting) for sighting in found) if options.json else _sightings(found, options)
+    else:
+        for microbatch in explanation.step(options.set, options.step, ranks):
+            yield from (_json(microbatch),) if options.json else _microbatch(microbatch, options)
+
+
+def _data_rank(options: argparse.Namespace, config: object) -> int:
+    """The place of a rank on the data axis; `ConfigError` for one that reads nothing."""
+    groups = axis_ranks(config.parallel, options.world_size)
+    if not 0 <= options.rank < options.world_size:
+        raise ConfigError(f"--rank {options.rank}: the run has ranks 0 to {options.world_size - 1} (see --world-size)")
+    place = next(line.index(options.rank) for line in groups["pp"] if options.rank in line)
+    if not needs_text(config, [stage for stage in stages_of(config) if stage.rank == place]):
+        raise ConfigError(
+            f"--rank {options.rank} is pipeline rank {place} and reads no text: only the first and the last do"
+        )
+    return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
+
+
+def _json(found: Microbatch | Sighting) -> str:
+    return json.dumps(dataclasses.asdict(found))
+
+
+def _sightings(found: Sequence[Sighting], options: argparse.Namespace) -> Iterator[str]:
+    yield f"{options.document} is seen {len(found)} times in the {options.set} data of this run"
+    for one in found:
+        yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
+
+
+def _microbatch(found: Microbatch, options: argparse.Namespace) -> Iterator[str]:
+    yield (
+        f"{found.split} step {found.step}, microbatch {found.microbatch}, data-parallel rank {found.data_rank}: "
+        f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in found.samples)}, hash {found.hash}"
+    )
+    for sample in found.samples:
+        yield from _sample(sample, options)
+
+
+def _sample(sample: Shown, options: argparse.Namespace) -> Iterator[str]:
+    if sample.sample is None:
+        yield "  (the data is over; a sample without loss fills the batch)"
+        return
+    yield f"  sample {sample.sample} = sample {sample.dataset_sample} of source {sample.dataset}"
+    for piece in sample.pieces:
+        text = f": {_quoted(piece.text, options)}" if piece.text else ""
+        yield (
+            f"    [{piece.start}, {piece.start + piece.length}) {piece.prefix} document {piece.document}, sequence "
+            f"{piece.sequence}, tokens [{piece.offset}, {piece.offset + piece.length}){text}"
+        )
+    for key, text in sample.texts.items():
+        yield f"    {key} {_quoted(text, options)}"
+    total = sum(last - first for first, last in sample.loss)
+    shown = " ".join(f"[{first}, {last})" for first, last in sample.loss)
+    yield f"    loss on {total} positions: {shown}"
+    for what, places in (("positions", sample.position_restarts), ("attention", sample.attention_restarts)):
+        if places:
+            yield f"    {what} restart at {' '.join(map(str, places))}"
+
+
+def _quoted(text: str, options: argparse.Namespace) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    whole = options.full_text or len(quoted) <= SHOWN_TEXT
+    return quoted if whole else f"{quoted[:SHOWN_TEXT]}... ({len(text)} characters)"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the answer."""
+    if argv is None and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other tools do when `head` has seen enough
+    sys.stdout.reconfigure(errors="backslashreplace")  # texts may hold what the terminal cannot show
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    options, flags = read_options(sys.argv[1:] if argv is None else argv)
+    try:
+        for line in explain(options, flags):
+            sys.stdout.write(line + "\n")
+    except (ConfigError, DataError, CheckpointError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(2) from None

@@ -1,0 +1,317 @@
+"""Continue every prompt of a file: JSON lines in, JSON lines out, in the same order.
+
+    python tools/generate.py --load runs/quickstart/checkpoints --input prompts.jsonl --output answers.jsonl
+
+A line holds a "prompt" (text), or "ids". What else it says wins over the command line: num_tokens, temperature, top_k, top_p,
+min_p, repetition_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).
+Line n of the output answers line n of the input; a line that cannot be served is answered with an "error", and the exit code is 1.
+
+Of a T5, the prompt is what the encoder reads, with the end of text behind it (ids are read as they are), and the answer what the
+decoder writes.
+
+A run that was interrupted goes on where its output ends. Under torchrun, the ranks share the network as the sizes say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.families.hf import is_folder
+from megatron.core.models.t5 import T5Model
+from megatron.core.tokenizers.base import read_text
+from megatron.inference.encoder_decoder import EncoderDecoder
+from megatron.inference.engine import Engine
+from megatron.inference.generate import prompt_ids
+from megatron.inference.requests import Event, Reply, Request, Token
+from megatron.inference.sampling import Sampling
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, Kind, Loaded, architecture_of, load_network
+from megatron.training.entry import entry
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+KINDS: dict[str, tuple[type, ...]] = {
+    "prompt": (str,),
+    "ids": (list,),
+    "num_tokens": (int,),
+    "seed": (int,),
+    "stop": (list,),
+    "logprobs": (int,),
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+}
+AHEAD = 4  # times the requests that are decoded together: how far lines are read before the first of them is answered
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
+    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what.add_argument(
+        "--draft",
+        metavar="FOLDER",
+        help="a smaller network with the same tokenizer, for --num-speculative-tokens "
+        "(default: the network's own layers of multi-token prediction)",
+    )
+    what.add_argument("--input", required=True, metavar="FILE", help="prompts, a JSON object a line")
+    what.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="answers, a JSON object a line; begun by an earlier run: gone on with",
+    )
+    what.add_argument(
+        "--dtype",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
+    for name in SIZES:
+        what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
+    how = parser.add_argument_group("how, where a line does not say")
+    how.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
+    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)")
+    how.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
+    )
+    how.add_argument(
+        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
+    )
+    how.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="no token less likely than P of the likeliest (default: 0)",
+    )
+    how.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="make tokens of the text less likely (default: 1, no)",
+    )
+    how.add_argument("--seed", type=int, default=1234, help="line n draws with seed + n (default: 1234)")
+    add_arguments(parser, InferenceConfig)
+    return parser.parse_args(argv)
+
+
+def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
+    """What answers, on this rank."""
+    parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
+    config, how = from_namespace(InferenceConfig, given), {"parallel": parallel, "dtype": given.dtype}
+    if architecture_of(open_checkpoint(given.load, given.ckpt_step)) == "t5":
+        if given.draft:
+            raise ConfigError("a T5 is decoded without drafts; leave out --draft")
+        loaded = load_network(given.load, Kind("t5", T5Model), step=given.ckpt_step, **how)
+        return EncoderDecoder(loaded.stages, loaded.tokenizer, config, start=start_of(loaded))
+    loaded = load_network(given.load, GPT, step=given.ckpt_step, **how)
+    draft = load_network(given.draft, GPT, **how).stages if given.draft else ()
+    return Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+
+
+def start_of(loaded: Loaded) -> int:
+    """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
+    where, tokenizer = loaded.source.where, loaded.tokenizer
+    said = (
+        json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
+        if is_folder(where)
+        else tokenizer.bos
+    )
+    if type(said) is not int:
+        raise ConfigError(
+            f"neither {where} nor its tokenizer says what a decoder's text begins with; give a folder whose config.json has a "
+            "decoder_start_token_id"
+        )
+    return said
+
+
+def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
+    """What a line asks for; `ConfigError` says what is wrong with it."""
+    try:
+        asked = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"the line is not JSON: {error}") from None
+    if not isinstance(asked, dict) or ("prompt" in asked) == ("ids" in asked):
+        raise ConfigError("a line is a JSON object with a prompt or with ids")
+    for name, value in asked.items():
+        if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
+            raise ConfigError(
+                f"{name} is {value!r}; it must be of the type {' or '.join(kind.__name__ for kind in KINDS[name])}"
+            )
+    ids, stop = asked.get("ids", []), asked.get("stop", [])
+    if any(type(token) is not int for token in ids) or any(type(word) is not str for word in stop):
+        raise ConfigError("ids are whole numbers, and stop holds texts")
+    try:
+        prompt = prompt_of(engine, asked["prompt"]) if "prompt" in asked else ids
+    except ValueError as error:
+        raise ConfigError(f"the prompt cannot be read: {error}") from None
+    sampling = Sampling(**{name: asked.get(name, getattr(given, name)) for name in SAMPLING})
+    return Request(
+        tuple(prompt),
+        asked.get("num_tokens", given.num_tokens),
+        sampling,
+        asked.get("seed", given.seed + number),
+        stop_words=tuple(stop),
+        logprobs="logprobs" in asked,
+        top_logprobs=asked.get("logprobs", 0),
+    )
+
+
+def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:
+    """The ids of a prompt."""
+    tokenizer = engine.tokenizer
+    if isinstance(engine, Engine):
+        return prompt_ids(tokenizer, text)
+    return [*tokenizer.tokenize(text), tokenizer.eod if tokenizer.eos is None else tokenizer.eos]
+
+
+def answer_of(line: str, reply: Reply) -> dict[str, Any]:
+    """What is written for a line."""
+    asked = json.loads(line)
+    answer = {name: asked[name] for name in ("id", "prompt") if name in asked}
+    if reply.reason == "error":
+        return {**answer, "error": reply.problem}
+    answer |= {"text": reply.text, "ids": list(reply.ids), "reason": reply.reason, "seed": reply.seed}
+    return {**answer, "logprobs": [_scores(token) for token in reply.tokens]} if "logprobs" in asked else answer
+
+
+def _scores(token: Token) -> dict[str, Any]:
+    return {"logprob": token.logprob, "top": [[number, score] for number, score in token.top]}
+
+
+def refusal_of(line: str, problem: str) -> dict[str, Any]:
+    """What is written for a line that cannot be served."""
+    try:
+        asked = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        asked = {}
+    kept = asked if isinstance(asked, dict) else {}
+    return {**{name: kept[name] for name in ("id", "prompt") if name in kept}, "error": problem}
+
+
+def answers(
+    engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The answers to lines, in their order; only so many lines are held at once."""
+    found: dict[int, dict[str, Any]] = {}
+    asked: dict[int, tuple[int, str]] = {}
+    config, following, first, end = engine.config, None, None, False
+    most = min(
+        AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
+    )
+
+    def keep(event: Event) -> None:
+        if event.reply is not None:
+            number, line = asked.pop(event.ticket)
+            found[number] = answer_of(line, event.reply)
+
+    while not end or asked or found:
+        while not end and len(asked) + len(found) < most:
+            following = next(lines, None)
+            if following is None:
+                end = True
+                break
+            number, line = following
+            first = number if first is None else first
+            try:
+                asked[engine.submit(request_of(line, number, given, engine), keep)] = following
+            except ConfigError as error:
+                found[number] = refusal_of(
+                    line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
+                )
+        engine.step()
+        while first in found:
+            yield found.pop(first)
+            first += 1
+
+
+def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
+    """Whole lines that an earlier run wrote; a line that it did not finish is cut off. `ConfigError` if they answer another input."""
+    if not output.exists():
+        return 0
+    whole = number = 0
+    with output.open("rb") as file:
+        for number, answer in enumerate(file):
+            if not answer.endswith(b"\n"):
+                break
+            _, line = next(lines, (number, ""))
+            if not _answers(line, answer):
+                raise ConfigError(
+                    f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
+                )
+            whole += len(answer)
+            number += 1
+    with output.open("rb+") as file:
+        file.truncate(whole)
+    return number
+
+
+def _answers(line: str, answer: bytes) -> bool:
+    try:
+        asked, said = json.loads(line), json.loads(answer)
+    except ValueError:
+        return b'"error"' in answer and bool(line)
+    if not (isinstance(asked, Mapping) and isinstance(said, Mapping)):
+        return isinstance(said, Mapping) and "error" in said
+    return asked.get("prompt") == said.get("prompt") and asked.get("id") == said.get("id")
+
+
+def numbered(file: TextIO) -> Iterator[tuple[int, str]]:
+    """(number, line) of a file's lines that are not blank."""
+    return enumerate(line for line in file if line.strip())
+
+
+def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int:
+    """On the first rank: answer what is not answered yet; the number of lines that could not be served."""
+    failed = 0
+    with open(given.input, encoding="utf-8") as file:
+        before = done_before(Path(given.output), numbered(file))
+    with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
+        lines = ((number, line) for number, line in numbered(file) if number >= before)
+        bar = tqdm(answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
+        for answer in bar:
+            output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            output.flush()
+            failed += "error" in answer
+            bar.set_postfix(tokens_per_second=round(engine.metrics().tokens_per_second), refresh=False)
+        os.fsync(output.fileno())
+    return failed
+
+
+@entry
+def main() -> None:
+    """Load, answer, write."""
+    given = options()
+    logging.basicConfig(level=logging.WARNING)
+    for path in (given.input, Path(given.output).parent):
+        if not Path(path).exists():
+            raise ConfigError(f"{path} is not there")
+    engine = engine_of(given)
+    if not engine.mesh.world.is_first:
+        engine.follow()
+        return
+    failed = write_all(engine, given)
+    engine.close()
+    if failed:
+        sys.stderr.write(f"{failed} lines could not be served; each says why in {given.output}\n")
+        raise SystemExit(1)

@@ -1,0 +1,248 @@
+"""What is in .bin/.idx pairs: counts, lengths, the first documents as text; and whether the files are whole.
+
+    python tools/inspect_dataset.py corpus_text_document --seq-length 1024 --plot lengths.png
+    python tools/inspect_dataset.py corpus_text_document --verify
+    python tools/inspect_dataset.py corpus_text_document --documents 2 --tokenizer-type GPT2BPETokenizer \\
+        --vocab-file vocab.json --merge-file merges.txt
+
+--verify reads every byte, lists all that is wrong, and leaves with exit code 1 when there is something. A prefix may
+name objects, such as s3://bucket/corpus_text_document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.datasets import sidecar
+from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.pair_check import document_lengths, problems_of
+from megatron.core.datasets.sidecar import tokenizer_name
+from megatron.core.datasets.storage import DataError, size_of
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+BAR = 50
+SHOWN = 2000
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the text of the first N documents; needs the tokenizer",
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the lengths of the documents")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything and list what is wrong; ids are compared with the vocabulary of the tokenizer "
+        "given, else of the sidecar",
+    )
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the index has a mode for each sequence: text or image"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line and a prefix instead of text")
+    add_arguments(parser, TokenizerConfig)
+    args = parser.parse_args(arguments)
+    if args.documents and args.tokenizer_type is None:
+        parser.error("--documents shows text: give --tokenizer-type and the tokenizer's files")
+    if args.documents < 0 or (args.seq_length is not None and args.seq_length < 1):
+        parser.error("--documents is 0 or more, --seq-length 1 or more")
+    return args
+
+
+def lengths_in_words(lengths: np.ndarray, limit: int | None) -> dict[str, float]:
+    """Minimum, median, 95th percentile, maximum and mean; and the share above `limit` where that is given."""
+    if len(lengths) == 0:
+        return {}
+    middle, high = np.percentile(lengths, (50, 95)).tolist()
+    words = {
+        "min": int(lengths.min()),
+        "median": middle,
+        "p95": high,
+        "max": int(lengths.max()),
+        "mean": round(float(lengths.mean()), 2),
+    }
+    if limit is not None:
+        words["share_above_seq_length"] = float((lengths > limit).mean())
+    return words
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """(least, most, documents) of each doubling: 0, 1, 2-3, 4-7 ..., up to the longest."""
+    if len(lengths) == 0:
+        return []
+    # frexp is exact where log2 may round up to the next power.
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1])
+    return [(1 << row - 1 if row else 0, (1 << row) - 1, count) for row, count in enumerate(counts.tolist())]
+
+
+def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
+    """Everything about a pair but its text, and the tokens of each document."""
+    data = IndexedDataset(prefix, multimodal=args.multimodal)
+    lengths = document_lengths(data)
+    if len(lengths) and lengths.min() < 0:
+        raise DataError(f"{idx_path(prefix)} is damaged; see --verify")
+    facts = sidecar.read(prefix)
+    found = {
+        "prefix": prefix,
+        "documents": data.num_documents,
+        "empty_documents": int((np.diff(data.document_indices) == 0).sum()),
+        "sequences": len(data),
+        "tokens": int(lengths.sum()),
+        "dtype": str(data.dtype),
+        "bin_bytes": size_of(bin_path(prefix)),
+        "idx_bytes": size_of(idx_path(prefix)),
+        "tokens_per_document": lengths_in_words(lengths, args.seq_length),
+        "histogram": histogram(lengths),
+        "sidecar": facts is not None,
+        "tokenizer": dict(facts.tokenizer) if facts and facts.tokenizer else None,
+    }
+    if len(data) != data.num_documents - found["empty_documents"]:
+        found["tokens_per_sequence"] = lengths_in_words(data.sequence_lengths, args.seq_length)
+    return found, lengths
+
+
+def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
+    """The text of the first documents, each cut after some characters."""
+    data = IndexedDataset(prefix)
+    texts = []
+    for first, last in zip(data.document_indices[:count].tolist(), data.document_indices[1 : count + 1].tolist()):
+        ids = [
+            token
+            for sequence in range(first, last)
+            for token in data.get(sequence, 0, min(SHOWN, data.sequence_lengths.item(sequence))).tolist()
+        ]
+        outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+        if outside:
+            raise DataError(
+                f"{prefix} holds the id {outside[0]}, but the vocabulary has {tokenizer.vocab_size} ids; give the "
+                "tokenizer that the data was written with"
+            )
+        text = tokenizer.detokenize(ids)
+        texts.append(text if len(text) <= SHOWN else text[:SHOWN] + " ...")
+    return texts
+
+
+def report(found: dict[str, Any], seq_length: int | None) -> str:
+    """The findings as text, with a bar for each doubling of the length."""
+    lines = [
+        found["prefix"],
+        f"  {found['documents']:,} documents ({found['empty_documents']:,} empty), {found['sequences']:,} sequences, "
+        f"{found['tokens']:,} tokens of {found['dtype']}",
+        f"  .bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes",
+        f"  tokenizer: {tokenizer_name(found['tokenizer']) if found['tokenizer'] else 'not recorded'}",
+    ]
+    for thing in ("document", "sequence"):
+        words = found.get(f"tokens_per_{thing}")
+        if words:
+            above = words.get("share_above_seq_length")
+            lines.append(
+                f"  tokens a {thing}: min {words['min']:,}, median {words['median']:,.0f}, 95 % up to {words['p95']:,.0f}, "
+                f"max {words['max']:,}, mean {words['mean']:,.1f}"
+                + (f"; {above:.2%} above {seq_length}" if above is not None else "")
+            )
+    most = max((count for *_, count in found["histogram"]), default=0)
+    for low, high, count in found["histogram"]:
+        bar = "#" * -(-count * BAR // most) if most else ""
+        lines.append(f"  {low:>12,} .. {high:<12,} {count:>12,} {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
+    """Histograms of the documents' lengths, one line a pair, as a PNG."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DataError("--plot needs matplotlib: pip install matplotlib")
+    from matplotlib.figure import Figure  # optional, and half a second that other uses need not wait for
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    longest = max((int(lengths.max()) for lengths in lengths_of.values() if len(lengths)), default=1)
+    edges = np.unique(np.logspace(0, np.log10(longest + 1), 60).astype(np.int64))
+    for prefix, lengths in lengths_of.items():
+        axes.hist(lengths[lengths > 0], bins=np.append(edges, longest + 1), histtype="step", label=Path(prefix).name)
+    if seq_length is not None:
+        axes.axvline(seq_length, color="gray", linestyle="--", label=f"{seq_length} tokens")
+    axes.set(xscale="log", xlabel="tokens a document", ylabel="documents")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[str]:
+    """All that is wrong with a pair, with a progress bar on a terminal."""
+    try:
+        size = size_of(bin_path(prefix))
+    except DataError:
+        size = 0
+    with tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty()) as bar:
+        return problems_of(
+            prefix,
+            vocab_size=tokenizer.vocab_size if tokenizer else None,
+            multimodal=args.multimodal,
+            advance=bar.update,
+        )
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Print what was asked for. Returns whether all pairs that were verified are good."""
+    tokenizer = build_tokenizer(from_namespace(TokenizerConfig, args)) if args.tokenizer_type else None
+    lengths_of: dict[str, np.ndarray] = {}
+    good = True
+    for prefix in args.prefixes:
+        problems = verify(prefix, args, tokenizer) if args.verify else []
+        found: dict[str, Any] = {"prefix": prefix}
+        if not problems:
+            if tokenizer:
+                sidecar.check_tokenizer(prefix, fingerprint(tokenizer))
+            found, lengths_of[prefix] = inspect(prefix, args)
+            if args.documents:
+                found["first_documents"] = first_documents(prefix, args.documents, tokenizer)
+        if args.verify:
+            found["problems"] = problems
+        good = good and not problems
+        if args.json:
+            print(json.dumps(found))
+            continue
+        print(report(found, args.seq_length) if not problems else prefix)
+        for number, text in enumerate(found.get("first_documents", ())):
+            print(f"--- document {number}\n{text}")
+        if args.verify:
+            print(f"  verified: {len(problems)} problems" if problems else "  verified: everything fits")
+            for problem in problems:
+                print(f"  - {problem}")
+    if args.plot and lengths_of:
+        draw(lengths_of, args.seq_length, args.plot)
+    return good
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    try:
+        good = run(parse_arguments(arguments))
+    except (ConfigError, DataError, OSError) as error:
+        sys.exit(f"inspect_dataset.py: {error}")
+    if not good:
+        sys.exit(1)

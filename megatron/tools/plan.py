@@ -1,0 +1,204 @@
+"""Plan a run before it is started: memory of every kind of rank, time of a step, whether it fits, and what to change.
+
+    python tools/plan.py <the flags of the run> --world-size 1024 --gpu h100-80
+    python tools/plan.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>             a whole command
+    LAUNCH="python tools/plan.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...      what a launcher would start
+    python tools/plan.py <flags> --world-size 64 --search                                   the layouts that fit, the fastest first
+    python tools/plan.py --measure mine.json                                                what this machine reaches, for --hardware
+
+The training step runs here, on one CPU, with tensors that have sizes and no data. Progress goes to stderr.
+Exit code: 0 it fits, 1 it does not, its ranks would wait forever, or rules are broken, 2 the question could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.tokenizers.build import size_before_a_run
+from megatron.training.cli.preflight import examine
+from megatron.trust.flags.command import ENTRIES, read_command
+from megatron.trust.flags.repair import Given
+from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.plan.cost import StepTime
+from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
+from megatron.trust.plan.layout_search import search
+from megatron.trust.plan.planner import DryRunner, advised, plan
+from megatron.trust.plan.report import found_plain, found_text, page, plain, text
+from megatron.trust.simulate.collective_matching import match
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options, and the words of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
+    parser.add_argument(
+        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
+    parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
+    parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
+    parser.add_argument(
+        "--true-vocab-size",
+        type=int,
+        help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+    )
+    parser.add_argument("--search", action="store_true", help="look at all layouts, instead of the one that is given")
+    parser.add_argument(
+        "--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="--search, and changes that would make it fit: when to stop (default: 120)",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as one page, with the memory and the schedule drawn"
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine, write its profile, and stop; under torchrun, its links too",
+    )
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_known_args(list(argv[:place]))
+    words += argv[place + 1 :]
+    if not words and options.measure is None:
+        parser.error("give the flags of a run")
+    if options.search and options.html:
+        parser.error("--html draws one plan; give it without --search")
+    return options, words
+
+
+def note(what: str) -> None:
+    """One line of progress."""
+    sys.stderr.write(f"{what}\n")
+
+
+def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, RunConfig]:
+    """The setting, and its config with its vocabulary. Says what is wrong and exits where rules are broken."""
+    command = read_command(words, ranks=options.world_size, entry=options.entry)
+    broken = (*command.unread, *(command.setting.broken() if command.setting else ()))
+    # A search looks for the layout itself: only what cannot be read stops it.
+    if command.setting is None or command.unread or broken and not options.search:
+        note(
+            "\n".join(
+                [
+                    "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
+                    *(f"  {one.rule}: {one.says}" for one in broken),
+                ]
+            )
+        )
+        raise SystemExit(1)
+    setting = command.setting if broken else command.setting.as_started()
+    if setting.world_size < command.setting.world_size:
+        note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
+    config, _ = examine(setting.config, setting.world_size)
+    if options.true_vocab_size is None:
+        options.true_vocab_size, doubt = size_before_a_run(config.tokenizer)
+        if doubt:
+            note(
+                f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"
+            )
+    return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
+
+
+def dry_runner() -> DryRunner:
+    """The dry run, which needs torch."""
+    from megatron.trust.simulate.dry_run import dry_run
+
+    return dry_run
+
+
+def look_for_layouts(options: argparse.Namespace, setting: Given, hardware: Hardware) -> int:
+    """Print the layouts that fit; the exit code."""
+    dry_run = dry_runner() if options.plans else None
+
+    def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
+        assert dry_run is not None, "a search without dry runs plans nothing"
+        found = plan(config, world_size, hardware, dry_run)
+        return found.run.worst.peak, found.cost.time
+
+    with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, whole: int, what: str) -> None:
+            bar.total, bar.n = whole, done
+            bar.set_description(what)
+
+        found = search(
+            setting,
+            hardware,
+            true_vocab_size=options.true_vocab_size,
+            planner=planner if options.plans else None,
+            plans=options.plans,
+            seconds=options.seconds,
+            progress=progress,
+        )
+    flags = [one.layout.flags(setting) for one in found.fits]
+    sys.stdout.write(
+        json.dumps(found_plain(found, flags), indent=2) + "\n" if options.json else found_text(found, flags)
+    )
+    return 0 if found.fits else 1
+
+
+def plan_one(
+    options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware, command: Sequence[str]
+) -> int:
+    """Print the plan of one layout; the exit code. command: the words that asked for it."""
+    dry_run = dry_runner()
+    note(f"running one step dry on {setting.world_size:,} ranks")
+    planned = plan(config, setting.world_size, hardware, dry_run)
+    planned = replace(planned, matching=match(planned.run))
+    if not planned.fits:
+        note(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
+        planned = advised(planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds)
+    if options.html:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(page(planned, command), encoding="utf-8")
+        note(f"written: {options.html}")
+    sys.stdout.write(json.dumps(plain(planned), indent=2) + "\n" if options.json else text(planned))
+    return 0 if planned.fits and planned.ends else 1
+
+
+def write_profile(path: Path) -> None:
+    """Measure, and write what was found."""
+    from megatron.trust.plan.measure import measured
+
+    found = measured(say=note)
+    if found is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(to_json(replace(found, name=path.stem)), indent=2) + "\n", encoding="utf-8")
+        note(f"written: {path}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, and exit with its code."""
+    argv = sys.argv[1:] if argv is None else argv
+    options, words = read(argv)
+    if options.measure:
+        write_profile(options.measure)
+        return
+    try:
+        hardware = hardware_of(options.hardware or options.gpu)
+    except ConfigError as error:
+        note(f"ConfigError: {error}")
+        raise SystemExit(2) from None
+    setting, config = set_up(options, words)
+    code = (
+        look_for_layouts(options, setting, hardware)
+        if options.search
+        else plan_one(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+    )
+    raise SystemExit(code)

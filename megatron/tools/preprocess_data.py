@@ -1,0 +1,350 @@
+"""Text to token files: one document per line in, a .bin/.idx pair per key out.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+
+writes corpus_text_document.bin and corpus_text_document.idx, ready for --data-path corpus_text_document, and a .json
+that says what they are. Memory does not grow with the input, and any number of workers gives the same bytes. The pair
+appears when it is complete; a run that was killed goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, refuse
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.encode import EncodeOptions
+from megatron.core.datasets.ingest.inputs import find_sources
+from megatron.core.datasets.ingest.journal import Totals
+from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure, preprocess
+from megatron.core.datasets.ingest.source import STANDARD_INPUT
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    _add_input(parser)
+    _add_sentences(parser)
+    add_arguments(parser, TokenizerConfig)
+    _add_output(parser)
+    _add_run(parser)
+    args = parser.parse_args(arguments)
+    numbers = [args.workers, args.partitions, args.log_interval, args.max_documents, *args.workers_to_check]
+    if min(numbers) < 1:
+        parser.error("--workers, --partitions, --log-interval, --max-documents and --workers-to-check are 1 or more")
+    if args.journal_interval < 0:
+        parser.error("--journal-interval is 0 or more")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        parser.error("--json-keys names a key twice")
+    return args
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files, folders or patterns with *, read one after the other; - is standard input. By their endings: "
+        ".jsonl and .json JSON lines, .txt plain text, both also with .gz or .zst; .parquet; .arrow",
+    )
+    group.add_argument(
+        "--input-format",
+        choices=["auto", "jsonl", "txt", "parquet", "arrow"],
+        default="auto",
+        help="format of all inputs; auto: by their endings, JSON lines where the ending says nothing",
+    )
+    group.add_argument(
+        "--text-documents",
+        choices=["file", "line"],
+        default="file",
+        help="what a document of a plain text file is: the whole file, or each line (default: file)",
+    )
+    group.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys, or columns, whose text is tokenized, each into its own pair (default: text)",
+    )
+    group.add_argument(
+        "--on-bad-line",
+        choices=["fail", "skip"],
+        default="fail",
+        help="a line that is not a JSON object with text under each key stops the run, or is left out "
+        "and counted (default: fail)",
+    )
+    group.add_argument(
+        "--shard",
+        type=_shard,
+        default=None,
+        metavar="I/N",
+        help="tokenize part I of N of the input only, counted from 0, into PREFIX-0000I-of-0000N; "
+        "tools/merge_datasets.py joins the parts to the bytes of one run",
+    )
+
+
+def _add_sentences(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Sentences")
+    group.add_argument(
+        "--split-sentences", action="store_true", help="make each sentence a sequence of its document, for BERT and T5"
+    )
+    group.add_argument(
+        "--lang",
+        default="english",
+        metavar="LANGUAGE",
+        help="language of the sentences; others than english need NLTK's tables (default: english)",
+    )
+    group.add_argument("--keep-newlines", action="store_true", help="keep the white space after a sentence with it")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Output")
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="the files are PREFIX_KEY_document.bin, .idx and .json; with --split-sentences PREFIX_KEY_sentence",
+    )
+    group.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end every document that is not empty with the tokenizer's end of document",
+    )
+    group.add_argument(
+        "--restart", action="store_true", help="begin anew, where a run with this prefix was stopped before its end"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Run")
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that tokenize; 1: this process, whose tokenizer may use several threads (default: 1)",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="documents between progress lines, where standard error is not a terminal (default: 1000)",
+    )
+    group.add_argument(
+        "--journal-interval",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between points from which a killed run can go on (default: 10)",
+    )
+    group.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="accepted, and not needed: the input is one stream, whose order is kept, for any number",
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="accepted, and not needed: the order of the input is always kept",
+    )
+    group.add_argument(
+        "--find-optimal-num-workers",
+        action="store_true",
+        help="measure --workers-to-check on the first --max-documents, and write nothing",
+    )
+    group.add_argument(
+        "--workers-to-check",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=_powers_to(os.cpu_count() or 1),
+        help="numbers of workers to measure (default: powers of 2 up to the processors)",
+    )
+    group.add_argument(
+        "--max-documents",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="about how many documents to measure with (default: 100000)",
+    )
+
+
+def _powers_to(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length())]
+
+
+def _shard(word: str) -> tuple[int, int]:
+    index, slash, count = word.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{word!r} is not I/N with I from 0 to N - 1, as in 0/8 to 7/8")
+    return int(index), int(count)
+
+
+def order_of(args: argparse.Namespace) -> PreprocessOptions:
+    """What the flags ask for."""
+    sources = find_sources(args.input, args.input_format, args.text_documents)
+    plain = [source.path for source in sources if source.kind in ("lines", "document")]
+    refuse(
+        [
+            *[
+                f"--json-keys {' '.join(args.json_keys)}: {plain[0]} is plain text, with one text for one key"
+                for _ in plain[:1]
+                if len(args.json_keys) > 1
+            ],
+            *[
+                "--keep-newlines says how sentences are split: give --split-sentences with it"
+                for _ in range(args.keep_newlines and not args.split_sentences)
+            ],
+            *[
+                f"--lang {args.lang} says how sentences are split: give --split-sentences with it"
+                for _ in range(args.lang != "english" and not args.split_sentences)
+            ],
+            *[
+                "--find-optimal-num-workers reads the input again and again: give a file instead of -"
+                for _ in range(args.find_optimal_num_workers and STANDARD_INPUT in args.input)
+            ],
+        ]
+    )
+    job = EncodeOptions(
+        from_namespace(TokenizerConfig, args),
+        tuple(args.json_keys),
+        args.append_eod,
+        args.lang if args.split_sentences else None,
+        args.keep_newlines,
+    )
+    return PreprocessOptions(
+        sources,
+        job,
+        args.output_prefix,
+        args.shard,
+        args.on_bad_line,
+        args.workers,
+        args.journal_interval,
+        args.restart,
+    )
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line every so many documents."""
+
+    def __init__(self, size: int | None, interval: int) -> None:
+        self._size, self._interval = size, interval
+        self._bar = tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+        self._began, self._shown = time.perf_counter(), 0
+        self._before = Totals()
+
+    def start(self, totals: Totals, engine: str) -> None:
+        """Begin to count; `totals` is what a run before has done. engine: a sentence on what turns text to ids."""
+        print(f"tokenizer: {engine}", file=sys.stderr, flush=True)
+        self._began, self._before = time.perf_counter(), replace(totals)
+        self._shown = totals.documents // self._interval
+        self._bar.update(totals.consumed)
+        if totals.documents:
+            print(
+                f"going on after {totals.documents} documents of the run that was stopped", file=sys.stderr, flush=True
+            )
+
+    def show(self, totals: Totals) -> None:
+        """Bring what is shown up to date."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(self._rates(totals), refresh=False)
+            self._bar.update(totals.consumed - self._bar.n)
+        elif totals.documents // self._interval > self._shown:
+            self._shown = totals.documents // self._interval
+            print(
+                f"Processed {totals.documents} documents ({self._rates(totals)}{self._left(totals)}).",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.perf_counter() - self._began
+
+    def speed(self, totals: Totals) -> float:
+        """MB of text a second, in this run."""
+        return (totals.num_bytes - self._before.num_bytes) / 1e6 / self.seconds
+
+    def _rates(self, totals: Totals) -> str:
+        documents, tokens = totals.documents - self._before.documents, totals.tokens - self._before.tokens
+        return (
+            f"{documents / self.seconds:.1f} docs/s, {tokens / self.seconds:.0f} tokens/s, "
+            f"{self.speed(totals):.2f} MB/s"
+        )
+
+    def _left(self, totals: Totals) -> str:
+        done = totals.consumed - self._before.consumed
+        if self._size is None or done <= 0:
+            return ""
+        return f", {tqdm.format_interval(self.seconds * (self._size - totals.consumed) / done)} left"
+
+
+def tokenize(args: argparse.Namespace) -> str:
+    """Write the pairs. Returns the summary."""
+    order = order_of(args)
+    if args.partitions > 1 or args.keep_sequential_samples:
+        print(
+            "--partitions and --keep-sequential-samples: the input is one stream, and its order is kept without them",
+            file=sys.stderr,
+        )
+    known = all(source.path != STANDARD_INPUT for source in order.sources)
+    size = sum(source.size for source in order.sources) // (order.shard[1] if order.shard else 1) if known else None
+    progress = Progress(size, args.log_interval)
+    try:
+        totals = preprocess(order, progress.start, progress.show)
+    finally:
+        progress.close()
+    empty = ", ".join(
+        f"{count} without text" + f" under {key!r}" * (len(order.job.keys) > 1)
+        for count, key in zip(totals.empty, order.job.keys)
+        if count
+    )
+    return (
+        f"{totals.documents} documents{f' ({empty})' * bool(empty)}, {totals.tokens} tokens, "
+        f"{describe_drops(totals)}; {progress.seconds:.1f} s, {progress.speed(totals):.2f} MB/s -> "
+        + ", ".join(f"{pair}.bin and .idx" for pair in order.pairs)
+    )
+
+
+def find_workers(args: argparse.Namespace) -> str:
+    """Measure numbers of workers. Returns a table and the best of them."""
+    order = order_of(args)
+    rates = {}
+    for workers in args.workers_to_check:
+        documents, seconds = measure(replace(order, workers=workers), args.max_documents)
+        rates[workers] = documents / seconds
+        print(f"{workers} workers: {documents} documents in {seconds:.1f} s, {rates[workers]:.1f} docs/s", flush=True)
+    return f"the best of these: --workers {max(rates, key=lambda workers: rates[workers])}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    args = parse_arguments(arguments)
+    try:
+        print(find_workers(args) if args.find_optimal_num_workers else tokenize(args))
+    except (ConfigError, DataError, OSError) as error:
+        sys.exit(f"preprocess_data.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("preprocess_data.py: interrupted; the same command goes on from the last point in its journal")

@@ -1,0 +1,20 @@
+"""The installed commands `megatron-pretrain-gpt`, `-bert` and `-t5`: the entry scripts, run as `python -m` would."""
+
+from __future__ import annotations
+
+import runpy
+
+
+def gpt() -> None:
+    """Run pretrain_gpt.py."""
+    runpy.run_module("pretrain_gpt", run_name="__main__", alter_sys=True)
+
+
+def bert() -> None:
+    """Run pretrain_bert.py."""
+    runpy.run_module("pretrain_bert", run_name="__main__", alter_sys=True)
+
+
+def t5() -> None:
+    """Run pretrain_t5.py."""
+    runpy.run_module("pretrain_t5", run_name="__main__", alter_sys=True)

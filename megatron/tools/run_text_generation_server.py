@@ -1,0 +1,209 @@
+"""Serve a checkpoint over HTTP: a page at /, PUT /api as Megatron's server, /v1 as OpenAI's.
+
+    python tools/run_text_generation_server.py --load runs/quickstart/checkpoints
+    torchrun --nproc_per_node 2 tools/run_text_generation_server.py --load FOLDER --tensor-model-parallel-size 2
+
+The first rank answers, the others take part. SIGTERM lets what runs end. Needs the extra `server`: fastapi and uvicorn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
+from megatron.core.tokenizers.base import Tokenizer, read_text
+from megatron.inference.engine import Engine
+from megatron.inference.liveness import RankLiveness, watch_ranks
+from megatron.inference.service import Service
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, load_network
+from megatron.training.entry import entry
+from megatron.training.health.watchdog import RankLost
+from megatron.training.launch.launch_info import has_desktop, launcher_place
+
+try:
+    from megatron.inference.server.app import LOCAL, build_app
+    from megatron.inference.server.chat import Chat
+    from megatron.inference.server.run import ServerFailed, bound, follow, serve
+    from megatron.inference.server.serving import Limits, Serving
+except ModuleNotFoundError as missing:
+    if missing.name not in ("fastapi", "starlette", "uvicorn"):
+        raise
+    sys.exit(f"serving needs {missing.name}: pip install fastapi uvicorn")
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "chat_template")
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
+    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what.add_argument(
+        "--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens"
+    )
+    what.add_argument(
+        "--dtype",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
+    for name in SIZES:
+        what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
+    where = parser.add_argument_group("where, and for whom")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
+    )
+    where.add_argument("--port", type=int, default=5000, metavar="N", help="port; 0: a free one (default: 5000)")
+    where.add_argument("--open", action="store_true", help="open the page in this machine's browser, if it has one")
+    where.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        default=(),
+        help="names beside localhost by which the server may be "
+        "called (default: at a --host of this machine none, at any other all)",
+    )
+    where.add_argument(
+        "--token-file", metavar="FILE", help="holds the token that clients must show as `Authorization: Bearer TOKEN`"
+    )
+    where.add_argument(
+        "--model-name", metavar="NAME", help="what clients call the network (default: the last part of --load)"
+    )
+    where.add_argument(
+        "--chat-format",
+        choices=("tokenizer", *CHAT_FORMATS),
+        default="tokenizer",
+        help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
+    )
+    limits, usual = parser.add_argument_group("limits of one call"), Limits()
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=usual.body_bytes, metavar="N", help=f"default: {usual.body_bytes}"
+    )
+    limits.add_argument(
+        "--max-prompts",
+        type=int,
+        default=usual.prompts,
+        metavar="N",
+        help=f"texts of one call (default: {usual.prompts})",
+    )
+    limits.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: the positions of the network")
+    limits.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the positions of the network")
+    limits.add_argument(
+        "--max-connections",
+        type=int,
+        default=usual.connections,
+        metavar="N",
+        help=f"clients that may be connected at once; each is a file to the system, see `ulimit -n` (default: {usual.connections})",
+    )
+    limits.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="how long requests may go on after SIGTERM; launchers kill 30 s after it (default: 20)",
+    )
+    files = parser.add_argument_group(
+        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
+    )
+    files.add_argument("--tokenizer-type", metavar="TYPE")
+    for name in TOKENIZER[1:]:
+        files.add_argument("--" + name.replace("_", "-"), metavar="FILE")
+    add_arguments(parser, InferenceConfig)
+    return parser.parse_args(argv)
+
+
+def token_of(given: argparse.Namespace) -> str:
+    """The bearer token, or nothing. Raises `ConfigError` for one that no header can hold."""
+    if given.token_file is None:
+        return ""
+    token = read_text(given.token_file, "--token-file").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"--token-file {given.token_file} must hold one line of printable ASCII")
+    return token
+
+
+def chat_of(given: argparse.Namespace, tokenizer: Tokenizer) -> Chat | None:
+    """How conversations are written; None if the tokenizer does not say and the command line does not either."""
+    if given.chat_format == "tokenizer" and tokenizer.chat_template is None:
+        return None
+    return Chat(tokenizer, given.chat_format)
+
+
+def hosts_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """Names by which the server may be called; none: by any."""
+    names = tuple(name.lower() for name in given.allowed_hosts)
+    return (*LOCAL, *names) if names or is_local(given) else ()
+
+
+def is_local(given: argparse.Namespace) -> bool:
+    """Whether only this machine is listened to."""
+    return given.host in (*LOCAL, "::1")
+
+
+def show(page: str) -> None:
+    """Open the page, where there is somebody to see it. A browser may take its time, and may fail: that is its own affair."""
+    if has_desktop():
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+
+
+@entry
+def main() -> None:
+    """Load, serve, drain."""
+    given = options()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
+    place = launcher_place()
+    token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
+    limits = Limits(
+        given.max_body_bytes,
+        given.max_prompts,
+        given.max_prompt_tokens,
+        given.max_new_tokens,
+        connections=given.max_connections,
+    )
+    parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
+    config = from_namespace(InferenceConfig, given)
+    changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
+    loaded = load_network(
+        given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed
+    )
+    draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
+    engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+    with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
+        if sock is None:
+            follow(engine)
+        else:
+            lead(engine, liveness, sock, given, limits, token)
+
+
+def lead(
+    engine: Engine, liveness: RankLiveness, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str
+) -> None:
+    """What the first rank does."""
+    if not token and not is_local(given):
+        logging.getLogger(__name__).warning(
+            "--host %s without --token-file: whoever reaches this port may use it", given.host
+        )
+    chat, name = chat_of(given, engine.tokenizer), given.model_name or Path(given.load).resolve().name
+    service = Service(engine, liveness)
+    service.start()
+    app = build_app(Serving(service, name, limits), chat=chat, token=token, hosts=hosts_of(given))
+    try:
+        serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
+    except ServerFailed as failed:
+        if liveness.lost:  # which says it all
+            raise RankLost(str(failed)) from None
+        raise

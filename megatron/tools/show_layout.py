@@ -1,0 +1,148 @@
+"""Show what a layout means before anything runs: ranks, stages, parameters and bytes a rank, and the schedule.
+
+python tools/show_layout.py --world-size 8 --picture schedule.svg -- <the flags of the run>
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+from megatron.core.config.flags import ConfigError, from_namespace, refuse
+from megatron.core.config.rules.engine import NEEDS, RULES, Setting, stages_of
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.models.describe import active_parameters, count_parameters
+from megatron.core.models.flops import rank_memory
+from megatron.core.parallel.grid import axis_ranks
+from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
+from megatron.core.pipeline_parallel.timeline import picture, play
+from megatron.core.tokenizers.build import size_before_a_run
+from megatron.training.cli.arguments import read_flags
+
+CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
+if CAN_DRAW:
+    from megatron.core.pipeline_parallel.picture import draw
+
+WIDEST = 160
+
+
+def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
+    """The tool's own options, and the config of the run it is to show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
+    parser.add_argument(
+        "--true-vocab-size",
+        type=int,
+        help="ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+    )
+    parser.add_argument("--picture", type=Path, help="draw the schedule into this .png or .svg file")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of the run")
+    options = parser.parse_args(argv)
+    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    args = read_flags(flags)
+    if options.picture and not CAN_DRAW:
+        args.problems.append("--picture needs the package matplotlib, which is not installed: pip install matplotlib")
+    refuse(args.problems)
+    config = from_namespace(RunConfig, args).resolve(options.world_size)
+    for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
+        refuse(said for rule in rules if (said := rule.says(Setting(config, options.world_size))))
+    if options.true_vocab_size is None:
+        options.true_vocab_size, _ = size_before_a_run(config.tokenizer)
+    return options, config
+
+
+def rank_table(config: RunConfig, world_size: int) -> list[str]:
+    """The groups of every axis that has more than one rank."""
+    lines = [f"{world_size} ranks"]
+    axes = [("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("embed", "tied embedding")]
+    if config.model.moe.num_experts:
+        axes += [("ep", "experts"), ("etp", "expert tensor"), ("edp", "expert data")]
+    for name, title in axes:
+        groups = axis_ranks(config.parallel, world_size)[name]
+        if max(len(group) for group in groups) > 1:
+            shown = "  ".join(" ".join(map(str, group)) for group in groups[:8])
+            lines.append(f"  {title + ':':16}{shown}{'  ...' if len(groups) > 8 else ''}")
+    return lines
+
+
+def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_microbatches: int) -> list[str]:
+    """What each pipeline rank holds."""
+    model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
+    config = dataclasses.replace(config, model=model)
+    stages = stages_of(config)
+    memory = rank_memory(
+        config,
+        stages,
+        data_parallel_size=config.parallel.data_parallel_size(world_size),
+        num_microbatches=num_microbatches,
+    )
+    active = f", {active_parameters(model):,} of them used by a token" if model.moe.num_experts else ""
+    lines = [
+        f"{count_parameters(model).total:,} parameters{active}, vocabulary padded to {model.padded_vocab_size:,}",
+        f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}",
+    ]
+    for rank, held in enumerate(memory):
+        own = [stage for stage in stages if stage.rank == rank]
+        depths = model.mtp.mtp_num_layers or 0
+        layers = " | ".join(
+            ("E " if s.has_embedding else "")
+            + _span([p.index for p in s.layers])
+            + (" " + "m" * depths if s.has_mtp and depths else "")
+            + (" L" if s.has_output else "")
+            for s in own
+        )
+        lines.append(
+            f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
+            f"{_gigabytes(held.activations):>14}"
+        )
+    return lines
+
+
+def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
+    """The plan of one step, and its microbatches."""
+    parallel, train = config.parallel, config.train
+    count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
+    chunks = len(stages_of(config)) // parallel.pp
+    return choose(
+        parallel.pp,
+        chunks,
+        count,
+        name=parallel.pipeline_schedule,
+        together=parallel.overlap_moe_expert_parallel_comm,
+        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    ), count
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables and the schedule."""
+    try:
+        options, config = read(argv)
+        lines = rank_table(config, options.world_size)
+        plan, count = schedule_of(config, options.world_size)
+        lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+    timeline = play(plan)
+    lines += [
+        "",
+        f"{count} microbatches a step over {num_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
+        f"{max(timeline.peak)} microbatches alive on a rank",
+    ]
+    drawn = picture(plan, timeline).splitlines()
+    lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if options.picture:
+        draw(plan, timeline, options.picture)
+        sys.stdout.write(f"drawn: {options.picture}\n")
+
+
+def _span(indices: list[int]) -> str:
+    return "-" if not indices else str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,263 @@
+"""Train, check and try tokenizers.
+
+    python tools/tokenizer.py train --input corpus.jsonl --vocab-size 8000 --output-dir my-bpe
+    python tools/tokenizer.py check --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe --padded-vocab-size 8064
+    python tools/tokenizer.py encode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe "Call me Ishmael."
+    python tools/tokenizer.py decode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe 3410 416 13
+
+train writes vocab.json, merges.txt and tokenizer.json of a byte-level BPE, or tokenizer.model of SentencePiece. check
+ends with status 1 when something is wrong. Each command has --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.ingest.inputs import find_sources, read_spans, spans_of
+from megatron.core.datasets.ingest.records import read_records
+from megatron.core.datasets.ingest.source import SourcePosition
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
+from megatron.core.tokenizers.engines import num_processors
+from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="learn a vocabulary from text",
+        formatter_class=shape,
+        allow_abbrev=False,
+        description="Learn a byte-level BPE or a SentencePiece model from text.",
+    )
+    _add_train_arguments(train)
+    check = commands.add_parser(
+        "check",
+        help="look for what is wrong, or may surprise",
+        formatter_class=shape,
+        allow_abbrev=False,
+        description="Look for colliding special ids, ids that the model lacks, text that does not come "
+        "back from its ids, and added tokens that text can hit.",
+    )
+    add_arguments(check, TokenizerConfig)
+    group = check.add_argument_group("Check")
+    group.add_argument("--padded-vocab-size", type=int, metavar="N", help="ids that the model has; more are wrong")
+    group.add_argument("--strict", action="store_true", help="count notes as wrong, too")
+    _add_input_arguments(check.add_argument_group("Corpus"), required=False)
+    encode = commands.add_parser(
+        "encode",
+        help="text to ids, tokens and spans of bytes",
+        formatter_class=shape,
+        allow_abbrev=False,
+        description="Show the ids of a text, how the vocabulary writes them, and the bytes they stand for.",
+    )
+    encode.add_argument("text", nargs="*", metavar="TEXT", help="texts; none: standard input, as one text")
+    add_arguments(encode, TokenizerConfig)
+    group = encode.add_argument_group("Output")
+    group.add_argument("--marked", action="store_true", help="names of special tokens in the text are those tokens")
+    group.add_argument("--json", action="store_true", help="one JSON object a text: ids, tokens and spans")
+    group.add_argument("--ids-only", action="store_true", help="one line of ids a text")
+    decode = commands.add_parser(
+        "decode",
+        help="ids to text",
+        formatter_class=shape,
+        allow_abbrev=False,
+        description="Write the text of some ids.",
+    )
+    decode.add_argument(
+        "ids", nargs="*", type=int, metavar="ID", help="ids; none: standard input, with white space between"
+    )
+    add_arguments(decode, TokenizerConfig)
+    return parser.parse_args(arguments)
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_input_arguments(parser.add_argument_group("Input"), required=True)
+    group = parser.add_argument_group("Vocabulary")
+    group.add_argument(
+        "--kind",
+        choices=["byte-bpe", "bpe", "unigram"],
+        default="byte-bpe",
+        help="byte-bpe: GPT-2's kind; bpe, unigram: a SentencePiece model (default: byte-bpe)",
+    )
+    group.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="number of ids, special tokens included"
+    )
+    group.add_argument(
+        "--special-tokens",
+        nargs="*",
+        metavar="NAME",
+        help="names of special tokens; of byte-bpe they take the first ids, and the first ends documents "
+        "(default: <|endoftext|>); of the others they follow <unk> <s> </s> <pad>",
+    )
+    group.add_argument(
+        "--min-frequency",
+        type=int,
+        default=2,
+        metavar="N",
+        help="byte-bpe joins only pairs that occur so often (default: 2)",
+    )
+    group.add_argument(
+        "--keep-whitespace",
+        action="store_true",
+        help="SentencePiece: text comes back as it was, instead of with NFKC and single spaces",
+    )
+    group.add_argument(
+        "--max-lines",
+        type=int,
+        default=2_000_000,
+        metavar="N",
+        help="SentencePiece learns from a random choice of so many lines; 0: all (default: 2000000)",
+    )
+    group = parser.add_argument_group("Output")
+    group.add_argument("--output-dir", required=True, type=Path, metavar="FOLDER", help="folder for the files")
+
+
+def _add_input_arguments(group: argparse._ArgumentGroup, *, required: bool) -> None:
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=required,
+        metavar="FILE",
+        help="JSON lines or text (.txt), plain, .gz or .zst, .parquet or .arrow; patterns with *; - for standard input",
+    )
+    group.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
+
+
+def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
+    """The texts of all inputs in batches, with progress on standard error; records that cannot be read are counted there."""
+    spans = spans_of(find_sources(inputs, "auto", "line"), None)
+    dropped: dict[str, int] = {}
+    documents = 0
+    with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:
+        for chunk in read_spans(spans, [key], SourcePosition()):
+            records = read_records(chunk, [key])
+            for reason, drop in records.drops.items():
+                dropped[reason] = dropped.get(reason, 0) + drop.count
+            documents += len(records.texts[0])
+            progress.update(chunk.num_bytes)
+            yield records.texts[0]
+    left_out = "".join(f"; {count} left out: {reason}" for reason, count in dropped.items())
+    print(f"read {documents} texts{left_out}", file=sys.stderr)
+
+
+def train(args: argparse.Namespace) -> int:
+    """Learn a vocabulary, and write it."""
+    texts = read_texts(args.input, args.json_key)
+    if args.kind == "byte-bpe":
+        if args.keep_whitespace:
+            raise ConfigError("--keep-whitespace is for SentencePiece; a byte-level BPE always keeps it")
+        names = ["<|endoftext|>"] if args.special_tokens is None else args.special_tokens
+        files: dict[str, str | bytes] = dict(
+            train_byte_level_bpe(
+                texts, vocab_size=args.vocab_size, special_tokens=names, min_frequency=args.min_frequency
+            )
+        )
+        use = f"HuggingFaceTokenizer --tokenizer-model {args.output_dir}"
+        kind = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(args.output_dir))
+    else:
+        model = train_sentencepiece(
+            texts,
+            kind=args.kind,
+            vocab_size=args.vocab_size,
+            special_tokens=args.special_tokens or (),
+            keep_whitespace=args.keep_whitespace,
+            max_lines=args.max_lines,
+            threads=num_processors(),
+        )
+        files = {"tokenizer.model": model}
+        use = f"GPTSentencePieceTokenizer --tokenizer-model {args.output_dir / 'tokenizer.model'}"
+        kind = TokenizerConfig(
+            tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(args.output_dir / "tokenizer.model")
+        )
+    write_all(args.output_dir, files)
+    size = build_tokenizer(kind).vocab_size
+    print(f"wrote {', '.join(files)} to {args.output_dir}: {size} ids\nuse it with --tokenizer-type {use}")
+    if size < args.vocab_size:
+        print(f"the text gave no more than {size} of the {args.vocab_size} ids asked for")
+    return 0
+
+
+def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Report what is wrong; 1 if anything is."""
+    findings = check_tokenizer(tokenizer, args.padded_vocab_size)
+    if args.input:
+        found = check_corpus(tokenizer, read_texts(args.input, args.json_key))
+        print(
+            f"corpus: {found.texts} texts, {found.num_bytes} bytes, {found.ids} ids, "
+            f"{found.num_bytes / max(found.ids, 1):.2f} bytes an id, highest id {found.highest}"
+        )
+        if found.lost:
+            (findings.wrong if promises_round_trips(tokenizer) else findings.notes).append(
+                f"{found.lost} of {found.texts} texts of the corpus do not come back from their ids; the first: {found.first_loss}"
+            )
+    mark = fingerprint(tokenizer)
+    print(f"{mark['kind']}: {mark['vocab_size']} ids, end of document {mark['eod']}, hash {mark['hash']}")
+    print(tokenizer.engine)
+    for word, lines in (("wrong", findings.wrong), ("note", findings.notes)):
+        for line in lines:
+            print(f"{word}: {line}")
+    if not findings.wrong:
+        print("nothing is wrong")
+    return 1 if findings.wrong or (args.strict and findings.notes) else 0
+
+
+def encode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Show the ids of texts."""
+    for text in args.text or [sys.stdin.read()]:
+        ids = (tokenizer.tokenize_marked if args.marked else tokenizer.tokenize)(text)
+        tokens = [tokenizer.id_to_token(token) for token in ids]
+        spans = None if args.marked else tokenizer.spans(text)
+        if args.json:
+            print(json.dumps({"ids": ids, "tokens": tokens, **({} if spans is None else {"spans": spans})}))
+        elif args.ids_only:
+            print(*ids)
+        else:
+            content = text.encode()
+            for place, (token, name) in enumerate(zip(ids, tokens)):
+                where = (
+                    ""
+                    if spans is None
+                    else f"{spans[place][0]:>7} {spans[place][1]:>7}  {content[slice(*spans[place])]!r}"
+                )
+                print(f"{token:>8}  {ascii(name):<24} {where}".rstrip())
+    return 0
+
+
+def decode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Write the text of ids."""
+    ids = args.ids or [int(word) for word in sys.stdin.read().split()]
+    unknown = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is not an id of this tokenizer, which has {tokenizer.vocab_size}")
+    print(tokenizer.detokenize(ids))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; 1 when something is wrong, 2 when it cannot be done."""
+    end_in_a_line_when_interrupted()
+    args = parse_arguments(arguments)
+    try:
+        if args.command == "train":
+            return train(args)
+        tokenizer = build_tokenizer(from_namespace(TokenizerConfig, args))
+        return {"check": check, "encode": encode, "decode": decode}[args.command](args, tokenizer)
+    except (ConfigError, DataError, ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,27 @@
+"""What a checkpoint of another format holds. Imports torch, which takes longer than showing a checkpoint of our own."""
+
+from __future__ import annotations
+
+from megatron.core.dist_checkpointing.saved import WORDS
+from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
+from megatron.trust.compare.contents import Contents, Entry
+
+
+def foreign_contents(path: str, step: int | None) -> Contents:
+    """A checkpoint of another dialect."""
+    source, found = open_checkpoint(path, step), find_foreign(path, step)
+    tensors = []
+    for name, one in source.formats.items():
+        entry = Entry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
+        tensors.append(Entry(name, entry.dtype, entry.shape, entry.elements * one.dtype.itemsize))
+    iteration = source.values.get("run.progress", {}).get("iteration")
+    return Contents(
+        source.where,
+        found[0].name if found else "another project",
+        iteration,
+        None,
+        {},
+        tuple(tensors),
+        source.values,
+        source.settings,
+    )
