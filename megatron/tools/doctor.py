@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.core.config.flags import ConfigError, from_namespace
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
@@ -40,7 +40,7 @@ STAND_IN = (
 
 def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
     """The config to examine, resolved; and the rows of flags that cannot be read and of rules that are broken."""
-    stand_in, _ = examine(from_namespace(RunConfig, read_flags(STAND_IN)), 1)
+    stand_in, _ = examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
     if not words:
         return stand_in, [Row("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
@@ -49,13 +49,13 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
         return stand_in, [
             Row("rules", "FAIL", line.strip(), "see --help of the entry script") for line in str(error).splitlines()
         ]
-    config, broken = examine(from_namespace(RunConfig, args), world_size())
+    config, broken = examine(from_namespace(RequestedRun, args), world_size())
     rows = [Row("rules", "FAIL", said) for said in args.problems]
     rows += [
         Row("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes")
         for name, said in broken
     ]
-    _, ranks = fitted(from_namespace(RunConfig, args), world_size())
+    _, ranks = fitted(from_namespace(RequestedRun, args), world_size())
     if not rows and ranks < world_size():
         rows = [
             Row(

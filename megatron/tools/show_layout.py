@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.rules.engine import NEEDS, RULES, Setting, stages_of
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.describe import active_parameters, count_parameters
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
@@ -46,7 +46,7 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     if options.picture and not CAN_DRAW:
         args.problems.append("--picture needs the package matplotlib, which is not installed: pip install matplotlib")
     refuse(args.problems)
-    config = from_namespace(RunConfig, args).resolve(options.world_size)
+    config = from_namespace(RequestedRun, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
         refuse(said for rule in rules if (said := rule.says(Setting(config, options.world_size))))
     if options.true_vocab_size is None:

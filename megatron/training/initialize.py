@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.table import select
@@ -88,7 +88,7 @@ def shut_down() -> None:
 
 def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
-    found = preflight(from_namespace(RunConfig, args), world_size())
+    found = preflight(from_namespace(RequestedRun, args), world_size())
     refuse(line for _, line in found.problems)
     assert found.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
     args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *found.notes]))
@@ -101,7 +101,7 @@ def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
     """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
-    given, place = from_namespace(RunConfig, args), launcher_place()
+    given, place = from_namespace(RequestedRun, args), launcher_place()
     chosen, ranks = fitted(given, place.size)
     if line := told(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.config.flags import flag_fields, from_values, to_values
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from tests.helpers import tiny
 
 Changes = dict[str, Any]
@@ -108,7 +108,7 @@ def other(name: str, kind: Any, value: Any) -> Any:
 
 def fields() -> Iterator[tuple[str, Any]]:
     """(name, type) of every field of a run, flag or not."""
-    yield from ((field.name, kind) for field, kind in flag_fields(RunConfig))
+    yield from ((field.name, kind) for field, kind in flag_fields(RequestedRun))
     hints = typing.get_type_hints(ModelConfig)
     yield from (
         (field.name, hints[field.name])

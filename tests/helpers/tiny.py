@@ -16,7 +16,7 @@ import pretrain_bert
 import pretrain_t5
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
@@ -56,7 +56,7 @@ BASE: dict[str, Any] = {
 
 def config(world_size: int = 1, **changes: Any) -> RunConfig:
     """The base config with changes, resolved and with its vocabulary."""
-    run = from_values(RunConfig, {**BASE, **changes}).resolve(world_size)
+    run = from_values(RequestedRun, {**BASE, **changes}).resolve(world_size)
     return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
 
 

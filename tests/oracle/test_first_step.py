@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.core.parallel.spec import spec_of
 from megatron.training.cli.preflight import examine
 from megatron.training.step import train_step
@@ -170,7 +170,7 @@ def accepted(count: int, first: int) -> list[int]:
     """Seeds from `first` on whose composition the rules accept."""
     found, seed = [], first
     while len(found) < count:
-        if not examine(from_values(RunConfig, {**tiny.BASE, **composition(seed)}), 1)[1]:
+        if not examine(from_values(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
             found.append(seed)
         seed += 1
     return found

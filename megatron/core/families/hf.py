@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
@@ -160,7 +160,7 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     settings, problems = _settings(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
-    flags = {field.name for field, _ in flag_fields(ModelConfig)} - {
+    flags = {field.name for field, _ in flag_fields(RequestedModel)} - {
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.config.flags import from_values, spelling, to_values
 from megatron.core.config.plan import LayerPlan, layer_rows
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import network_fields, unused
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.bert import BERT, MEGATRON_BERT
@@ -66,7 +66,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 def model_of(settings: Mapping[str, Any]) -> ModelConfig:
     """The resolved model of settings by field name, such as a `Source` has."""
-    return from_values(ModelConfig, settings).resolve()
+    return from_values(RequestedModel, settings).resolve()
 
 
 def fitting_family(model: ModelConfig, asked: str | None = None) -> Family:

@@ -19,10 +19,10 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron.core.config.flags import from_values, roles_of, spelling, to_values
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.network import network_differences, network_fields
 from megatron.core.config.settings.optim import ScheduleConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 
 _LABELS = {"true_vocab_size": "size of the tokenizer's vocabulary", "architecture": "kind of network"}
 _PATHS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
@@ -48,7 +48,7 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     """
     mine, network = to_values(config), network_fields()
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
-    theirs = from_values(ModelConfig, {**known, **saved}).resolve()
+    theirs = from_values(RequestedModel, {**known, **saved}).resolve()
     other = to_values(theirs)
     found = network_differences(theirs, config.model)
     lines = {
@@ -59,7 +59,7 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
         return Differences(network=tuple(lines["network"]), adapted=tuple(lines["adaptable"]))
     kept = roles_of(ScheduleConfig).keys() if config.schedule.use_checkpoint_opt_param_scheduler else ()
     idle = _unused_data(config)
-    both = {name: role for name, role in roles_of(RunConfig).items() if name in saved and saved[name] != mine[name]}
+    both = {name: role for name, role in roles_of(RequestedRun).items() if name in saved and saved[name] != mine[name]}
     data = [
         name
         for name, role in both.items()

@@ -18,7 +18,7 @@ import yaml
 
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
 from megatron.training.cli.help import Help
 from megatron.training.cli.legacy_flags import nearest, translate
@@ -39,7 +39,7 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
     )
     parser.add_argument("-h", "--help", action=Help)
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
-    for config_class in (RunConfig, *extra):
+    for config_class in (RequestedRun, *extra):
         add_arguments(parser, config_class)
     if provider is not None:
         provider(parser)
@@ -68,7 +68,7 @@ def parse_args(
         )
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
 
-        found = preflight(from_namespace(RunConfig, args), world_size, reads_data=reads_data)
+        found = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
         place = launcher_place()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
         refuse([*args.problems, *(line for _, line in found.problems)])
@@ -91,7 +91,7 @@ def read_args(
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.cli.preflight import examine  # as above
 
-    refuse([*args.problems, *(line for _, line in examine(from_namespace(RunConfig, args), world_size)[1])])
+    refuse([*args.problems, *(line for _, line in examine(from_namespace(RequestedRun, args), world_size)[1])])
     return args
 
 
@@ -138,7 +138,7 @@ def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
     from megatron.training.cli.preflight import examine  # as above
 
-    config, problems = examine(from_namespace(RunConfig, args), world_size)
+    config, problems = examine(from_namespace(RequestedRun, args), world_size)
     refuse(said for _, said in problems)
     return config
 
@@ -284,7 +284,7 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     found = _checkpoint_settings(args)
     if found is None:
         return
-    fields = {field.name for field, _ in flag_fields(RunConfig)}
+    fields = {field.name for field, _ in flag_fields(RequestedRun)}
     tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= tokenizer

@@ -20,7 +20,7 @@ from functools import lru_cache
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.paths import check_data_files
 from megatron.core.dist_checkpointing.store import why_unwritable
 from megatron.core.optimizer.schedule import Schedule
@@ -47,7 +47,7 @@ class Preflight:
 
 
 def preflight(
-    given: RunConfig, world_size: int, *, device: str = "", files: bool = True, reads_data: bool = False
+    given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: bool = False
 ) -> Preflight:
     """What keeps this run from starting. device: cpu or cuda, where it will run on another machine; "": this machine's own.
 
@@ -77,7 +77,7 @@ def preflight(
     return Preflight(config, tuple(problems), tuple(notes), tokenizer)
 
 
-def accepted(given: RunConfig, device: str = "") -> Iterator[str]:
+def accepted(given: RequestedRun, device: str = "") -> Iterator[str]:
     """A sentence for each setting that is accepted and changes nothing."""
     kind = given.tokenizer.tokenizer_type
     for flag in unread(given.tokenizer).values():
@@ -92,14 +92,14 @@ def accepted(given: RunConfig, device: str = "") -> Iterator[str]:
             yield "--distributed-backend nccl: there is no GPU, so ranks talk by gloo"
 
 
-def fitted(config: RunConfig, world_size: int) -> tuple[RunConfig, int]:
+def fitted(config: RequestedRun, world_size: int) -> tuple[RequestedRun, int]:
     """With --elastic, the config in a layout for these ranks, and how many of them train."""
     if not config.parallel.elastic or config.train.global_batch_size is None:
         return config, world_size
     return fit(config, world_size, lambda config, ranks: {name for name, _ in _examine(config, ranks)[1]})
 
 
-def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
     found, problems = _examine(*fitted(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
@@ -112,8 +112,8 @@ def examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[s
     return found, problems
 
 
-def _examine(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
-    config, problems = config.resolve(world_size), []
+def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+    config, problems = given.resolve(world_size), []
     if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
         try:
             config = _with_last_batch_size(config, world_size)

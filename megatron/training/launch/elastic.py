@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 
 from megatron.core.config.flags import spelling
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 
 # Names of the rules that a config breaks on so many ranks.
-Problems = Callable[[RunConfig, int], set[str]]
+Problems = Callable[[RequestedRun, int], set[str]]
 # What speaks of a pipeline, and of a context group, of the size that was given.
 _OF_PIPELINE = (
     "num_layers_per_virtual_pipeline_stage",
@@ -37,7 +37,7 @@ _OF_PIPELINE = (
 _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
-def fit(config: RunConfig, world_size: int, problems: Problems) -> tuple[RunConfig, int]:
+def fit(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
     """The config in the layout for these ranks, and how many of them train. As it was where no layout keeps the rules.
 
     Rules that are broken whatever the layout is stay broken: they are no reason to look further.
@@ -70,7 +70,7 @@ def told(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, rank
     return f"elastic: {ranks} of {world_size} ranks train, in {copies} data-parallel {noun}{rest}: {'; '.join([why, *changed])}"
 
 
-def _with(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
+def _with(config: RequestedRun, parallel: ParallelConfig) -> RequestedRun:
     return dataclasses.replace(config, parallel=parallel)
 
 

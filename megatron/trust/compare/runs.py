@@ -34,7 +34,7 @@ from megatron.core.config.settings.run import (
     LogConfig,
     OffloadConfig,
     RecomputeConfig,
-    RunConfig,
+    RequestedRun,
     TrainConfig,
 )
 from megatron.training.report.run_log import read_events
@@ -257,7 +257,7 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
 
 def setting_kinds() -> dict[str, str]:
     """Setting -> the kind of what it changes."""
-    return dict(_kinds_of(RunConfig(), REPORTS)) | dict(KIND_OF)
+    return dict(_kinds_of(RequestedRun(), REPORTS)) | dict(KIND_OF)
 
 
 def _kinds_of(config: Any, above: str) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import Broken, Given
 
@@ -69,7 +69,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
     except ConfigError as error:
         return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
     return Command(
-        Given(from_namespace(RunConfig, args), ranks),
+        Given(from_namespace(RequestedRun, args), ranks),
         tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
         tuple(args.messages),
     )

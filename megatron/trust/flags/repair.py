@@ -29,7 +29,7 @@ from megatron.core.config.settings.data import ChatConfig, DataConfig, FillConfi
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.core.config.settings.run import RunConfig, TrainConfig
+from megatron.core.config.settings.run import RequestedRun, TrainConfig
 from megatron.training.cli.preflight import Preflight, examine, fitted, preflight
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
@@ -194,7 +194,7 @@ class Given:
     whether the files that it needs have to be here.
     """
 
-    config: RunConfig
+    config: RequestedRun
     world_size: int
     whole: bool = False
     device: str = ""
@@ -451,12 +451,12 @@ def _declared() -> dict[str, _Flag]:
     """Field -> what is declared of its flag, and of the number of ranks."""
     owners = {
         one.name: (path, type(part))
-        for path, part in _owners(RunConfig())
+        for path, part in _owners(RequestedRun())
         for one in dataclasses.fields(part)
         if "help" in one.metadata
     }
     found = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
-    for one, kind in flag_fields(RunConfig):
+    for one, kind in flag_fields(RequestedRun):
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
         found[one.name] = _Flag(
@@ -468,4 +468,4 @@ def _declared() -> dict[str, _Flag]:
 @cache
 def _words() -> dict[str, str]:
     """Spelling of a flag -> its field."""
-    return {word: one.name for one, kind in flag_fields(RunConfig) for word in words_of(one, kind)}
+    return {word: one.name for one, kind in flag_fields(RequestedRun) for word in words_of(one, kind)}

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.config.flags import from_values
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken, divisors, stages_of
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 
 GOOD: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 16,
@@ -329,7 +329,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def found(world_size: int, changes: dict[str, Any]) -> dict[str, str]:
-    return dict(broken(from_values(RunConfig, {**GOOD, **changes}).resolve(world_size), world_size))
+    return dict(broken(from_values(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
 
 
 @pytest.mark.parametrize("name, world_size, changes, words", BAD, ids=[f"{row[0]} {' '.join(map(str, row[2]))}" for row in BAD])
@@ -383,7 +383,7 @@ def test_every_rule_has_a_bad_setting_here_and_a_name_of_its_own() -> None:
 
 def test_stages_follow_the_flags() -> None:
     def layers(**changes: Any) -> list[list[int]]:
-        config = from_values(RunConfig, {**GOOD, **changes}).resolve(2)
+        config = from_values(RequestedRun, {**GOOD, **changes}).resolve(2)
         return [[plan.index for plan in stage.layers] for stage in stages_of(config)]
 
     assert layers() == [[*range(8)]]

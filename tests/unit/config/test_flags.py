@@ -25,7 +25,7 @@ from megatron.core.config.flags import (
     words_of,
 )
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def test_refusals_come_together_and_once() -> None:
 
 # The real configs.
 
-FIELDS = flag_fields(RunConfig)
+FIELDS = flag_fields(RequestedRun)
 
 
 def test_every_spelling_belongs_to_one_field_and_every_flag_has_help() -> None:
@@ -206,17 +206,17 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
 @pytest.mark.parametrize("field, kind", FIELDS, ids=[field.name for field, _ in FIELDS])
 def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, kind: Any) -> None:
     made = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(made, RunConfig)
+    add_arguments(made, RequestedRun)
     words, value = example(field, kind)
-    before, after = to_values(RunConfig()), to_values(from_namespace(RunConfig, made.parse_args(words)))
+    before, after = to_values(RequestedRun()), to_values(from_namespace(RequestedRun, made.parse_args(words)))
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {field.name}
     assert after[field.name] == (list(value) if isinstance(value, tuple) else value)
 
 
 def test_every_field_of_a_run_says_what_another_value_means() -> None:
-    roles = roles_of(RunConfig)
-    assert {field.name for field, _ in flag_fields(RunConfig)} < roles.keys() and len(roles) > 300
+    roles = roles_of(RequestedRun)
+    assert {field.name for field, _ in flag_fields(RequestedRun)} < roles.keys() and len(roles) > 300
     silent = [name for name, role in roles.items() if role not in get_args(Role)]
     assert not silent, (
         f'give these a role="..." beside their help (config/flags.py says which there are): {", ".join(silent)}'

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import flag_fields, spelling, words_of
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import find
 
 DATA = json.loads((Path(__file__).parent / "megatron_defaults.json").read_text())
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "moving_from_megatron.md"
-FIELDS = {word: (field, kind) for field, kind in flag_fields(RunConfig) for word in words_of(field, kind)}
+FIELDS = {word: (field, kind) for field, kind in flag_fields(RequestedRun) for word in words_of(field, kind)}
 
 # Another value, the same function: why.
 ALIKE = {

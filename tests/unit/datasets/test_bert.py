@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.settings.data import DataConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.indexed import DataError
@@ -204,7 +204,7 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return from_values(RunConfig, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(1)
+    return from_values(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(1)
 
 
 def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.kinds import KINDS
 from tests.helpers.sentences import LetterTokenizer, write
@@ -52,7 +52,7 @@ def test_samples_are_those_of_megatron_core(texts: tuple[Path, dict], number: in
     case = dict(content["cases"][number])
     samples, lengths, kind = case.pop("samples"), case.pop("lengths"), case.pop("kind")
     words = [str(folder / word) if word in content["texts"] else word for word in case.pop("data_path")]
-    run = from_values(RunConfig, {**case, "architecture": kind, "data_path": tuple(words)}).resolve(1)
+    run = from_values(RequestedRun, {**case, "architecture": kind, "data_path": tuple(words)}).resolve(1)
     tokenizer = {"bert": LetterTokenizer(), "t5": LetterTokenizer(extra=SENTINELS), "gpt": PlainTokenizer()}[kind]
     splits = build_splits(run.data, KINDS[kind](run, tokenizer), tuple(content["sizes"]))
     assert [None if split is None else len(split) for split in splits] == lengths

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import RequestedModel
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
 from megatron.core.families import hf
 from megatron.core.parallel.boxes import whole
@@ -120,8 +120,8 @@ def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives
     hf.export(source, tmp_path / "in")
     settings = {**hf.model_settings(tmp_path / "in"), "architecture": NETWORKS[network]["architecture"]}
     assert (
-        from_values(ModelConfig, settings).resolve().activation
-        == from_values(ModelConfig, NETWORKS[network]).resolve().activation
+        from_values(RequestedModel, settings).resolve().activation
+        == from_values(RequestedModel, NETWORKS[network]).resolve().activation
     )
     checkpoint = beginning(tmp_path / "in", settings)
     assert checkpoint.resume()

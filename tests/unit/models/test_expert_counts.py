@@ -14,7 +14,7 @@ from megatron.core.config.flags import from_values
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
 from megatron.core.models.describe import Split, active_parameters, count_parameters, rank_parameters
@@ -91,7 +91,7 @@ def published(**values: Any) -> ModelConfig:
         "seq_length": 4096,
         "micro_batch_size": 1,
     }
-    return from_values(RunConfig, {**base, **values}).resolve(1).model
+    return from_values(RequestedRun, {**base, **values}).resolve(1).model
 
 
 def test_published_sizes_are_met() -> None:

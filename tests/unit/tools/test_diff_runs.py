@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import flag_fields
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.training.report.run_log import Ledger
 from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, setting_kinds
 from tests.helpers.programme import trained
@@ -139,7 +139,7 @@ def test_what_is_no_ledger_is_refused(tool: ModuleType, capsys: pytest.CaptureFi
 
 def test_every_setting_has_a_kind() -> None:
     kinds = setting_kinds()
-    assert {field.name for field, _ in flag_fields(RunConfig)} <= kinds.keys()
+    assert {field.name for field, _ in flag_fields(RequestedRun)} <= kinds.keys()
     assert set(kinds.values()) <= {*BEYOND, REPORTS}
     assert kinds["num_experts"] == "network" and kinds["fim_rate"] == "data" and kinds["seed"] == "order of samples"
     assert kinds["compile"] == "layout", "a compiler changes last bits"

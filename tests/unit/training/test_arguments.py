@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron.core.config.flags import ConfigError, flag, flag_fields, from_namespace, spelling, to_values
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.core.dist_checkpointing import store
 from megatron.training.cli.arguments import config_of, make_parser, parse_args, read_args, read_flags
 from tests.helpers.programme import trained, write_tokens
@@ -59,7 +59,7 @@ def sample(kind: Any, parse: Any) -> tuple[list[str], Any]:
     return {int: (["7"], 7), float: (["0.25"], 0.25), str: (["word"], "word")}[kind]
 
 
-FIELDS = flag_fields(RunConfig)
+FIELDS = flag_fields(RequestedRun)
 
 
 @pytest.mark.parametrize("field, kind", FIELDS, ids=[field.name for field, _ in FIELDS])
@@ -97,13 +97,13 @@ def test_a_namespace_becomes_the_config_it_came_from() -> None:
     args = read(
         "--group-query-attention --num-query-groups 2 --rampup-batch-size 2 2 8 --global-batch-size 4 --iterations-to-skip 3"
     )
-    config = from_namespace(RunConfig, args)
+    config = from_namespace(RequestedRun, args)
     assert (
         config.model.num_query_groups == 2
         and config.train.rampup_batch_size == (2, 2, 8)
         and config.train.iterations_to_skip == (3,)
     )
-    again = from_namespace(RunConfig, argparse.Namespace(**to_values(config)))
+    again = from_namespace(RequestedRun, argparse.Namespace(**to_values(config)))
     assert again == config
 
 

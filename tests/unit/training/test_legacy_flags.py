@@ -7,10 +7,10 @@ import re
 import pytest
 
 from megatron.core.config.flags import add_arguments, flag_fields, known_flags, spelling
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import FAMILIES, REFUSED_VALUES, ROWS, TABLE, find, nearest, translate
 
-KNOWN = known_flags(RunConfig)
+KNOWN = known_flags(RequestedRun)
 
 
 def argv(text):
@@ -24,7 +24,7 @@ def translated(text):
 
 def parsed(text):
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser, RunConfig)
+    add_arguments(parser, RequestedRun)
     return parser.parse_args(translate(argv(text), KNOWN)[0])
 
 
@@ -51,7 +51,7 @@ def test_every_renamed_flag_becomes_flags_of_ours():
 
 def test_a_refused_value_belongs_to_a_field_that_does_not_allow_it():
     choices = {}
-    for field, kind in flag_fields(RunConfig):
+    for field, kind in flag_fields(RequestedRun):
         choices.update(
             dict.fromkeys((spelling(field.name), *field.metadata["also"]), set(re.findall(r"'([^']+)'", str(kind))))
         )

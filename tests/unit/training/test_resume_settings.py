@@ -16,7 +16,7 @@ import torch
 from megatron.core.config.flags import ConfigError, from_values, roles_of, to_values
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.network import network_differences, network_fields
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import FREE, CheckpointError
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.parallel.mesh import Axis
@@ -37,12 +37,12 @@ def says(lines: tuple[str, ...], name: str) -> bool:
 
 
 def test_fields_are_those_of_the_roles() -> None:
-    assert {name for name, _ in fields()} == roles_of(RunConfig).keys()
+    assert {name for name, _ in fields()} == roles_of(RequestedRun).keys()
 
 
 @pytest.mark.parametrize("weights_only", [False, True], ids=["goes on", "weights only"])
 def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(weights_only: bool) -> None:
-    roles, told, bad = roles_of(RunConfig), set(), []
+    roles, told, bad = roles_of(RequestedRun), set(), []
     for label, network in NETWORKS.items():
         config = resolved({**network, **DATA})
         for name, kind in fields():
@@ -110,7 +110,7 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
 
     def resumed(**changes: Any) -> None:
         config = tiny.with_vocabulary(
-            from_values(RunConfig, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
+            from_values(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
         )
         wanted = find_wanted(config)
         assert wanted is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.config.flags import from_values
 from megatron.core.config.rules.engine import broken
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import examine
@@ -143,7 +143,7 @@ FEW = {"deadline": None, "derandomize": True, "suppress_health_check": list(Heal
 @given(case=CONFIGS)
 def accepted(found: list[tuple[dict[str, Any], int]], case: tuple[dict[str, Any], int]) -> None:
     """Collect what the rules accept, once each. On the way: no rule fails, whatever it is asked."""
-    if case not in found and not examine(from_values(RunConfig, case[0]), case[1])[1]:
+    if case not in found and not examine(from_values(RequestedRun, case[0]), case[1])[1]:
         found.append(case)
 
 
@@ -168,7 +168,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
     ):
         assert any((values.get(feature) or 1) > 1 for values, _ in found), f"none with {feature}"
     for values, ranks in found:
-        config = from_values(RunConfig, values).resolve(ranks)
+        config = from_values(RequestedRun, values).resolve(ranks)
         answer = check_build(config, ranks, true_vocab_size=VOCABULARY)
         wanted = config.model.num_layers if config.model.architecture != "t5" else 2 * config.model.num_layers
         assert answer.problems == () and answer.layers == wanted, (ranks, values, answer)
@@ -177,7 +177,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
 @settings(max_examples=25, **FEW)
 @given(case=CONFIGS)
 def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str, Any], int]) -> None:
-    start = Given(from_values(RunConfig, case[0]), case[1])
+    start = Given(from_values(RequestedRun, case[0]), case[1])
     answer = fewest_edits(start, tries=600)
     if answer.edits is not None:
         after = start.with_values({edit.name: edit.after for edit in answer.edits})
@@ -186,7 +186,7 @@ def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str,
 
 
 def config_of(ranks: int = 4, **changes: Any) -> RunConfig:
-    config = from_values(RunConfig, {**BASE, **changes}).resolve(ranks)
+    config = from_values(RequestedRun, {**BASE, **changes}).resolve(ranks)
     assert not list(broken(config, ranks))
     return config
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.parameter_counts import check_build
 from megatron.trust.parity.local_ranks import RankFailed
@@ -73,14 +73,14 @@ def accepted(source: Callable[[Random], Case], seed: int, count: int) -> list[Ca
     random, found = Random(seed), []
     while len(found) < count:
         values, ranks = source(random)
-        if not examine(from_values(RunConfig, values), ranks)[1]:
+        if not examine(from_values(RequestedRun, values), ranks)[1]:
             found.append((values, ranks))
     return found
 
 
 def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
     """What is not as it should be with a configuration that the rules accept, in words; "" if nothing."""
-    config = from_values(RunConfig, values).resolve(ranks)
+    config = from_values(RequestedRun, values).resolve(ranks)
     built = check_build(config, ranks, true_vocab_size=tiny.VOCABULARY)
     if built.problems:
         return f"is built otherwise than counted: {built.problems}"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.trust.flags.command import Command, read_command
 from megatron.trust.flags.repair import WORLD, Broken, Given, candidates, fewest_edits, named
 from tests.unit.trust.bad_configs import BAD, GPT
@@ -64,7 +64,7 @@ def single_changes(start: Given) -> Iterator[dict[str, Any]]:
     """Every flag with other values, whether a rule names them or not."""
     sizes = [*range(1, 34), 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192]
     yield from ({WORLD: size} for size in sizes)
-    for field, kind in flag_fields(RunConfig):
+    for field, kind in flag_fields(RequestedRun):
         kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
         for one in kinds:
             values = (

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain
 from megatron.core.config.settings.kernels import KernelConfig
@@ -117,7 +117,7 @@ class MTPConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class RequestedModel:
     """Model.
 
     The shape of the network. Sizes that are left out follow from the others.
@@ -265,8 +265,11 @@ class ModelConfig:
     architecture: Literal["gpt", "bert", "t5"] = plain("gpt", role="network")  # said by the entry script
 
     def resolve(self) -> ModelConfig:
-        """Fill in the sizes that follow from others; fields already given stay as they are."""
-        values: dict[str, object] = {}
+        """Fill in the sizes that follow from others; fields already given stay as they are.
+
+        What must be given and is not stays None: the rule `required` refuses it before anything reads it.
+        """
+        values: dict[str, Any] = {}
         if self.hidden_size and self.ffn_hidden_size is None:
             values["ffn_hidden_size"] = self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
         if self.hidden_size and self.num_attention_heads and self.kv_channels is None:
@@ -285,7 +288,23 @@ class ModelConfig:
         if self.architecture == "t5":
             values["encoder_num_layers"] = self.encoder_num_layers or self.num_layers
             values["decoder_num_layers"] = self.decoder_num_layers or values["encoder_num_layers"]
-        return dataclasses.replace(self, **values)  # type: ignore[arg-type]
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
+
+
+class ModelConfig(RequestedModel):
+    """The resolved shape of a network: every size is there."""
+
+    __slots__ = ()
+    num_layers: int
+    encoder_num_layers: int
+    decoder_num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    kv_channels: int
+    max_position_embeddings: int
+    padded_vocab_size: int  # this and the next: once the tokenizer is read, by `with_vocabulary`
+    true_vocab_size: int
 
     def with_vocabulary(self, true_vocab_size: int, tensor_size: int) -> ModelConfig:
         """The config once the tokenizer is known: rows padded so that `tensor_size` ranks divide them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.config.flags import roles_of, to_values
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.settings.model import MLAConfig, ModelConfig
+from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
 from megatron.core.config.settings.moe import MoEConfig
 
 _ROTARY = (
@@ -47,7 +47,7 @@ _EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num
 
 def network_fields() -> dict[str, str]:
     """Field name -> `network` or `adaptable`, of every setting that takes part in what a network computes."""
-    return {name: role for name, role in roles_of(ModelConfig).items() if role in ("network", "adaptable")}
+    return {name: role for name, role in roles_of(RequestedModel).items() if role in ("network", "adaptable")}
 
 
 def unused(model: ModelConfig) -> frozenset[str]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config.flags import flag
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.cuda_graphs import GraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.faults import FaultConfig
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig:
+class RequestedTraining:
     """Training.
 
     Batches, duration, evaluation and early exits.
@@ -82,6 +82,30 @@ class TrainConfig:
         0, "give cached device memory back: 1 once, 2 twice a step", role="free"
     )
 
+    def resolve(self, architecture: str, data_parallel_size: int) -> TrainConfig:
+        """Fill in lengths, the global batch and the interval of evaluations. data_parallel_size: ranks that share a batch."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.seq_length is None:
+            values["seq_length"] = self.encoder_seq_length
+        if architecture == "t5" and self.decoder_seq_length is None:
+            values["decoder_seq_length"] = values["seq_length"]
+        if self.global_batch_size is None and self.micro_batch_size is not None:
+            values["global_batch_size"] = self.micro_batch_size * data_parallel_size
+        if self.eval_interval is None:
+            values["eval_interval"] = 1000
+        return TrainConfig(**values)
+
+
+class TrainConfig(RequestedTraining):
+    """Batches, duration and evaluation with every size there."""
+
+    __slots__ = ()
+    seq_length: int
+    decoder_seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    eval_interval: int
+
 
 @dataclass(frozen=True, slots=True)
 class RecomputeConfig:
@@ -106,6 +130,15 @@ class RecomputeConfig:
     distribute_saved_activations: bool = flag(
         False, "full: keep each saved input in pieces over the tensor ranks", role="free"
     )
+
+    def resolve(self) -> RecomputeConfig:
+        """Granularity and modules where --recompute-activations or the granularity alone was given."""
+        granularity, modules = self.recompute_granularity, self.recompute_modules
+        if self.recompute_activations and granularity is None:
+            granularity = "selective"
+        if granularity == "selective" and modules is None:
+            modules = ("core_attn",)
+        return dataclasses.replace(self, recompute_granularity=granularity, recompute_modules=modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +271,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RunConfig:
-    """Everything the user said, once."""
+class RequestedRun:
+    """Everything the user requested; None where a size was left out. `resolve` makes the config of a run of it."""
 
-    model: ModelConfig = ModelConfig()
+    model: RequestedModel = RequestedModel()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    train: TrainConfig = TrainConfig()
+    train: RequestedTraining = RequestedTraining()
     recompute: RecomputeConfig = RecomputeConfig()
     offload: OffloadConfig = OffloadConfig()
     compilation: CompileConfig = CompileConfig()
@@ -261,36 +294,36 @@ class RunConfig:
         """Fill in what depends on other settings; nothing that was given changes.
 
         Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
-        experts without experts.
+        experts without experts. What must be given and is not stays None: the rule `required` refuses it before anything reads it.
         """
-        train, model, parallel, recompute = self.train, self.model.resolve(), self.parallel, self.recompute
-        if train.seq_length is None:
-            train = dataclasses.replace(train, seq_length=train.encoder_seq_length)
-        if model.architecture == "t5" and train.decoder_seq_length is None:
-            train = dataclasses.replace(train, decoder_seq_length=train.seq_length)
+        parallel, optimizer = self._layout()
+        train = self.train.resolve(self.model.architecture, max(1, parallel.data_parallel_size(world_size)))
+        model = self.model.resolve()
         if model.max_position_embeddings is None and train.seq_length is not None:
-            model = dataclasses.replace(
-                model, max_position_embeddings=max(train.seq_length, train.decoder_seq_length or 0)
-            )
+            longest = max(train.seq_length, train.decoder_seq_length or 0)
+            model = dataclasses.replace(model, max_position_embeddings=longest)
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
+        return RunConfig(**given | found | {"recompute": self.recompute.resolve()})
+
+    def _layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
+        """The layout and the optimizer without what has no effect, and with what `dist_muon` stands for."""
+        parallel, optimizer = self.parallel, self.optimizer
+        changes: dict[str, Any] = {}
         if parallel.sequence_parallel and parallel.tp == 1:
-            parallel = dataclasses.replace(parallel, sequence_parallel=False)
-        if parallel.expert_tensor_parallel_size is not None and not model.moe.num_experts:
-            parallel = dataclasses.replace(parallel, expert_tensor_parallel_size=None)
-        optimizer = self.optimizer
+            changes["sequence_parallel"] = False
+        if parallel.expert_tensor_parallel_size is not None and not self.model.moe.num_experts:
+            changes["expert_tensor_parallel_size"] = None
         if optimizer.optimizer == "dist_muon":
             optimizer = dataclasses.replace(optimizer, optimizer="muon")
-            parallel = (
-                parallel if parallel.use_torch_fsdp2 else dataclasses.replace(parallel, use_distributed_optimizer=True)
-            )
-        if train.global_batch_size is None and train.micro_batch_size is not None:
-            data_parallel = max(1, parallel.data_parallel_size(world_size))
-            train = dataclasses.replace(train, global_batch_size=train.micro_batch_size * data_parallel)
-        if train.eval_interval is None:
-            train = dataclasses.replace(train, eval_interval=1000)
-        if recompute.recompute_activations and recompute.recompute_granularity is None:
-            recompute = dataclasses.replace(recompute, recompute_granularity="selective")
-        if recompute.recompute_granularity == "selective" and recompute.recompute_modules is None:
-            recompute = dataclasses.replace(recompute, recompute_modules=("core_attn",))
-        return dataclasses.replace(
-            self, model=model, parallel=parallel, train=train, recompute=recompute, optimizer=optimizer
-        )
+            if not parallel.use_torch_fsdp2:
+                changes["use_distributed_optimizer"] = True
+        return dataclasses.replace(parallel, **changes), optimizer
+
+
+class RunConfig(RequestedRun):
+    """Everything that holds in a run: what was requested, and what follows from it."""
+
+    __slots__ = ()
+    model: ModelConfig
+    train: TrainConfig

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.experts import with_experts_apart
@@ -62,7 +62,7 @@ class _Export:
     ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
         self.layout = Layout.of(source.settings, 3.0)
-        self.model = from_values(ModelConfig, source.settings).resolve()
+        self.model = from_values(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(found[2]) for name in self.names for found in [_LAYER.search(name)] if found)
         self.target = Path(folder) / f"iter_{iteration:07d}"
@@ -232,7 +232,7 @@ def write_legacy(
 
 def flags_for_megatron(source: Source) -> str:
     """Flags that Megatron needs with `--use-checkpoint-args`, or nothing."""
-    return flags_beside(from_values(ModelConfig, source.settings).resolve())
+    return flags_beside(from_values(RequestedModel, source.settings).resolve())
 
 
 def _unwritable(model: ModelConfig, names: list[str]) -> list[str]:
