@@ -13,4 +13,4 @@ sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".")
 from megatron.tools.text_generation_cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

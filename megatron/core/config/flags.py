@@ -71,7 +71,8 @@ def plain(default: Any, *, role: Role) -> Any:
 @cache
 def roles_of(config_class: type) -> Mapping[str, Role | None]:
     """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
-    hints, found = _types(config_class), {}
+    hints = _types(config_class)
+    found: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
             found |= roles_of(hints[field.name])

@@ -29,13 +29,15 @@ def _value(node: ast.expr) -> int | list[int]:
         return node.value
     if isinstance(node, ast.List):
         items = [_value(item) for item in node.elts]
-        if all(isinstance(item, int) for item in items):
-            return items
+        if len(numbers := [item for item in items if isinstance(item, int)]) == len(items):
+            return numbers
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
         left, right = _value(node.left), _value(node.right)
-        lists = isinstance(left, list) + isinstance(right, list)
-        if lists == (2 if isinstance(node.op, ast.Add) else 1):
-            size = len(left) * right if isinstance(left, list) and isinstance(right, int) else 0
-            if 0 <= size <= 100_000:
-                return left + right if isinstance(node.op, ast.Add) else left * right
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, int):
+            left, right = right, left
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if 0 <= len(left) * right <= 100_000:
+                return left * right
     raise ValueError("not a pattern")

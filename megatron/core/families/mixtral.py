@@ -37,7 +37,7 @@ def expert_rows(
 ) -> list[Row]:
     """A router and its experts, expert by expert. parts: what gate, up and down are called."""
     moe, (gate, up, down) = model.moe, parts
-    width, each = moe.moe_ffn_hidden_size, [f"{theirs}experts.{expert}." for expert in range(moe.num_experts)]
+    width, each = moe.expert_width, [f"{theirs}experts.{expert}." for expert in range(moe.experts)]
     return [
         Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
         Row(

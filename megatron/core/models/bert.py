@@ -18,7 +18,7 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import LanguageModelHead, MaskedWordTransform, Pooler
+from megatron.core.models.heads import LanguageModelHead, MaskedWordTransform, Pooler, output_matrix
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
@@ -48,7 +48,10 @@ class BERTModel(nn.Module):
         split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
         self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.has_embedding else None
         self.encoder = Stack(stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual)
-        self.lm_head = self.output_layer = self.pooler = self.binary_head = None
+        self.lm_head: MaskedWordTransform | None = None
+        self.output_layer: LanguageModelHead | None = None
+        self.pooler: Pooler | None = None
+        self.binary_head: Linear | None = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.lm_head = MaskedWordTransform(build)
@@ -88,9 +91,9 @@ class BERTModel(nn.Module):
         on the last, what the heads say.
         """
         x = self.encode(padding=padding, ids=ids, types=types, hidden=hidden)
-        if self.output_layer is None:
+        if self.output_layer is None or self.lm_head is None:
             return x
-        pairs = self.binary_head(self.pooler(x)) if self.binary_head is not None else None
+        pairs = self.binary_head(self.pooler(x)) if self.binary_head is not None and self.pooler is not None else None
         return BERTOutput(self.output_layer(self.lm_head(x), self.output_weight(), labels), pairs)
 
     def encode(
@@ -112,6 +115,4 @@ class BERTModel(nn.Module):
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""
-        assert self.output_layer is not None, "only the last stage has an output layer"
-        own = getattr(self.output_layer, "weight", None)
-        return self.embedding.word_embeddings.weight if own is None else own
+        return output_matrix(self.output_layer, self.embedding)

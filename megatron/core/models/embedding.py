@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,12 @@ class Embedding(nn.Module):
             tied=tied or again,
         )
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
-        shared = {"init": build.initial_embedding(), "region": build.region, "mesh": build.mesh, "dtype": build.dtype}
+        shared: dict[str, Any] = {
+            "init": build.initial_embedding(),
+            "region": build.region,
+            "mesh": build.mesh,
+            "dtype": build.dtype,
+        }
         self.residual_dtype = build.residual_dtype
         self.word_embeddings = VocabEmbedding(spec, region=build.region, mesh=build.mesh, dtype=build.dtype)
         self.position_embeddings = None

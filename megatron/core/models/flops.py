@@ -178,7 +178,7 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
     attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
     if model.attention_backend in ("unfused", "local") and "core_attn" not in again:
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
-    mlp_bytes = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
+    mlp_bytes: float = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
     if mlp == "moe":
         mlp_bytes = size * _kept_numbers(model, Split.of(config.parallel), frozenset(again))
     return between / saved_cut + attention + mlp_bytes
@@ -295,7 +295,7 @@ def used_matrices(model: ModelConfig) -> int:
     """Elements of the matrices that a token meets: its experts', the shared one's and the router's."""
     moe, h = model.moe, model.hidden_size
     shared = _mlp(model, moe.moe_shared_expert_intermediate_size or 0) + (h if moe.moe_shared_expert_gate else 0)
-    return moe.moe_router_topk * _mlp(model, moe.moe_ffn_hidden_size) + shared + h * moe.num_experts
+    return moe.moe_router_topk * _mlp(model, moe.expert_width) + shared + h * moe.experts
 
 
 def _kept_numbers(model: ModelConfig, split: Split, again: frozenset[str]) -> float:
@@ -308,7 +308,7 @@ def _kept_numbers(model: ModelConfig, split: Split, again: frozenset[str]) -> fl
     if "moe" in again:
         return 0.0
     made, between = (2, 3) if model.gated else (1, 2)
-    width = moe.moe_ffn_hidden_size / split.widths
+    width = moe.expert_width / split.widths
     row = model.hidden_size + width * (made + (0 if "moe_act" in again else between))
     shared = (moe.moe_shared_expert_intermediate_size or 0) / split.tensor * (made + between - 1)
     return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in again else shared)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import LanguageModelHead
+from megatron.core.models.heads import LanguageModelHead, output_matrix
 from megatron.core.models.mtp import Losses, MTPInputs, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize
@@ -148,6 +148,4 @@ class GPTModel(nn.Module):
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""
-        assert self.output_layer is not None, "only the last stage has an output layer"
-        own = getattr(self.output_layer, "weight", None)
-        return self.embedding.word_embeddings.weight if own is None else own
+        return output_matrix(self.output_layer, self.embedding)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.core.models.embedding import Embedding
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.transformer.build import Build
+
+
+def output_matrix(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
+    """The matrix of the output layer [v/tp, h]: its own, or with tied embeddings that of the input."""
+    own = getattr(output_layer, "weight", None)
+    if own is None:
+        assert output_layer is not None and embedding is not None, "only the last stage has an output layer"
+        return embedding.word_embeddings.weight
+    return own
 
 
 class LanguageModelHead(nn.Module):

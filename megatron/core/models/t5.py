@@ -18,7 +18,7 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import LanguageModelHead
+from megatron.core.models.heads import LanguageModelHead, output_matrix
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
@@ -128,9 +128,7 @@ class T5Model(nn.Module):
 
     def output_weight(self) -> Tensor:
         """The matrix of the output layer: its own, or the embedding's."""
-        assert self.output_layer is not None, "only the last stage has an output layer"
-        own = getattr(self.output_layer, "weight", None)
-        return self.embedding.word_embeddings.weight if own is None else own
+        return output_matrix(self.output_layer, self.embedding)
 
     def _begin(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
         memory = self.embedding(encoder_ids, positions_of(encoder_ids))

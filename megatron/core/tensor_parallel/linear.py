@@ -138,7 +138,8 @@ class _Multiply(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors
-        wgrad_store, bias, gradients = context.region.wgrad_store, context.bias, (None,)
+        wgrad_store, bias = context.region.wgrad_store, context.bias
+        gradients: tuple[Tensor | None, ...] = (None,)
         own = gradient.matmul(weight) if context.needs_input_grad[0] else None
         if wgrad_store is not None and wgrad_store.collects and context.needs_input_grad[1]:
             compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)

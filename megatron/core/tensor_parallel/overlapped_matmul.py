@@ -15,6 +15,7 @@ the order of the ring, another for every piece. No autograd here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,6 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, rows, matrix, out=out)
 
 
-def _wait(works: list[collectives.Work]) -> None:
+def _wait(works: Sequence[collectives.Work]) -> None:
     for work in works:
         collectives.wait(work)

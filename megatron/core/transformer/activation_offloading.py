@@ -12,7 +12,7 @@ and contexts inside it cover its matrices, since the innermost counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
     if not config.offloads:
         return
     offload = Offload(device, config.min_offloaded_tensor_size)
-    around(stage, lambda: nullcontext(offload.begin()))
+    around(stage, partial(_begun, offload))
     layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
@@ -42,6 +42,11 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
             around(part, partial(offload.aside, part) if name in config.offload_modules else kept)
 
 
+def _begun(offload: Offload) -> AbstractContextManager[None]:
+    offload.begin()
+    return nullcontext()
+
+
 def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
     mixer, experts = layer.self_attention, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
@@ -49,7 +54,7 @@ def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
         ("attn_norm", layer.input_layernorm),
         ("core_attn", mixer),
         ("mlp_norm", layer.pre_mlp_layernorm),
-        ("attn_proj", mixer.linear_proj),
+        ("attn_proj", mixer.get_submodule("linear_proj")),
     ]
     found += [
         ("qkv_linear", part)

@@ -11,6 +11,7 @@ On top, as asked: norms or unit length of query and key heads, windows, sinks, c
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class SelfAttention(nn.Module):
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
         key = FusedSegment(model.key_size, copies)
-        inner = {
+        inner: dict[str, Any] = {
             "bias": model.add_bias_linear or model.add_qkv_bias,
             "init": build.initial(),
             "region": build.region,
@@ -64,7 +65,8 @@ class SelfAttention(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm_across_heads:
             self.q_layernorm, self.k_layernorm = (
                 NormAcrossHeads(build, FusedSegment(model.query_size)),

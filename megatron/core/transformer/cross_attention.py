@@ -6,6 +6,8 @@ norm has been there. The key and value matrices are one matrix [k | v].
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import MaskSpec
@@ -25,7 +27,7 @@ class CrossAttention(nn.Module):
         self.build, self.head_size = build, model.kv_channels
         copies = max(1, tp // model.num_query_groups)
         key, bias = FusedSegment(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
-        shared = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
+        shared: dict[str, Any] = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
         self.linear_q = ColumnLinear(
             model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.initial(), **shared
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class MultiLatentAttention(nn.Module):
         self.heads = model.num_attention_heads // build.mesh.tp.size
         query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
         pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
-        made = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
+        made: dict[str, Any] = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
         cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
         compressed = mla.q_lora_rank is not None
         self.linear_q_proj = None if compressed else ColumnLinear(model.hidden_size, (query,), **cut)

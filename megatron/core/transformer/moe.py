@@ -74,7 +74,7 @@ class GroupedLinear(nn.Module):
     def __init__(self, build: Build, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial) -> None:
         """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
         super().__init__()
-        experts, width = build.model.moe.num_experts, sum(part.size for part in sizes[1])
+        experts, width = build.model.moe.experts, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
         by_expert, by_width = Shard(0, "ep", (FusedSegment(experts),)), Shard(cut, "etp", sizes[1])
         self.grouped_linear, self.wgrad_store = build.kernels.grouped_linear, build.wgrad_store
@@ -118,7 +118,7 @@ class Experts(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        model, part = build.model, FusedSegment(build.model.moe.moe_ffn_hidden_size)
+        model, part = build.model, FusedSegment(build.model.moe.expert_width)
         self.build = build
         self.linear_fc1 = GroupedLinear(
             build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.initial()
@@ -152,7 +152,7 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(
                 build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate
             )
-        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.num_experts, build.mesh, build.kernels)
+        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.experts, build.mesh, build.kernels)
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed input, both like x."""

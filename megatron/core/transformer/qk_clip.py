@@ -8,7 +8,7 @@ would have been t. Heads that share a key head shrink together, by the largest o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class Peaks:
         return torch.full((heads,), float("-inf"), device=device) if found is None else found
 
 
+@runtime_checkable
 class Clipped(Protocol):
     """An attention that can be clipped."""
 
@@ -52,13 +53,13 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
 
     The scores of a step are those of all its microbatches, over all ranks that share a layer.
     """
-    clipped: list[Clipped] = [module for module in modules if getattr(module, "peaks", None) is not None]
+    clipped = [(module, module.peaks) for module in modules if isinstance(module, Clipped) and module.peaks is not None]
     if not clipped:
         return {}
-    own = torch.stack([layer.peaks.take(layer.heads, mesh.device).to(torch.float64) for layer in clipped], dim=1)
+    own = torch.stack([peaks.take(layer.heads, mesh.device).to(torch.float64) for layer, peaks in clipped], dim=1)
     # Tensor ranks hold other heads of the same layers, data and context ranks the same heads of other tokens.
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}
-    for layer, shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
+    for (layer, _), shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
         factors |= {param.spec.name: rows for param, rows in layer.clip_rows(shrink, alpha).items()}
     return factors

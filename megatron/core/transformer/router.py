@@ -60,10 +60,12 @@ class Routing:
 class Router(nn.Module):
     """Scores of a linear layer, in a format of their own, and the choice they lead to."""
 
+    tally: Tensor
+
     def __init__(self, build: Build, plan: LayerPlan) -> None:
         super().__init__()
         model, self.moe = build.model, build.model.moe
-        self.build, self.layer, self.num_experts = build, plan.index, self.moe.num_experts
+        self.build, self.layer, self.num_experts = build, plan.index, self.moe.experts
         asked = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[asked]
         shape = (self.num_experts, model.hidden_size)
@@ -266,7 +268,7 @@ def _positive(scores: Tensor, function: str) -> Tensor:
 def capacity(num_tokens: int, moe: MoEConfig) -> int:
     """How many of a rank's tokens one expert takes."""
     assert moe.moe_expert_capacity_factor is not None, "a capacity follows from its factor"
-    return math.ceil(num_tokens * moe.moe_router_topk / moe.num_experts * moe.moe_expert_capacity_factor)
+    return math.ceil(num_tokens * moe.moe_router_topk / moe.experts * moe.moe_expert_capacity_factor)
 
 
 def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing:

@@ -49,7 +49,7 @@ class Stack(nn.Module):
 
     def _groups(self) -> list[tuple[list[Layer], bool]]:
         """(layers, whether their activations are dropped), in order."""
-        choice, layers = self.build.recompute, list(self.layers.values())
+        choice, layers = self.build.recompute, [layer for layer in self.layers.values() if isinstance(layer, Layer)]
         if choice.recompute_granularity != "full":
             return [(layers, False)]
         size = choice.recompute_num_layers or 1

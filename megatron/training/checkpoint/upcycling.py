@@ -91,11 +91,11 @@ class Upcycled:
         elif which == "linear_fc2.weight":
             shape[1] //= self.moe.moe_upcycling_granularity
         expert = f"{prefix}experts.{which}"
-        self.formats[expert] = Format((self.moe.num_experts, *shape), format.dtype)
+        self.formats[expert] = Format((self.moe.experts, *shape), format.dtype)
         self._made[expert] = name, which
         if which == "linear_fc1.weight":
-            self.formats[f"{prefix}router.weight"] = Format((self.moe.num_experts, shape[1]), torch.float32)
-            each = Format((self.moe.num_experts,), torch.float32)
+            self.formats[f"{prefix}router.weight"] = Format((self.moe.experts, shape[1]), torch.float32)
+            each = Format((self.moe.experts,), torch.float32)
             if self.config.model.add_bias_linear:
                 self.formats[f"{prefix}router.bias"] = each
             if self.moe.moe_router_enable_expert_bias:
@@ -103,7 +103,7 @@ class Upcycled:
 
     def _expert(self, dense: str, which: str, piece: int, box: Box) -> Tensor:
         """A box of a parameter of one expert, which is slice number `piece` of a copy."""
-        width = self.moe.moe_ffn_hidden_size
+        width = self.moe.expert_width
         if which == "linear_fc2.bias":
             return self.dense.read(dense, box) * (self._output_scale() / self.moe.moe_upcycling_granularity)
         if which == "linear_fc2.weight":
@@ -121,7 +121,7 @@ class Upcycled:
         """What takes the place of the weights of a slice, added up over its copies: one over their sum."""
         moe = self.moe
         if moe.moe_router_score_function == "softmax" and moe.moe_router_pre_softmax:
-            total = moe.moe_router_topk / moe.num_experts
+            total = moe.moe_router_topk / moe.experts
         else:
             total = 1.0
         return moe.moe_upcycling_granularity / (total * (moe.moe_router_topk_scaling_factor or 1.0))
@@ -135,4 +135,4 @@ class Upcycled:
         )
         drawn = init(self.formats[name].shape, generator)
         parts = self.moe.moe_upcycling_granularity
-        return drawn[: self.moe.num_experts // parts].repeat_interleave(parts, 0)
+        return drawn[: self.moe.experts // parts].repeat_interleave(parts, 0)

@@ -82,10 +82,10 @@ def expert_layout(run: RunConfig, world_size: int) -> str:
             f"--num-experts {moe.num_experts} cannot be divided over --expert-model-parallel-size {ep}; choose a size "
             "that divides the experts"
         )
-    if moe.moe_ffn_hidden_size % etp:
+    if moe.expert_width % etp:
         problems.append(
             f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be divided over {own}; choose "
-            f"{moe.moe_ffn_hidden_size // etp * etp or etp} or {-(-moe.moe_ffn_hidden_size // etp) * etp}"
+            f"{moe.expert_width // etp * etp or etp} or {-(-moe.expert_width // etp) * etp}"
         )
     if world_size % (etp * ep * pp):
         problems.append(

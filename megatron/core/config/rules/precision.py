@@ -110,7 +110,7 @@ def _sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     if moe.num_experts:
         yield (
             f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size}",
-            moe.moe_ffn_hidden_size,
+            moe.expert_width,
             run.parallel.expert_tensor_parallel_size or tp,
         )
     if moe.moe_shared_expert_intermediate_size is not None:

@@ -45,13 +45,13 @@ def _groups(moe: MoEConfig) -> list[str]:
         return []
     if groups is None or taken is None:
         return ["--moe-router-num-groups and --moe-router-group-topk belong together; give both or none"]
-    if groups < 1 or experts % groups:
+    if groups < 1 or (experts or 0) % groups:
         return [f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"]
     if not 1 <= taken <= groups:
         return [f"--moe-router-group-topk {taken} must be from 1 to --moe-router-num-groups {groups}"]
     if _evens(moe):
         return ["--moe-router-num-groups has no meaning for sinkhorn, which looks at all experts; leave it out"]
-    size = experts // groups
+    size = (experts or 0) // groups
     if topk > taken * size:
         return [
             f"--moe-router-topk {topk} experts are not to be had in --moe-router-group-topk {taken} groups of {size}"
@@ -103,7 +103,7 @@ def upcycling(run: RunConfig) -> str:
         problems.append(
             "--moe-use-upcycling has no dense checkpoint to begin with; give --load or --pretrained-checkpoint"
         )
-    if parts < 1 or moe.moe_ffn_hidden_size * parts != model.ffn_hidden_size:
+    if parts < 1 or moe.expert_width * parts != model.ffn_hidden_size:
         problems.append(
             f"--moe-upcycling-granularity {parts} cuts --ffn-hidden-size {model.ffn_hidden_size} into experts of another width than "
             f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size}; their product must be the dense width"

@@ -85,6 +85,16 @@ class MoEConfig:
     moe_per_layer_logging: bool = flag(False, "report balance layer by layer", role="free")
 
     @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0: no layer has any."""
+        return self.num_experts or 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert's MLP; 0 where there are none."""
+        return self.moe_ffn_hidden_size or 0
+
+    @property
     def library(self) -> str:
         """Which library is to send tokens; "" if none is to be asked for."""
         if not self.num_experts or self.moe_token_dispatcher_type != "flex":
