@@ -37,6 +37,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, constant, name_all, parameter
 from megatron.core.parallel.wgrad import WeightGradStore
@@ -422,10 +423,13 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
     """Seconds of every schedule: without transport; and with it, blocking and overlapped."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranks = tuple(range(size))
-    axis, backward_axis = (Axis(name, size, rank, ranks, dist.new_group(list(ranks))) for name in ("pp", "pp_backward"))
+    overlap = Overlap()
+    axis, backward_axis = (
+        Axis(name, size, rank, ranks, dist.new_group(list(ranks)), overlap=overlap) for name in ("pp", "pp_backward")
+    )
     courier, found = Courier(delay), {}
     for name, plan in schedules(size, m).items():
-        whole, wgrad_store = with_reduction(plan), WeightGradStore()
+        whole, wgrad_store = with_reduction(plan), overlap.wgrad_store
         work = Sleeper(seconds_of(plan, STEP), 1 + max(action.stage for row in plan for action in row), wgrad_store)
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
@@ -435,7 +439,6 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
                     work=work,
                     axis=axis,
                     backward_axis=backward_axis,
-                    wgrad_store=wgrad_store,
                 )
 
         found[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "Trail": "FlightRecorder",
+        "Journey": "AsyncExchange",
+        "dual_batch": "overlap",
         "Turns": "DualBatch",
         "Deferred": "WeightGradStore",
         "GradientSum": "MainGrad",

@@ -13,7 +13,6 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
@@ -60,7 +59,6 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     ending: Ending = field(default_factory=Ending)
     started: float = field(default_factory=time.monotonic)
-    wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
 
     @property
     def build(self) -> Build:
@@ -74,7 +72,7 @@ class Run:
             sequence_parallel=self.config.parallel.sequence_parallel,
             recompute=self.config.recompute,
             cp_comm_type=self.config.parallel.cp_comm_type,
-            wgrad_store=self.wgrad_store if self.config.parallel.defers_weights else None,
+            wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weights else None,
             low_precision=self.config.precision.low,
             overlapped=self._overlapped_matmuls,
             sums=self._sums,

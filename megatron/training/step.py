@@ -206,7 +206,6 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
             work=work,
             axis=mesh.pp,
             backward_axis=mesh.pp_backward,
-            wgrad_store=run_.wgrad_store,
             delays=config.parallel.delay_wgrad_compute,
         )
     mesh.flight_recorder.enter("reduction of gradients")

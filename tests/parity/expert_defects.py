@@ -14,7 +14,7 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives, rng
-from megatron.core.parallel.collectives import Journey
+from megatron.core.parallel.collectives import AsyncExchange
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, local_shards
@@ -33,7 +33,7 @@ _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
     moe.Shard,
 )
 _forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
-_gathered, _sent, _depart = AllGather.send, AllToAll.send, collectives.depart
+_gathered, _sent, _start_async = AllGather.send, AllToAll.send, collectives.start_async
 
 
 # The gradient, from the experts on.
@@ -100,8 +100,8 @@ def _own_share(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return tensor.split(sizes)[axis.rank]
 
 
-def _without_a_way_back(tensor: Tensor, journey: Journey) -> Tensor:
-    return _depart(tensor if tensor.shape[-1] > 1 else tensor.detach(), journey)
+def _without_a_way_back(tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+    return _start_async(tensor if tensor.shape[-1] > 1 else tensor.detach(), exchange)
 
 
 def _weights_of_this_rank_only(self: AllGather, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
@@ -198,7 +198,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "gradients of weights do not come home",
         (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
-        ((dispatch, "collectives", collectives_with(depart=_without_a_way_back)),),
+        ((dispatch, "collectives", collectives_with(start_async=_without_a_way_back)),),
     ),
     Defect(
         "tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)

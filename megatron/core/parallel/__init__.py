@@ -11,6 +11,6 @@ recompute.py    activation recomputation that replays the random streams
 offload.py      activation offloading to CPU memory
 wgrad.py        delayed weight gradients (zero bubble, --delay-wgrad-compute)
 main_grad.py    main gradients, and the accumulation that layers do themselves
-dual_batch.py   dual-batch overlap: two microbatches take turns, one computes while the other communicates
+overlap.py      computation during waits: dual-batch overlap, delayed weight gradients
 flight_recorder.py  the last collectives of a rank, for messages about failures
 """

@@ -7,7 +7,9 @@ size 1: this is the only file that asks. Gathers and scatters go along dimension
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron.core.parallel.device import memory_of
 from megatron.core.parallel.mesh import Axis
 
 Work = dist.Work | None
+Meanwhile = Callable[[], None] | None  # runs between the start of a collective and the wait for it
 
 # torch 2.13 gave these two new names and warns about the old ones.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,15 +34,11 @@ def wait(work: Work) -> None:
         work.wait()
 
 
-def wait_for_axis(work: Work, axis: Axis, *, alone: bool = True) -> None:
-    """Wait for work over an axis, and do delayed work meanwhile: delayed weight gradients, or the other microbatch of dual-batch
-    overlap while tokens travel over the expert axis.
-
-    alone: it is not part of a larger communication.
-    """
-    axis.flight_recorder.idle()
-    if alone and axis.name == "ep":
-        axis.flight_recorder.travels()
+def wait_for_axis(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> None:
+    """Wait for work over an axis; before, compute delayed weight gradients and run `meanwhile`."""
+    axis.overlap.fill_wait()
+    if meanwhile is not None:
+        meanwhile()
     axis.flight_recorder.pause()
     wait(work)
     axis.flight_recorder.resume()
@@ -83,21 +82,21 @@ def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
     return _gather_single(output, piece, group=axis.group, async_op=True)
 
 
-def all_gather(piece: Tensor, axis: Axis, *, alone: bool = True) -> Tensor:
-    """Every rank's piece, laid end to end along dimension 0. piece: [k, ...]; returns [axis.size * k, ...]. alone: as above."""
+def all_gather(piece: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """Concatenate every rank's piece along dimension 0. piece: [k, ...]; returns [axis.size * k, ...]."""
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    wait_for_axis(start_all_gather(output, piece.contiguous(), axis), axis, alone=alone)
+    wait_for_axis(start_all_gather(output, piece.contiguous(), axis), axis, meanwhile)
     return output
 
 
-def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, cut along dimension 0. tensor: [axis.size * k, ...]; returns this rank's [k, ...]."""
+def reduce_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """Sum over the axis and keep this rank's piece. tensor: [axis.size * k, ...]; returns [k, ...]."""
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    wait_for_axis(start_reduce_scatter(output, tensor.contiguous(), axis), axis)
+    wait_for_axis(start_reduce_scatter(output, tensor.contiguous(), axis), axis, meanwhile)
     return output
 
 
@@ -157,110 +156,93 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-class _IdentityThenReduce(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return tensor.view_as(tensor)
+class _Pair(Function):
+    """`forward` on the tensor, `backward` on its gradient."""
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.clone(), context.axis), None
-
-
-class _ReduceThenIdentity(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(tensor.clone(), axis)
+    def forward(
+        context: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        context.of_gradient = backward
+        return forward(tensor)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return context.of_gradient(gradient), None, None
 
 
-class _GatherThenScatter(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return all_gather(tensor, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, context.axis), None
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-class _ScatterThenGather(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return reduce_scatter(tensor, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, context.axis), None
+def _sum(tensor: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(tensor.clone(), axis)
 
 
-class _CutThenGather(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return cut(tensor, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, context.axis), None
+def _gather_columns(tensor: Tensor, axis: Axis) -> Tensor:
+    return torch.cat(all_gather(tensor, axis).chunk(axis.size), dim=-1)
 
 
-class _GatherColumnsThenCut(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return torch.cat(all_gather(tensor, axis).chunk(axis.size), dim=-1)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(context.axis.size, dim=-1)[context.axis.rank].contiguous(), None
+def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
+    return tensor.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: nothing. Backward: sum the gradient over the axis."""
-    return tensor if axis.size == 1 else _IdentityThenReduce.apply(tensor, axis)
+    """Forward: nothing. Backward: sum the gradient over the axis. tensor, result: [...]."""
+    return tensor if axis.size == 1 else _Pair.apply(tensor, _identity, partial(_sum, axis=axis))
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: sum over the axis. Backward: nothing, since every rank's gradient is already whole."""
-    return tensor if axis.size == 1 else _ReduceThenIdentity.apply(tensor, axis)
+    """Forward: sum over the axis. Backward: nothing, since every rank's gradient is already whole. tensor, result: [...]."""
+    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(_sum, axis=axis), _identity)
 
 
-def gather_then_scatter(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: gather along dimension 0. Backward: sum the gradient and keep this rank's piece."""
-    return tensor if axis.size == 1 else _GatherThenScatter.apply(tensor, axis)
+def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """Forward: gather along dimension 0. Backward: sum the gradient and keep this rank's piece.
+
+    tensor: [k, ...]; returns [axis.size * k, ...].
+    """
+    if axis.size == 1:
+        return tensor
+    options = {"axis": axis, "meanwhile": meanwhile}
+    return _Pair.apply(tensor, partial(all_gather, **options), partial(reduce_scatter, **options))
 
 
-def scatter_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: sum over the axis and keep this rank's piece. Backward: gather the gradient."""
-    return tensor if axis.size == 1 else _ScatterThenGather.apply(tensor, axis)
+def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """Forward: sum over the axis and keep this rank's piece. Backward: gather the gradient.
+
+    tensor: [axis.size * k, ...]; returns [k, ...].
+    """
+    if axis.size == 1:
+        return tensor
+    options = {"axis": axis, "meanwhile": meanwhile}
+    return _Pair.apply(tensor, partial(reduce_scatter, **options), partial(all_gather, **options))
 
 
 def cut_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: keep this rank's piece of a replicated tensor. Backward: gather the gradient."""
-    return tensor if axis.size == 1 else _CutThenGather.apply(tensor, axis)
+    """Forward: keep this rank's piece of a replicated tensor. Backward: gather the gradient.
 
-
-class _GatherThenCut(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        context.axis = axis
-        return all_gather(tensor, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return cut(gradient, context.axis), None
+    tensor: [axis.size * k, ...]; returns [k, ...].
+    """
+    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(cut, axis=axis), partial(all_gather, axis=axis))
 
 
 def gather_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: gather along dimension 0. Backward: keep this rank's piece of a gradient that all ranks hold alike."""
-    return tensor if axis.size == 1 else _GatherThenCut.apply(tensor, axis)
+    """Forward: gather along dimension 0. Backward: keep this rank's piece of a gradient that all ranks hold alike.
+
+    tensor: [k, ...]; returns [axis.size * k, ...].
+    """
+    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(all_gather, axis=axis), partial(cut, axis=axis))
+
+
+def gather_columns_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: gather along the last dimension. Backward: keep this rank's columns, since every rank's gradient is whole.
+
+    tensor: [..., k]; returns [..., axis.size * k].
+    """
+    if axis.size == 1:
+        return tensor
+    return _Pair.apply(tensor, partial(_gather_columns, axis=axis), partial(_cut_columns, axis=axis))
 
 
 # Exchanges of uneven pieces, along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
@@ -277,69 +259,75 @@ def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Ax
 
 
 @dataclass(slots=True)
-class Journey:
-    """An exchange between its departure and its arrival, in the forward and in the backward pass.
+class AsyncExchange:
+    """An asynchronous exchange: its state between start and wait, in the forward and in the backward pass.
 
-    send, receive: rows to and from every rank of the axis. alone: it is not in the company of a larger one. work: what is on its
-    way now. home: the gradient that comes back.
+    send, receive: rows to and from every rank of the axis. meanwhile: runs before each wait. work: the collective under way.
+    gradient: what the backward pass receives.
     """
 
     send: list[int]
     receive: list[int]
     axis: Axis
-    alone: bool = True
+    meanwhile: Meanwhile = None
     work: Work = None
-    home: Tensor | None = None
+    gradient: Tensor | None = None
 
     def wait(self) -> None:
-        """Wait for what is on its way, and let the work go, which would hold its tensors until the backward pass."""
-        wait_for_axis(self.work, self.axis, alone=self.alone)
+        """Wait for the collective and release it, which would hold its tensors until the backward pass."""
+        wait_for_axis(self.work, self.axis, self.meanwhile)
         self.work = None
 
 
-class _Depart(Function):
+class _Start(Function):
     @staticmethod
-    def forward(context: Any, tensor: Tensor, journey: Journey) -> Tensor:
-        context.journey = journey
-        coming, journey.work = start_exchange(tensor, journey.send, journey.receive, journey.axis)
-        return coming
+    def forward(context: Any, tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+        context.exchange = exchange
+        received, exchange.work = start_exchange(tensor, exchange.send, exchange.receive, exchange.axis)
+        return received
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        journey = context.journey
-        journey.wait()
-        home, journey.home = journey.home, None
-        return home, None
+    def backward(context: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        exchange = context.exchange
+        exchange.wait()
+        gradient, exchange.gradient = exchange.gradient, None
+        return gradient, None
 
 
-class _Arrive(Function):
+class _Finish(Function):
     @staticmethod
-    def forward(context: Any, tensor: Tensor, journey: Journey) -> Tensor:
-        context.journey = journey
-        journey.wait()
+    def forward(context: Any, tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+        context.exchange = exchange
+        exchange.wait()
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        journey = context.journey
-        journey.home, journey.work = start_exchange(gradient, journey.receive, journey.send, journey.axis)
-        return gradient, None  # only for autograd, which wants a gradient of the input's shape: `home` has the true one
+        exchange = context.exchange
+        exchange.gradient, exchange.work = start_exchange(gradient, exchange.receive, exchange.send, exchange.axis)
+        return gradient, None  # only for autograd, which wants the input's shape: `exchange.gradient` has the true one
 
 
-def depart(tensor: Tensor, journey: Journey) -> Tensor:
-    """Start an exchange. What is returned has no values yet: it is for `arrive` only. Backward: wait for the gradient."""
-    return tensor if journey.axis.size == 1 else _Depart.apply(tensor, journey)
+def start_async(tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+    """Start an exchange. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_async`.
+
+    Backward: wait for the gradient.
+    """
+    return tensor if exchange.axis.size == 1 else _Start.apply(tensor, exchange)
 
 
-def arrive(coming: Tensor, journey: Journey) -> Tensor:
-    """Wait for what `depart` started. Backward: start to send the gradient home."""
-    return coming if journey.axis.size == 1 else _Arrive.apply(coming, journey)
+def finish_async(received: Tensor, exchange: AsyncExchange) -> Tensor:
+    """Wait for the result of `start_async`. received, result: [sum(receive), ...]. Backward: start the exchange of the gradient."""
+    return received if exchange.axis.size == 1 else _Finish.apply(received, exchange)
 
 
-def exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    """Forward: the i-th piece goes to rank i. Backward: gradients go home."""
-    journey = Journey(send, receive, axis)
-    return arrive(depart(tensor, journey), journey)
+def exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """All-to-all along dimension 0: the i-th piece goes to rank i. Backward: the same of the gradient, the other way round.
+
+    send, receive: rows to and from every rank. tensor: [sum(send), ...]; returns [sum(receive), ...].
+    """
+    one = AsyncExchange(send, receive, axis, meanwhile)
+    return finish_async(start_async(tensor, one), one)
 
 
 def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
@@ -356,38 +344,17 @@ def _filled(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))))
 
 
-class _UnevenGather(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-        context.sizes, context.axis = sizes, axis
-        return _gather_uneven(tensor, sizes, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_uneven(gradient, context.sizes, context.axis), None, None
-
-
-class _UnevenScatter(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-        context.sizes, context.axis = sizes, axis
-        return _scatter_uneven(tensor, sizes, axis)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_uneven(gradient, context.sizes, context.axis), None, None
-
-
 def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`gather_then_scatter` of pieces with these numbers of rows; tensor has sizes[axis.rank] of them."""
-    return tensor if axis.size == 1 else _UnevenGather.apply(tensor, sizes, axis)
+    """`gather_then_scatter` of pieces with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...]."""
+    if axis.size == 1:
+        return tensor
+    options = {"sizes": sizes, "axis": axis}
+    return _Pair.apply(tensor, partial(_gather_uneven, **options), partial(_scatter_uneven, **options))
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`scatter_then_gather` into pieces with these numbers of rows; tensor has sum(sizes) of them."""
-    return tensor if axis.size == 1 else _UnevenScatter.apply(tensor, sizes, axis)
-
-
-def gather_columns_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: gather along the last dimension. Backward: keep this rank's columns, since every rank's gradient is whole."""
-    return tensor if axis.size == 1 else _GatherColumnsThenCut.apply(tensor, axis)
+    """`scatter_then_gather` into pieces with these numbers of rows. tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...]."""
+    if axis.size == 1:
+        return tensor
+    options = {"sizes": sizes, "axis": axis}
+    return _Pair.apply(tensor, partial(_scatter_uneven, **options), partial(_gather_uneven, **options))

@@ -11,7 +11,6 @@ ranks of a group, those that have begun fewer than the others are the ones that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 from megatron.core.parallel.device import Stopwatch
@@ -27,8 +26,7 @@ class FlightRecorder:
     """The notes of one rank. Written by the training thread; other threads may read, and may miss the newest note.
 
     iteration: the current one, from 1. moves: a counter of all notes. stopwatch: if set, times the work between `start` and `stop`
-    without the waits between `pause` and `resume`. idle: called before a wait for other ranks in the midst of work, to do delayed
-    work meanwhile. travels: called while tokens travel to experts or back, to switch to the other microbatch of dual-batch overlap.
+    without the waits between `pause` and `resume`.
     """
 
     def __init__(self) -> None:
@@ -37,8 +35,6 @@ class FlightRecorder:
         self.action: object = ""
         self.moves = 0
         self.stopwatch: Stopwatch | None = None
-        self.idle: Callable[[], None] = _nothing
-        self.travels: Callable[[], None] = _nothing
         self.counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._ring: list[Note | None] = [None] * _KEPT
         self._noted = 0
@@ -110,10 +106,6 @@ class FlightRecorder:
         """The last collectives as text, newest first."""
         notes = [self._ring[(self._noted - 1 - back) % _KEPT] for back in range(min(count, _KEPT, self._noted))]
         return [_words(note) for note in notes if note is not None]
-
-
-def _nothing() -> None:
-    """Default of the callbacks."""
 
 
 def _caller(frame: FrameType | None) -> tuple[str, int]:

@@ -21,13 +21,14 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.device import backend_of, compute_in_batches
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import axis_ranks, block_ranks
+from megatron.core.parallel.overlap import Overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1.
 
-    flight_recorder: where collectives over it are noted, which all axes of a mesh share.
+    flight_recorder: where collectives over it are noted; overlap: what is computed during waits. All axes of a mesh share both.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
+    overlap: Overlap = field(default_factory=Overlap, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -78,9 +80,9 @@ class Mesh:
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
-        flight_recorder = FlightRecorder()
+        flight_recorder, overlap = FlightRecorder(), Overlap()
         axes = {
-            field.name: Axis(field.name, flight_recorder=flight_recorder)
+            field.name: Axis(field.name, flight_recorder=flight_recorder, overlap=overlap)
             for field in fields(Mesh)
             if field.name not in ("device", "blocks")
         }
@@ -96,10 +98,11 @@ class Mesh:
         lists = axis_ranks(parallel, world_size)
         lists["pp_backward"] = lists["pp"]
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes, flight_recorder = {}, FlightRecorder()
+        axes, flight_recorder, overlap = {}, FlightRecorder(), Overlap()
 
         def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
-            return replace(_axis(name, lists, rank, made, backend, timeout), flight_recorder=flight_recorder)
+            mine = _axis(name, lists, rank, made, backend, timeout)
+            return replace(mine, flight_recorder=flight_recorder, overlap=overlap)
 
         for place in fields(Mesh):
             if place.name in ("device", "blocks"):
@@ -115,6 +118,11 @@ class Mesh:
     def flight_recorder(self) -> FlightRecorder:
         """Where this rank notes what it does."""
         return self.world.flight_recorder
+
+    @property
+    def overlap(self) -> Overlap:
+        """What this rank computes while it waits for others."""
+        return self.world.overlap
 
     def sharing(self, size: int) -> Axis:
         """This rank and those with which it shares a sequence that is cut over so many."""

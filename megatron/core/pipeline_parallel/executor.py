@@ -16,8 +16,8 @@ gradients are those of the floating-point tensors among them, zeros where a stag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,10 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.parallel.dual_batch import DualBatch
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 
@@ -58,19 +56,11 @@ class Work(Protocol):
         """All gradients of the stage are there: begin their reduction over data parallelism."""
 
 
-def run(
-    script: Script,
-    *,
-    work: Work,
-    axis: Axis,
-    backward_axis: Axis,
-    wgrad_store: WeightGradStore | None = None,
-    delays: bool = False,
-) -> None:
+def run(script: Script, *, work: Work, axis: Axis, backward_axis: Axis, delays: bool = False) -> None:
     """Do everything the script says; returns when this rank's messages are through.
 
     axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
-    wgrad_store: where layers delay weight gradients until the schedule's "W"; or, with `delays`, until a backward pass would wait
+    Layers delay weight gradients in `axis.overlap` until the schedule's "W"; or, with `delays`, until a backward pass would wait
     for other ranks.
     """
     assert (script.rank, script.size) == (axis.rank, axis.size), (
@@ -78,12 +68,9 @@ def run(
     )
     final = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
     splits = any(isinstance(step, Action) and step.op == "W" for step in script.steps)
-    assert wgrad_store is not None or not (splits or delays), "weights that wait need a place where they do"
     assert not (splits and delays), "a plan says when its weights' gradients are computed"
     own = frozenset(step for step in script.steps if isinstance(step, Action))
-    walk = _Walk(
-        script, work, {"F": axis, "B": backward_axis}, final, own, wgrad_store if splits or delays else None, delays
-    )
+    walk = _Walk(script, work, {"F": axis, "B": backward_axis}, final, own, splits, delays)
     with torch.set_grad_enabled(bool(final)):
         for part in script.parts():
             if isinstance(part[0], Transfer):
@@ -130,7 +117,7 @@ class _Walk:
     axes: dict[str, Axis]
     final: dict[int, Action]
     own: frozenset[Action]
-    wgrad_store: WeightGradStore | None
+    splits: bool
     delays: bool
     arrived: dict[Action, _Payload] = field(default_factory=dict)  # by the action that takes it
     made: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)  # by the action that made it
@@ -163,7 +150,7 @@ class _Walk:
         elif action.op == "B":
             self._pass_on(action, self._backward(action))
         elif action.op == "W":
-            self.wgrad_store.pop((action.stage, action.microbatch))
+            self.axes["F"].overlap.wgrad_store.pop((action.stage, action.microbatch))
         else:
             self.work.reduce(action.stage)
         flight_recorder.stop()
@@ -173,18 +160,14 @@ class _Walk:
     def perform_together(self, forward: Action, backward: Action) -> None:
         """Dual-batch overlap: run two passes that take turns while the other communicates."""
         earlier, self.sending = self.sending, []
-        flight_recorder, turns = self.axes["F"].flight_recorder, DualBatch()
+        flight_recorder = self.axes["F"].flight_recorder
         flight_recorder.enter(f"{forward} and {backward}")
         flight_recorder.start()
-        flight_recorder.travels, before = turns.switch, flight_recorder.travels
-        try:
-            turns.run(
-                lambda: self._pass_on(forward, self._forward(forward)),
-                lambda: self._pass_on(backward, self._backward(backward)),
-                self.work.device,
-            )
-        finally:
-            flight_recorder.travels = before
+        self.axes["F"].overlap.run_both(
+            lambda: self._pass_on(forward, self._forward(forward)),
+            lambda: self._pass_on(backward, self._backward(backward)),
+            self.work.device,
+        )
         flight_recorder.stop()
         for payload in earlier:
             payload.wait(flight_recorder)
@@ -222,42 +205,20 @@ class _Walk:
         )
         last = action == self.final[action.stage]
         # With delays, the last pass of a stage leaves nothing: some weights would come twice, and their sum set out after the first.
-        leaves = self.wgrad_store is not None and not (self.delays and last)
+        leaves = self.splits or (self.delays and not last)
         self.work.before_backward(action.stage, action.microbatch, last and not leaves)
         pairs = [pair for pair in zip(kept.edges, gradients, strict=True) if pair[0] is not None]
         if pairs:
-            with self._leaving(action) if leaves else nullcontext():
+            with self._delayed(action) if leaves else nullcontext():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received if leaf.requires_grad
         ]
 
-    @contextmanager
-    def _leaving(self, action: Action) -> Iterator[None]:
-        """Around autograd, where gradients of weights are to wait."""
-        wgrad_store, key, flight_recorder = (
-            self.wgrad_store,
-            (action.stage, action.microbatch),
-            self.axes["F"].flight_recorder,
-        )
-        assert wgrad_store is not None, "weights that wait need a place where they do"
-        if not self.delays:
-            with wgrad_store.collecting(key):
-                yield
-            return
-        others = flight_recorder.idle
-
-        def idle() -> None:
-            wgrad_store.flush()
-            others()
-
-        flight_recorder.idle = idle
-        try:
-            with wgrad_store.collecting(key):
-                yield
-        finally:
-            flight_recorder.idle = others
-        wgrad_store.pop(key)
+    def _delayed(self, action: Action) -> AbstractContextManager[None]:
+        """Around autograd, where weight gradients are delayed."""
+        overlap = self.axes["F"].overlap
+        return overlap.delayed_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
 
     def _pass_on(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Leave an action's result for the message that takes it, or for the action itself where that is on this rank."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
-from megatron.core.parallel.collectives import Journey
+from megatron.core.parallel.collectives import AsyncExchange
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import Routing
 
@@ -196,19 +196,21 @@ class AllGather:
     def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
         """As the protocol says."""
         shares = collect(outputs, parcel.order)
-        return collectives.scatter_then_gather(collectives.scatter_then_gather(shares, self.ep), self.etp)
+        summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch)
+        return collectives.scatter_then_gather(summed, self.etp)
 
     def _gather(self, values: Tensor) -> Tensor:
         if not values.dtype.is_floating_point:
-            return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep, alone=False)
-        return collectives.gather_then_scatter(collectives.gather_then_scatter(values, self.etp), self.ep)
+            return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
+        gathered = collectives.gather_then_scatter(values, self.etp)
+        return collectives.gather_then_scatter(gathered, self.ep, self.ep.overlap.switch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """journey: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
+    """exchange: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
 
-    journey: Journey
+    exchange: AsyncExchange
     gathered: list[int]
     index: Tensor
     back: Tensor
@@ -230,23 +232,23 @@ class AllToAll:
         )
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
-        whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep, alone=False), self.etp)
+        whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep), self.etp)
         table = whole.view(self.etp.size, self.ep.size, self.ep.size, here).cpu()
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
         way = _Way(
-            Journey(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep),
+            AsyncExchange(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch),
             arriving.sum((1, 2)).tolist(),
             *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))),
         )
-        beside = Journey(send, way.journey.receive, self.ep, alone=False)
-        weights = collectives.depart(spread_weights(routing.weights, order)[:, None], beside)
-        coming = collectives.depart(spread(tokens, order), way.journey)
+        beside = AsyncExchange(send, way.exchange.receive, self.ep)  # its waits follow those of the tokens
+        weights = collectives.start_async(spread_weights(routing.weights, order)[:, None], beside)
+        coming = collectives.start_async(spread(tokens, order), way.exchange)
         counts = arriving.sum((0, 1)).to(tokens.device)
 
         def arrive() -> Rows:
-            arrived = self._sorted(collectives.arrive(coming, way.journey), way)
-            return Rows(arrived, self._sorted(collectives.arrive(weights, beside), way).squeeze(1), counts)
+            arrived = self._sorted(collectives.finish_async(coming, way.exchange), way)
+            return Rows(arrived, self._sorted(collectives.finish_async(weights, beside), way).squeeze(1), counts)
 
         return Parcel(arrive, order, way)
 
@@ -255,7 +257,8 @@ class AllToAll:
         way: _Way = parcel.way
         shares = rearranged(outputs, way.back, way.index, self.permute)
         own = collectives.uneven_scatter_then_gather(shares, way.gathered, self.etp)
-        return collect(collectives.exchange(own, way.journey.receive, way.journey.send, self.ep), parcel.order)
+        forth, switch = way.exchange, self.ep.overlap.switch
+        return collect(collectives.exchange(own, forth.receive, forth.send, self.ep, switch), parcel.order)
 
     def _sorted(self, rows: Tensor, way: _Way) -> Tensor:
         return rearranged(

@@ -32,6 +32,7 @@ from megatron.core.kernels.table import available, select
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
@@ -101,11 +102,11 @@ class _Told(FlightRecorder):
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
-    flight_recorder = _Told(recorder)
+    shared: dict[str, Any] = {"flight_recorder": _Told(recorder), "overlap": Overlap()}
     mesh = replace(
         mesh,
-        **{name: replace(mesh.axis(name), flight_recorder=flight_recorder) for name in axes_of(mesh)},
-        blocks=tuple(replace(axis, flight_recorder=flight_recorder) for axis in mesh.blocks),
+        **{name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)},
+        blocks=tuple(replace(axis, **shared) for axis in mesh.blocks),
     )
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.optimizer import optimizer
-from megatron.core.parallel.dual_batch import DualBatch
+from megatron.core.parallel.overlap import DualBatch
 from megatron.trust.simulate.memory import Heap
 from megatron.trust.simulate.trace import TOGETHER, Event, Events
 

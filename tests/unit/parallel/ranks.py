@@ -102,12 +102,12 @@ def watch_an_exchange() -> list[str]:
         patch.object(collectives, "wait", said("wait", wait)),
     ):
         x = value_of(axis.rank, 4, 3).requires_grad_()
-        journey = collectives.Journey([2, 2], [2, 2], axis)
-        coming = collectives.depart(x, journey)
+        exchange = collectives.AsyncExchange([2, 2], [2, 2], axis)
+        coming = collectives.start_async(x, exchange)
         other = x * 2.0
         events.append("other")
         other.register_hook(lambda gradient: events.append("other backward"))
-        (collectives.arrive(coming, journey).sum() + other.sum()).backward()
+        (collectives.finish_async(coming, exchange).sum() + other.sum()).backward()
     return events
 
 

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.config.plan import Placement
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import (
@@ -126,14 +127,9 @@ def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> Ti
     work = work_for(plan, options)
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
-    axis, backward_axis = (Axis(name, size, rank, ranks, group) for name, group in groups.items())
-    run(
-        script(plan, rank, overlap=overlap, together=together),
-        work=work,
-        axis=axis,
-        backward_axis=backward_axis,
-        wgrad_store=work.wgrad_store,
-    )
+    overlap = Overlap(work.wgrad_store)
+    axis, backward_axis = (Axis(name, size, rank, ranks, group, overlap=overlap) for name, group in groups.items())
+    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis)
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -277,7 +273,7 @@ class DelayedWork(TinyWork):
     axis: Axis = field(default_factory=lambda: Axis("ep"))
 
     def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        region = Region(self.axis, wgrad_store=self.wgrad_store)
+        region = Region(self.axis, wgrad_store=self.axis.overlap.wgrad_store)
         hidden = multiply(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
         hidden = multiply(
             Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region
@@ -293,14 +289,7 @@ def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_no
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(
-        script(one_f_one_b(1, 3), 0),
-        work=work,
-        axis=axis,
-        backward_axis=axis,
-        wgrad_store=work.wgrad_store,
-        delays=delays,
-    )
+    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

@@ -263,7 +263,7 @@ def order_of_events(overlaps: bool) -> list[str]:
     layer, events = MoELayer(run.build, layer_rows(run.config.model)[0]), []
     name_all(layer)
     materialize(layer, run.mesh, seed=3)
-    depart, arrive = collectives.depart, collectives.arrive
+    start, finish = collectives.start_async, collectives.finish_async
 
     def heard(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*arguments: Any) -> Tensor:
@@ -275,14 +275,14 @@ def order_of_events(overlaps: bool) -> list[str]:
 
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
     with (
-        patch.object(collectives, "depart", heard("depart", depart)),
-        patch.object(collectives, "arrive", heard("arrive", arrive)),
+        patch.object(collectives, "start_async", heard("start", start)),
+        patch.object(collectives, "finish_async", heard("finish", finish)),
     ):
         layer(torch.randn(4, 2, H), None, ONE)
     return events
 
 
 def test_a_shared_expert_that_overlaps_works_while_tokens_travel(world: Worlds) -> None:
-    way = ["depart", "arrive"]
-    assert world(2).run(order_of_events, True) == [["depart", "shared", "arrive", *way]] * 2
+    way = ["start", "finish"]
+    assert world(2).run(order_of_events, True) == [["start", "shared", "finish", *way]] * 2
     assert world(2).run(order_of_events, False) == [[*way, *way, "shared"]] * 2

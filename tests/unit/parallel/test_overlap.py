@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.parallel.dual_batch import DualBatch
+from megatron.core.parallel.overlap import DualBatch
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
