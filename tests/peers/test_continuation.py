@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron
-from megatron.core.families.megatron.torch_dist import TorchDistSource
+from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
@@ -148,11 +148,11 @@ def names_of_deepseek(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_tensor_with_two_rows_exchanged_changes_the_losses(
     part: int, names_of_deepseek: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, read = unpack("deepseek", tmp_path), TorchDistSource.read
+    folder, read = unpack("deepseek", tmp_path), MegatronSource.read
     theirs = steps_of_megatron(folder)
     for name in names_of_deepseek[part::24]:
         monkeypatch.setattr(
-            TorchDistSource,
+            MegatronSource,
             "read",
             lambda self, asked, box, name=name: (
                 read(self, asked, box).roll(1, 0) if asked == name else read(self, asked, box)

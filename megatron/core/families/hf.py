@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -209,17 +209,8 @@ def export(
     try:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-        files = _cut(formats, shard_bytes)
-        places = {
-            name: place
-            for file, names in files.items()
-            for name, place in create(made / file, {name: formats[name] for name in names}).items()
-        }
-        for row in rows:
-            _write_row(row, source, places)
-        if len(files) > 1:
-            _write_text(made / f"{_WEIGHTS}.index.json", _index(files, formats))
-        _write_text(made / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_weights(made, rows, formats, source, shard_bytes)
+        _write_json(made / _CONFIG, config)
         _write_generation(made, config)
         _carry(like, made)
         _sync(made)
@@ -320,12 +311,10 @@ def _matched(
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
     """
     model = model_of(settings)
-    wanted, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
+    requested, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
     if deepest > len(files):
         return {}, [f"its files hold {len(files)} tensors, too few for {deepest} layers"]
-    rows = expanded(family.rows(model), layers=model.num_layers)
-    lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
-    rows = tuple(row for row in rows if not row.ours.startswith(lacking))
+    rows = _present_rows(family, model, files, required)
     try:
         shapes = parameter_shapes(model)
         shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
@@ -333,29 +322,46 @@ def _matched(
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
     problems = [f"{name} is missing" for name in expected if name not in files]
-    depth = model.num_layers + mtp_depths(model)
-    if wanted > vocabulary:
+    if requested > vocabulary:
         problems.append(
-            f"the tokenizer has {wanted} ids, and the embedding {vocabulary} rows; it is another model's, or "
+            f"the tokenizer has {requested} ids, and the embedding {vocabulary} rows; it is another model's, or "
             "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer"
         )
+    depth = model.num_layers + mtp_depths(model)
     for name, stored in files.items():
         if name in expected:
             problems += _mismatch(name, stored.format, expected[name])
-        elif family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
-            continue
-        elif original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
-            problems += _untied(name, stored, original, files.get(original))
-        elif not family.skipped.fullmatch(name):
-            problems.append(f"{name} is unknown to this architecture")
+        else:
+            problems += _surplus(name, files, family, depth)
     if problems:
         return {}, problems
-    found = {}
-    for row in rows:
-        found[row.ours] = (row, [files[name] for name in row.theirs])
-        if len({files[name].format.dtype for name in row.theirs}) > 1:
-            problems.append(f"{', '.join(row.theirs)} differ in dtype; save them in one")
-    return found, problems
+    return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtypes(rows, files)
+
+
+def _present_rows(
+    family: Family, model: ModelConfig, files: Mapping[str, Readable], required: Variant | None
+) -> tuple[Row, ...]:
+    """The rows of a network without those of heads that the files lack."""
+    rows = expanded(family.rows(model), layers=model.num_layers)
+    lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
+    return tuple(row for row in rows if not row.ours.startswith(lacking))
+
+
+def _surplus(name: str, files: Mapping[str, Readable], family: Family, depth: int) -> list[str]:
+    """What is wrong with a tensor of the files that no row reads: nothing with copies, buffers and layers beyond `depth`."""
+    if family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
+        return []
+    if original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
+        return _untied(name, files[name], original, files.get(original))
+    return [] if family.skipped.fullmatch(name) else [f"{name} is unknown to this architecture"]
+
+
+def _mixed_dtypes(rows: Sequence[Row], files: Mapping[str, Readable]) -> list[str]:
+    return [
+        f"{', '.join(row.theirs)} differ in dtype; save them in one"
+        for row in rows
+        if len({files[name].format.dtype for name in row.theirs}) > 1
+    ]
 
 
 def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
@@ -400,17 +406,21 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
         if not row.ours.startswith(lacking)
     )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
-    problems = [f"{name} is missing" for name in shapes if name not in there]
-    problems += [f"{name} is unknown to the architecture" for name in there if name not in shapes]
-    problems += [
-        f"{name} has shape {list(there[name].shape)}, and the settings say {list(shapes[name])}"
-        for name in shapes
-        if name in there and there[name].shape != shapes[name]
-    ]
-    if problems:
+    if problems := _differences(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = their_shapes(rows, shapes)
     return variant, rows, {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+
+
+def _differences(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How the parameters of a source differ from those of the network that its settings describe."""
+    problems = [f"{name} is missing" for name in shapes if name not in formats]
+    problems += [f"{name} is unknown to the architecture" for name in formats if name not in shapes]
+    return problems + [
+        f"{name} has shape {list(formats[name].shape)}, and the settings say {list(shapes[name])}"
+        for name in shapes
+        if name in formats and formats[name].shape != shapes[name]
+    ]
 
 
 def _is_of(config: Mapping[str, Any], family: Family) -> bool:
@@ -450,6 +460,22 @@ def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
     return {f"model-{place:05d}-of-{len(files):05d}.safetensors": names for place, names in enumerate(files, start=1)}
 
 
+def _write_weights(
+    folder: Path, rows: Sequence[Row], formats: Mapping[str, Format], source: Source, shard_bytes: int
+) -> None:
+    """Write the weight files of a folder, and their index if there are several."""
+    files = _cut(formats, shard_bytes)
+    places = {
+        name: place
+        for file, names in files.items()
+        for name, place in create(folder / file, {name: formats[name] for name in names}).items()
+    }
+    for row in rows:
+        _write_row(row, source, places)
+    if len(files) > 1:
+        _write_json(folder / f"{_WEIGHTS}.index.json", _index(files, formats))
+
+
 def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
     """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
     name = f"model.{row.ours}"
@@ -465,14 +491,13 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
             write(places[their_name], part)
 
 
-def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> str:
+def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dict[str, Any]:
     elements = {name: whole(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
-    index = {
+    return {
         "metadata": {"total_parameters": sum(elements.values()), "total_size": size},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
@@ -483,7 +508,7 @@ def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
         if name in config
     }
     if found.get("eos_token_id") is not None:
-        _write_text(folder / "generation_config.json", json.dumps(found, indent=2, sort_keys=True) + "\n")
+        _write_json(folder / "generation_config.json", found)
 
 
 def _carry(like: str | Path | None, folder: Path) -> None:
@@ -504,8 +529,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _sync(folder: Path, *, only: bool = False) -> None:

@@ -151,21 +151,26 @@ def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
 
 
 def _experts_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    moe, sparse = model.moe, [plan.mlp == "moe" for plan in layer_rows(model)]
-    step = like.get("decoder_sparse_step") or 1
-    if any(has and (layer + 1) % step for layer, has in enumerate(sparse)):
-        step = 1
-    earlier = [layer for layer in like.get("mlp_only_layers") or [] if layer < len(sparse)]
-    without = [layer for layer, has in enumerate(sparse) if not has and ((layer + 1) % step == 0 or layer in earlier)]
+    moe = model.moe
     return {
         **{name: like[name] for name in BALANCE if name in like},
-        "decoder_sparse_step": step,
-        **({"mlp_only_layers": without} if without or "mlp_only_layers" in like else {}),
+        **_sparse_layers_out([plan.mlp == "moe" for plan in layer_rows(model)], like),
         "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
         "moe_intermediate_size": moe.moe_ffn_hidden_size,
         "num_experts_per_tok": moe.moe_router_topk,
         "norm_topk_prob": not moe.moe_router_pre_softmax,
     }
+
+
+def _sparse_layers_out(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have experts: every `decoder_sparse_step`-th, but for `mlp_only_layers`. sparse: a value a layer."""
+    step = like.get("decoder_sparse_step") or 1
+    if any(has and (layer + 1) % step for layer, has in enumerate(sparse)):
+        step = 1
+    earlier = [layer for layer in like.get("mlp_only_layers") or [] if layer < len(sparse)]
+    without = [layer for layer, has in enumerate(sparse) if not has and ((layer + 1) % step == 0 or layer in earlier)]
+    named = {"mlp_only_layers": without} if without or "mlp_only_layers" in like else {}
+    return {"decoder_sparse_step": step, **named}
 
 
 def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

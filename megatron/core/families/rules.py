@@ -186,18 +186,25 @@ def faults(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
     ):
         problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
     for row in rows:
-        if row.ours not in shapes:
-            problems.append(f"{row.ours} is not a parameter of the network")
-            continue
-        whole = torch.arange(math.prod(shapes[row.ours])).view(shapes[row.ours])
-        parts = row.op.theirs(whole)
-        if len(parts) != len(row.theirs):
-            problems.append(f"{row.ours} makes {len(parts)} of theirs, and the row names {len(row.theirs)}")
-        used = torch.cat([part.reshape(-1) for part in parts])
-        if not torch.equal(used.sort().values, whole.view(-1)):
-            problems.append(f"{row.ours}: not every element goes to exactly one of theirs")
-        elif not torch.equal(row.op.ours(parts), whole):
-            problems.append(f"{row.ours}: there and back is not where it was")
+        problems += (
+            _row_faults(row, shapes[row.ours])
+            if row.ours in shapes
+            else [f"{row.ours} is not a parameter of the network"]
+        )
+    return problems
+
+
+def _row_faults(row: Row, shape: Shape) -> list[str]:
+    problems = []
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = row.op.theirs(whole)
+    if len(parts) != len(row.theirs):
+        problems.append(f"{row.ours} makes {len(parts)} of theirs, and the row names {len(row.theirs)}")
+    used = torch.cat([part.reshape(-1) for part in parts])
+    if not torch.equal(used.sort().values, whole.view(-1)):
+        problems.append(f"{row.ours}: not every element goes to exactly one of theirs")
+    elif not torch.equal(row.op.ours(parts), whole):
+        problems.append(f"{row.ours}: there and back is not where it was")
     return problems
 
 

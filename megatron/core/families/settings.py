@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
 IGNORED = frozenset(
@@ -237,26 +237,10 @@ def _grown(factor: float, mscale: float) -> float:
 
 def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions for a config.json: in one mapping if `like` has one, else in the older way that all can read."""
-    rope, scaling = model.rope, {}
+    rope, scaling = model.rope, dict[str, Any]()
     earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
     if rope.rope_type == "yarn":
-        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
-        said = {
-            "beta_fast": rope.yarn_beta_fast,
-            "beta_slow": rope.yarn_beta_slow,
-            "truncate": rope.yarn_correction_range_round_to_int,
-            "mscale": rope.mscale,
-            "mscale_all_dim": rope.mscale_all_dim,
-        }
-        paired = {"mscale"} if rope.mscale_all_dim else set()
-        scaling = {
-            "rope_type": "yarn",
-            "factor": rope.rotary_scaling_factor,
-            "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
-            **{
-                name: value for name, value in said.items() if value != usual[name] or name in earlier or name in paired
-            },
-        }
+        scaling = _yarn_out(rope, earlier)
     elif rope.use_rope_scaling:
         scaling = {
             "rope_type": "llama3",
@@ -272,6 +256,25 @@ def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if "type" in earlier and "rope_type" not in earlier and scaling:  # its older name
         scaling["type"] = scaling.pop("rope_type")
     return {"rope_theta": rope.rotary_base, "rope_scaling": scaling or None}
+
+
+def _yarn_out(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's keys; those with their usual values only where the earlier config.json has them."""
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
+    values = {
+        "beta_fast": rope.yarn_beta_fast,
+        "beta_slow": rope.yarn_beta_slow,
+        "truncate": rope.yarn_correction_range_round_to_int,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+    named = {*earlier, "mscale"} if rope.mscale_all_dim else {*earlier}
+    return {
+        "rope_type": "yarn",
+        "factor": rope.rotary_scaling_factor,
+        "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
+        **{name: value for name, value in values.items() if value != usual[name] or name in named},
+    }
 
 
 def pattern(layers: Sequence[bool]) -> str:

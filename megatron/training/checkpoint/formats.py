@@ -27,9 +27,8 @@ from megatron.core.dist_checkpointing.store import (
     walk,
 )
 from megatron.core.families.hf import is_folder, model_settings, open_folder
-from megatron.core.families.megatron.legacy import LegacySource
 from megatron.core.families.megatron.open import find_megatron, open_megatron
-from megatron.core.families.megatron.torch_dist import TorchDistSource
+from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.tokenizers.build import READS
 
 
@@ -88,7 +87,7 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
         "null_tokenizer_ids"
     }
-    beside = source.run_settings if isinstance(source, (LegacySource, TorchDistSource)) else {}
+    beside = source.run_settings if isinstance(source, MegatronSource) else {}
     reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
     unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
         reads | {"tokenizer_type"} if reads else set()

@@ -148,37 +148,39 @@ def locals_of(
     model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: int, expert: int, expert_tensor: int, tied: bool
 ) -> list[list[Local]]:
     """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
-    found: list[list[Local]] = [[] for _ in range(ranks.chunks)]
+    chunks: list[list[Local]] = [[] for _ in range(ranks.chunks)]
     for one in model:
         for layer, part in _layers(one):
             stage = _stage(part.key, layer, ranks)
             if stage[0] != pipeline:
                 continue
-            is_expert = bool(_EXPERTS.search(part.key))
-            make = _experts if is_expert else _plain
-            sizes = (expert_tensor, ranks.expert_tensor, expert) if is_expert else (tensor, ranks.tensor, 0)
-            found[stage[1]] += make(part, one, ranks, *sizes)
-    if ranks.pipeline > 1 and tied and pipeline == ranks.pipeline - 1:
-        words = next(one for one in model if one.key == _WORDS)
-        found[-1] += [
-            replace(one, name="output_layer.weight", shared=True)
-            for one in _plain(words, words, ranks, tensor, ranks.tensor, 0)
-        ]
+            if match := _EXPERTS.search(part.key):
+                chunks[stage[1]] += _experts(part, one, ranks, expert_tensor, expert, matrix=match)
+            else:
+                chunks[stage[1]].append(_plain(part, one, ranks, tensor))
     if ranks.pipeline > 1 and tied:
-        found[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in found[0]]
-    return [sorted(chunk, key=lambda one: _place(one.name)) for chunk in found]
+        words = next(one for one in model if one.key == _WORDS)
+        _share_words(chunks, _plain(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
+    return [sorted(chunk, key=lambda one: _place(one.name)) for chunk in chunks]
+
+
+def _share_words(chunks: list[list[Local]], words: Local, *, last: bool) -> None:
+    """Mark the tied matrix as shared by the first and the last stage, the last of which holds it as its output layer."""
+    if last:
+        chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
+    chunks[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in chunks[0]]
 
 
 def _place(name: str) -> tuple[int, ...]:
     """What a parameter is sorted by."""
     places = []
     for word in name.split("."):
-        counted = re.fullmatch(r"(weight|bias)?(\d+)", word)
-        if word not in _ORDER and not counted:
+        if word in _ORDER:
+            places.append(_ORDER[word])
+        elif counted := re.fullmatch(r"(weight|bias)?(\d+)", word):
+            places.append(int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0))
+        else:
             raise Unreadable(f"the place of {name} in the order of parameters is not known here")
-        places.append(
-            _ORDER[word] if word in _ORDER else int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0)
-        )
     return tuple(places)
 
 
@@ -214,14 +216,14 @@ def _shards(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) 
     raise Unreadable(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
 
 
-def _plain(part: Global, one: Global, ranks: Ranks, rank: int, size: int, _: int) -> list[Local]:
-    """A parameter of the module tree for each of the checkpoint's, as a rank holds it."""
+def _plain(part: Global, one: Global, ranks: Ranks, rank: int) -> Local:
+    """The parameter of the module tree for one of the checkpoint's, as a tensor rank holds it."""
     lead = 1 if _STACKED.match(one.key) else 0
-    boxes = _shards(part.boxes, lead, rank, size, one)
+    boxes = _shards(part.boxes, lead, rank, ranks.tensor, one)
     name = part.key
     for fused, alone in () if ranks.fused_norms else _NORMS:
         name = name.replace(fused, alone)
-    return [_stacked(name, one.key, boxes, lead)]
+    return _stacked(name, one.key, boxes, lead)
 
 
 def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
@@ -235,12 +237,12 @@ def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
     return Local(name, whole, parts)
 
 
-def _experts(part: Global, one: Global, ranks: Ranks, rank: int, size: int, expert: int) -> list[Local]:
+def _experts(part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *, matrix: re.Match[str]) -> list[Local]:
     """The experts of a rank, each a parameter of its own, or all of them one."""
-    lead = 1 if _STACKED.match(one.key) else 0
+    lead, size = 1 if _STACKED.match(one.key) else 0, ranks.expert_tensor
     count = one.shape[lead] // ranks.expert
     mine = range(expert * count, (expert + 1) * count)
-    layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], _EXPERTS.search(part.key).groups()
+    layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], matrix.groups()
     if ranks.grouped == "native":
         return [_native(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
     found = []

@@ -49,6 +49,15 @@ class StackedExperts:
         return self.tensors[0].dtype
 
 
+def expert_of(name: str) -> tuple[str, int] | None:
+    """(name of the stack, number of the expert) of a parameter of one expert; None for any other."""
+    one = _ONE.match(name)
+    if one is None:
+        return None
+    matrix, kind, expert = one.group(3, 4, 2) if one[2] else one.group(5, 6, 7)
+    return f"{one[1]}.{matrix}.{kind}", int(expert)
+
+
 def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str, Tensor | StackedExperts]:
     """One rank's parameters, by their names, in which experts are stacked under the names of the distributed format.
 
@@ -57,10 +66,9 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
     found: dict[str, Tensor | StackedExperts] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
-        one, flat = _ONE.match(name), _FLAT.match(name)
-        if one:
-            matrix, kind, expert = (one[3], one[4], one[2]) if one[2] else (one[5], one[6], one[7])
-            stacks.setdefault(f"{one[1]}.{matrix}.{kind}", {})[int(expert)] = tensor
+        flat = _FLAT.match(name)
+        if one := expert_of(name):
+            stacks.setdefault(one[0], {})[one[1]] = tensor
         elif flat:
             rows = tensor.shape[0] if flat[2] == "1" else tensor.shape[0] // experts
             found[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.config.flags import spelling, to_values
@@ -90,14 +90,18 @@ def flags_beside(model: ModelConfig) -> str:
         and values[name] != usual[name]
         and not (name == "rope_type" and values[name] == "rope" and not model.mla.multi_latent_attention)
     ]
+    return " ".join([*words, *_mlp_flags(model)])
+
+
+def _mlp_flags(model: ModelConfig) -> Iterator[str]:
+    """The flags of MLPs and experts whose defaults in Megatron depend on the network."""
     if model.add_bias_linear and not model.swiglu and not fuses_gelu(model):
-        words.append("--no-bias-gelu-fusion")
+        yield "--no-bias-gelu-fusion"
     if model.moe.moe_grouped_gemm and not model.add_bias_linear and model.activation in ("silu", "gelu"):
-        words.append("--moe-grouped-gemm")  # where Megatron has that; without it the network is the same
+        yield "--moe-grouped-gemm"  # where Megatron has that; without it the network is the same
     biased_experts = bool(model.moe.num_experts and model.add_bias_linear)
     if model.swiglu and (model.activation_func_clamp_value is not None or model.glu_linear_offset or biased_experts):
-        words.append("--no-bias-swiglu-fusion")
-    return " ".join(words)
+        yield "--no-bias-swiglu-fusion"
 
 
 def _shown(value: Any) -> str:

@@ -83,7 +83,7 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
     ]
     ranks = Ranks.of(arguments, _num_layers(model))
     buffers = _buffers(tensors)
-    chunks: dict[str, dict[tuple[int, ...], Flat]] = {}
+    chunks: dict[tuple[str, str], dict[tuple[int, ...], Flat]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):
         members = _members(model, ranks, chain, group, number, tensors, tied=tied)
         layout = spans([(one.name, one.size) for one in members], buffer.sizes)
@@ -104,15 +104,13 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
                         part.inside.shape,
                         transposed=part.transposed,
                     )
-                    chunks.setdefault(f"optimizer.state.{slot}.{part.key}", {}).setdefault(part.box.offset, flat)
-    keys = {one.key for one in model}
-    found = {
-        key: Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
-        for key, boxes in chunks.items()
-        for name in [_STATE.match(key)[1]]
-        if name in keys
-    }
-    _demand_same_weights(found, tensors, read)
+                    chunks.setdefault((slot, part.key), {}).setdefault(part.box.offset, flat)
+    keys, found = {one.key for one in model}, Entries()
+    for (slot, name), boxes in chunks.items():
+        if name in keys:
+            key = f"optimizer.state.{slot}.{name}"
+            found[key] = Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+            _demand_same_weights(found[key], tensors[name], slot, read)
     return found
 
 
@@ -186,20 +184,15 @@ def _members(
     return found[number]
 
 
-def _demand_same_weights(found: Entries, tensors: Mapping[str, Stored], read: Read) -> None:
-    """Compare fp32 weights with the model's, of all parameters that are small."""
-    for key, stored in found.items():
-        weight = tensors[_STATE.match(key)[1]]
-        theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
-        missing = [
-            chunk for chunk in weight.chunks if chunk.box.offset not in {one.box.offset for one in stored.chunks}
-        ]
-        if missing:
-            raise Unreadable(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
-        if not key.startswith("optimizer.state.param."):
-            continue
-        for chunk in stored.chunks:
-            if chunk.box.size <= _COMPARED:
-                mine, model = read(stored, chunk), read(weight, theirs[chunk.box.offset])
-                if not torch.equal(mine.to(model.dtype), model):
-                    raise Unreadable(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")
+def _demand_same_weights(state: Stored, weight: Stored, slot: str, read: Read) -> None:
+    """Demand that state covers its weight; and compare fp32 weights with the model's where the parameter is small."""
+    covered = {chunk.box.offset for chunk in state.chunks}
+    missing = [chunk for chunk in weight.chunks if chunk.box.offset not in covered]
+    if missing:
+        raise Unreadable(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
+    theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
+    for chunk in state.chunks if slot == "param" else ():
+        if chunk.box.size <= _COMPARED:
+            mine, model = read(state, chunk), read(weight, theirs[chunk.box.offset])
+            if not torch.equal(mine.to(model.dtype), model):
+                raise Unreadable(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.families.megatron.experts import expert_of
 from megatron.core.families.megatron.stored import Chunk, Stored
 from megatron.core.parallel.boxes import Box
 
@@ -25,9 +26,6 @@ _MOMENT = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq
 STEP = re.compile(r"^optimizer\.(state|param_to_group_meta)\..+\.step$")
 COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 _HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
-_EXPERT = re.compile(
-    r"^(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)|(linear_fc[12])\.(weight|bias)(\d+))$"
-)
 
 
 def is_fsdp(names: Collection[str]) -> bool:
@@ -66,12 +64,10 @@ def _stacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     """Experts as one tensor with a leading axis."""
     found, stacks = {}, dict[str, dict[int, Stored]]()
     for key, stored in entries.items():
-        one = _EXPERT.match(key)
-        if not one:
+        if one := expert_of(key):
+            stacks.setdefault(one[0], {})[one[1]] = stored
+        else:
             found[key] = stored
-            continue
-        matrix, kind, expert = (one[3], one[4], one[2]) if one[2] else (one[5], one[6], one[7])
-        stacks.setdefault(f"{one[1]}.{matrix}.{kind}", {})[int(expert)] = stored
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
         chunks = tuple(_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)

@@ -69,24 +69,23 @@ def _demand_its_network(source: Source) -> None:
     """
     try:
         model = model_of({"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0], **source.settings})
-        expected = {f"model.{name}": shape for name, shape in parameter_shapes(model).items()}
+        expected = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
     except ConfigError as error:
         raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
-    found = {name: one.shape for name, one in source.formats.items() if name.startswith("model.")}
-    problems = [
-        f"{name.removeprefix('model.')}: no parameter of this network" for name in found if name not in expected
-    ]
-    problems += [
-        f"{name.removeprefix('model.')} is missing"
-        for name in expected
-        if name not in found and model.architecture == "gpt"
-    ]
-    compared = found.keys() & expected.keys() if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys() else ()
-    problems += [
-        f"{name.removeprefix('model.')}: {tuple(found[name])} in the checkpoint, {tuple(expected[name])} by its arguments"
-        for name in compared
-        if name.removeprefix("model.") not in VOCABULARY and tuple(found[name]) != tuple(expected[name])
-    ]
+    shapes = {
+        name.removeprefix("model."): tuple(one.shape)
+        for name, one in source.formats.items()
+        if name.startswith("model.")
+    }
+    problems = [f"{name}: no parameter of this network" for name in shapes if name not in expected]
+    if model.architecture == "gpt":
+        problems += [f"{name} is missing" for name in expected if name not in shapes]
+    if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys():
+        problems += [
+            f"{name}: {shapes[name]} in the checkpoint, {expected[name]} by its arguments"
+            for name in shapes.keys() & expected.keys() - VOCABULARY
+            if shapes[name] != expected[name]
+        ]
     if problems:
         more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
         raise CheckpointError(

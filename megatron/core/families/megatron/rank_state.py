@@ -11,8 +11,9 @@ names in the state dict of the model in the same file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ _EXPERT = re.compile(r"\.experts\.")
 _SHARED = re.compile(r"(word_embeddings|word_embeddings_for_head|output_layer)\.weight$")
 _COMPARED = 4096  # elements at each end of a parameter
 
-State = dict[
-    str, list[dict[str, Tensor]]
-]  # slot -> for each chunk of the rank: their name -> tensor, shaped as the parameter
+Slots = dict[str, dict[str, Tensor]]  # slot -> key of a parameter -> tensor
+State = dict[str, list[dict[str, Tensor]]]  # slot -> for each chunk: their name -> tensor, shaped as the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +78,46 @@ def rank_state(
     return state
 
 
-def _of_numbers(
-    optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path
-) -> dict[str, dict[str, Tensor]]:
-    """State of a plain optimizer: slot -> key of a parameter -> tensor."""
+def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> Slots:
+    """State of a plain optimizer."""
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
         return {}
-    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-    left, found = list(parameters), {slot: {} for slot in SLOTS.values()}
+    main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    left, slots = list(parameters), Slots(master={}, exp_avg={}, exp_avg_sq={})
     for place, group in enumerate(inner.get("param_groups", ())):
-        numbers = group["params"]
-        members = [parameter for parameter in left if _belongs(parameter, group)]
-        if len(members) != len(numbers):
-            raise Unreadable(
-                f"{path}: group {place} of the optimizer has {len(numbers)} parameters where {len(members)} of the network "
-                f"belong to it; {WAY_OUT}"
-            )
+        members = _members(left, group, f"{path}: group {place} of the optimizer")
         left = [parameter for parameter in left if parameter not in members]
-        rounded = iter(masters[place] if masters else ())
-        for number, member in zip(numbers, members):
+        for number, member in zip(group["params"], members):
             state = inner["state"].get(number, {})
             for slot in ("exp_avg", "exp_avg_sq"):
-                found[slot][member.key] = _fitting(state.get(slot), member, path)
-            if masters and member.weight.dtype != torch.float32:
-                found["master"][member.key] = _same_weights(_fitting(next(rounded, None), member, path), member, path)
+                slots[slot][member.key] = _fitting(state.get(slot), member, path)
+        if main:
+            slots["master"] |= _main_weights(main[place], members, path)
     if left:
         raise Unreadable(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
-    if found["master"]:  # one that is kept in fp32 is its own
-        found["master"] |= {one.key: one.weight for one in parameters if one.key not in found["master"]}
-    return {slot: tensors for slot, tensors in found.items() if tensors}
+    if slots["master"]:  # one that the model has in fp32 is its own main weight
+        slots["master"] = {one.key: one.weight for one in parameters} | slots["master"]
+    return {slot: tensors for slot, tensors in slots.items() if tensors}
+
+
+def _main_weights(weights: Iterable[Any], members: Sequence[Parameter], path: Path) -> dict[str, Tensor]:
+    """The fp32 weights of a group's members that the model has in low precision, by key."""
+    rounded = [member for member in members if member.weight.dtype != torch.float32]
+    return {
+        member.key: _same_weights(_fitting(tensor, member, path), member, path)
+        for member, tensor in zip(rounded, chain(weights, repeat(None)))
+    }
+
+
+def _members(parameters: Sequence[Parameter], group: Mapping[str, Any], what: str) -> list[Parameter]:
+    """The parameters of a group. what: the group, in words."""
+    members = [parameter for parameter in parameters if _belongs(parameter, group)]
+    if len(members) != len(group["params"]):
+        raise Unreadable(
+            f"{what} has {len(group['params'])} parameters where {len(members)} of the network belong to it; {WAY_OUT}"
+        )
+    return members
 
 
 def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
@@ -128,9 +138,9 @@ def same_ends(master: Tensor, weight: Tensor) -> bool:
 
 def _fitting(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
-        shown = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
+        shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
         raise Unreadable(
-            f"{path}: the optimizer's state of {parameter.name} is {shown}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}"
+            f"{path}: the optimizer's state of {parameter.name} is {shape}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}"
         )
     return tensor
 
@@ -141,37 +151,41 @@ def _same_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
     return master
 
 
-def _of_buffers(
-    content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path
-) -> dict[str, dict[str, Tensor]]:
-    """State of a distributed optimizer: slot -> key of a parameter -> view of the buffer."""
+def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> Slots:
+    """State of a distributed optimizer; every tensor is a view of its buffer."""
     states = content if isinstance(content, list) else [content]
-    left, found = list(parameters), {slot: {} for slot in SLOTS.values()}
+    left, slots = list(parameters), Slots((slot, {}) for slot in SLOTS.values())
     for number, state in enumerate(states):
-        if state is None:
-            continue
-        if not isinstance(state, Mapping) or not all(
-            isinstance(part, Mapping) for place, part in state.items() if isinstance(place, int)
-        ):
-            raise CheckpointError(f"{path} is damaged: it holds no buffers by number")
         members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
-        for place in sorted(place for place in state if isinstance(place, int)):
-            for formats, buffer in state[place].items():
-                here = _of_format(members, formats, place, state)
-                layout = _layout_of(buffer, here, arguments, path)
+        for place, formats, buffer in _numbered_buffers(state, path):
+            here = _of_format(members, formats, place)
+            layout = _layout_of(buffer, here, arguments, path)
+            for one in here:
+                span = slice(layout[one.key].start, layout[one.key].stop)
                 for name, slot in SLOTS.items():
-                    found[slot] |= {
-                        one.key: buffer[name][layout[one.key].start : layout[one.key].stop].view(one.weight.shape)
-                        for one in here
-                    }
-                left = [one for one in left if one not in here]
-                members = [one for one in members if one not in here]
+                    slots[slot][one.key] = buffer[name][span].view(one.weight.shape)
+            left = [one for one in left if one not in here]
+            members = [one for one in members if one not in here]
     if left:
         raise Unreadable(f"{path}: no buffer of the optimizer holds {left[0].name}; {WAY_OUT}")
-    return found
+    return slots
 
 
-def _of_format(members: Sequence[Parameter], formats: Any, place: int, state: Mapping[Any, Any]) -> list[Parameter]:
+def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
+    """(number, format, buffer) of each buffer of a distributed optimizer, in order; nothing of one that is None."""
+    if state is None:
+        return
+    numbered = (
+        {place: part for place, part in state.items() if isinstance(place, int)} if isinstance(state, Mapping) else None
+    )
+    if numbered is None or not all(isinstance(part, Mapping) for part in numbered.values()):
+        raise CheckpointError(f"{path} is damaged: it holds no buffers by number")
+    for place in sorted(numbered):
+        for formats, buffer in numbered[place].items():
+            yield place, formats, buffer
+
+
+def _of_format(members: Sequence[Parameter], formats: Any, place: int) -> list[Parameter]:
     """Parameters of one buffer: of its format, and of one chunk, where there are buffers of several."""
     rounded = formats[0] if isinstance(formats, tuple) else formats
     alike = [one for one in members if not isinstance(rounded, torch.dtype) or one.weight.dtype == rounded]

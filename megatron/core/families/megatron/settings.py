@@ -42,8 +42,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     found |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
         found["openai_gelu"] = True
-    unused = _unused(found)
-    return {**{name: value for name, value in found.items() if name not in unused}, **given}
+    return {**_used(found), **given}
 
 
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +88,8 @@ def _is_of_core(arguments: Mapping[str, Any]) -> bool:
     return newer or bool(arguments.get("use_mcore_models"))
 
 
-def _unused(found: Mapping[str, Any]) -> frozenset[str]:
-    """Settings that belong to a feature that is off, and so say nothing: they are only Megatron's defaults."""
+def _used(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those of a feature that is off, which say nothing: they are only Megatron's defaults."""
     latent, experts = bool(found.get("multi_latent_attention")), bool(found.get("num_experts"))
     yarn = latent or found.get("position_embedding_type") == "yarn" or found.get("rope_type") == "yarn"
     groups = {
@@ -102,7 +101,8 @@ def _unused(found: Mapping[str, Any]) -> frozenset[str]:
         _known(MTPConfig): bool(found.get("mtp_num_layers")),
         _YARN: yarn,
     }
-    return frozenset().union(*(names for names, used in groups.items() if not used))
+    unused = frozenset[str]().union(*(names for names, used in groups.items() if not used))
+    return {name: value for name, value in found.items() if name not in unused}
 
 
 def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str) -> dict[str, Any]:

@@ -52,6 +52,21 @@ class Stored:
     layer: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A stored tensor and the folder that it is read from."""
+
+    stored: Stored
+    folder: Path
+
+    def to(self, device: str) -> Tensor:
+        """The tensor on a device. On "meta" nothing is read."""
+        if device == "meta":
+            shape = self.stored.shape if self.stored.layer is None else self.stored.shape[1:]
+            return torch.empty(shape, dtype=self.stored.dtype, device=device)
+        return assembled(self.stored, self.folder)
+
+
 def assembled(stored: Stored, folder: Path, wanted: Box | None = None) -> Tensor:
     """A box of a tensor, or all of it, or the layer that is meant, from the boxes that meet it."""
     wanted = wanted or whole(stored.shape)

@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.dist_checkpointing.files import DISK, read_file
-from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
 from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflattened
 from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
 from megatron.core.families.megatron.hybrid import in_pairs
-from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged, our_names
+from megatron.core.families.megatron.names import our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of, values_of
-from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
-from megatron.core.families.megatron.stored import Chunk, Stored, assembled, values_of_chunk
+from megatron.core.families.megatron.source import MegatronSource, make_source
+from megatron.core.families.megatron.stored import Chunk, Stored, StoredTensor, assembled, values_of_chunk
 from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -43,51 +41,7 @@ _STATES = re.compile(
 )
 
 
-class TorchDistSource:
-    """A folder in the format. skipped: what of it is not read, in a sentence; empty when all is.
-
-    run_settings: what its arguments say beside the network, for a run that goes on with it.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        parts: Mapping[str, Stored],
-        layout: Layout,
-        settings: Mapping[str, Any],
-        values: Mapping[str, Any],
-        skipped: str,
-        run_settings: Mapping[str, Any],
-    ) -> None:
-        self.where, self.settings, self.values, self.skipped, self.run_settings = (
-            str(folder),
-            settings,
-            values,
-            skipped,
-            run_settings,
-        )
-        self._folder, self._parts, self._layout = folder, parts, layout
-        self._last: tuple[str, Tensor] | None = None
-        self.formats: dict[str, Format] = {}
-        for name, stored in parts.items():
-            shape = stored.shape if stored.layer is None else stored.shape[1:]
-            ours = merged(name, [torch.empty(shape, device="meta")], layout)
-            self.formats[name] = Format((self._rows(name, ours), *ours.shape[1:]), stored.dtype)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, in the dtype it was saved in."""
-        if self._last is None or self._last[0] != name:
-            ours = merged(name, [assembled(self._parts[name], self._folder)], self._layout)
-            self._last = (name, ours[: self._rows(name, ours)])
-        return self._last[1][box.slices()]
-
-    def _rows(self, name: str, ours: Tensor) -> int:
-        """Rows without the padding of the vocabulary."""
-        size = self.settings.get("true_vocab_size")
-        return size if size and is_over_vocabulary(parameter_of(name)) else ours.shape[0]
-
-
-def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) -> TorchDistSource:
+def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
     """The checkpoint in one iteration's folder.
 
     given: settings that win over those in the folder, and `true_vocab_size`, without which the rows that pad the
@@ -96,31 +50,17 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     folder = Path(folder)
     tensors, texts = _entries(_read_index(folder / ".metadata"), folder)
     common = _common(folder, texts, tensors)
+    arguments = attributes(common.get("args"))
     if is_fsdp((*texts, *tensors)):
         tensors = as_distributed(tensors)
-    tensors, skipped = _with_state(tensors, texts, folder, attributes(common.get("args")))
-    parts = in_pairs(_by_our_names(tensors), attributes(common.get("args")))
-    words = parts.get("model.embedding.word_embeddings.weight")
-    if words is None:
-        raise CheckpointError(
-            f"{folder} holds no embedding.word_embeddings.weight; it has {', '.join(sorted(tensors)[:5])}, ..."
-        )
-    shapes = {parameter_of(name): stored.shape for name, stored in parts.items() if name.startswith("model.")}
-    arguments = attributes(common.get("args"))
-    settings = completed(settings_of(arguments, given or {}), shapes, where=str(folder))
-    if not settings.get("untie_embeddings_and_output_weights", "model.output_layer.weight" in parts):
-        parts = {name: stored for name, stored in parts.items() if parameter_of(name) != "output_layer.weight"}
-    if (settings.get("true_vocab_size") or 0) > words.shape[0]:
-        raise CheckpointError(
-            f"{folder} has {words.shape[0]} rows of word embeddings, fewer than the tokenizer's "
-            f"{settings['true_vocab_size']} ids; it is another tokenizer's"
-        )
-    values = values_of({**common, "optimizer": [common.get("optimizer"), *_groups(texts, folder)]})
-    if any(name.startswith("optimizer.") for name in parts) and "run.optimizer_steps" not in values:
-        parts = {name: stored for name, stored in parts.items() if not name.startswith("optimizer.")}
-        skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
-    return TorchDistSource(
-        folder, parts, Layout.of(settings, 3.0), settings, values, skipped, run_settings_of(arguments)
+    tensors, skipped = _with_state(tensors, texts, folder, arguments)
+    return make_source(
+        folder,
+        {name: [StoredTensor(stored, folder)] for name, stored in in_pairs(_by_our_names(tensors), arguments).items()},
+        arguments,
+        given=given or {},
+        values=values_of({**common, "optimizer": [common.get("optimizer"), *_groups(texts, folder)]}),
+        skipped=skipped,
     )
 
 
@@ -237,14 +177,7 @@ def _dtype(properties: Any) -> torch.dtype:
 def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """What is no tensor: arguments, counters, the optimizer's groups."""
     if is_fsdp((*texts, *tensors)):
-        steps = [
-            *(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
-            *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
-        ]
-        return {
-            **{name: _object(texts[name], folder, name) for name in COMMON if name in texts},
-            "optimizer": [{"step": step} for step in steps],
-        }
+        return _common_of_fsdp(folder, texts, tensors)
     if (folder / "common.pt").is_file():
         found = read_torch_file(folder / "common.pt")
         return found if isinstance(found, dict) else {}
@@ -254,6 +187,15 @@ def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stor
             found = found[0] if isinstance(found, list) and len(found) == 1 else found  # the state of one of one rank
             return found if isinstance(found, dict) else {}
     return {}
+
+
+def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    steps = [
+        *(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+        *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
+    ]
+    common = {name: _object(texts[name], folder, name) for name in COMMON if name in texts}
+    return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
 def _with_state(

@@ -1,0 +1,116 @@
+"""A checkpoint of Megatron's as a `Source`, whatever its format: the shards of tensor ranks, merged when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged
+from megatron.core.families.megatron.progress import parameter_of
+from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
+from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.parallel.boxes import Box
+
+
+class Shard(Protocol):
+    """What one tensor rank holds of a parameter: a tensor, or what makes one when it is asked for."""
+
+    def to(self, device: str, /) -> Tensor:
+        """The tensor on a device. On "meta" nothing is read."""
+
+
+Shards = dict[
+    str, list[Shard]
+]  # name in a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`) -> by tensor rank
+
+
+class MegatronSource:
+    """An opened checkpoint. skipped: what of it is not read, in a sentence; empty when all is.
+
+    run_settings: what the arguments say beside the network, for a run that goes on with it.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        shards: Mapping[str, Sequence[Shard]],
+        layout: Layout,
+        *,
+        settings: Mapping[str, Any],
+        values: Mapping[str, Any],
+        skipped: str,
+        run_settings: Mapping[str, Any],
+    ) -> None:
+        self.where, self.settings, self.values = where, settings, values
+        self.skipped, self.run_settings = skipped, run_settings
+        self._shards, self._layout = shards, layout
+        self._last: tuple[str, Tensor] | None = None
+        self.formats: dict[str, Format] = {}
+        for name in shards:
+            whole = self._whole(name, "meta")
+            self.formats[name] = Format(tuple(whole.shape), whole.dtype)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, in the dtype it was saved in. Not to be written to: it may be a view of the file."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._whole(name, "cpu"))
+        return self._last[1][box.slices()]
+
+    def _whole(self, name: str, device: str) -> Tensor:
+        """The whole tensor without the rows that pad the vocabulary."""
+        parameter, size = parameter_of(name), self.settings.get("true_vocab_size")
+        whole = merged(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
+        return whole[:size] if size and is_over_vocabulary(parameter) else whole
+
+
+def make_source(
+    folder: Path,
+    shards: Shards,
+    arguments: Mapping[str, Any],
+    *,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    skipped: str,
+    version: float = 3.0,
+) -> MegatronSource:
+    """The source of what a folder holds. given: settings that win over the arguments of its run.
+
+    version: of the order of rows of fused matrices. Raises `CheckpointError` when the tensors are no network, or contradict the
+    settings.
+    """
+    words = shards.get(f"model.{WORD_EMBEDDING}")
+    if words is None:
+        raise CheckpointError(f"{folder} holds no {WORD_EMBEDDING}; it has {', '.join(sorted(shards)[:5])}, ...")
+    shapes = {
+        parameter_of(name): held[0].to("meta").shape for name, held in shards.items() if name.startswith("model.")
+    }
+    settings = completed(settings_of(arguments, given), shapes, where=str(folder))
+    if "output_layer.weight" in shapes and not settings.setdefault("untie_embeddings_and_output_weights", True):
+        # The last stage's copy of a tied matrix.
+        shards = {name: held for name, held in shards.items() if parameter_of(name) != "output_layer.weight"}
+    _check_vocabulary(folder, words, settings.get("true_vocab_size") or 0)
+    if any(name.startswith("optimizer.") for name in shards) and "run.optimizer_steps" not in values:
+        shards = {name: held for name, held in shards.items() if not name.startswith("optimizer.")}
+        skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
+    return MegatronSource(
+        str(folder),
+        shards,
+        Layout.of(settings, version),
+        settings=settings,
+        values=values,
+        skipped=skipped,
+        run_settings=run_settings_of(arguments),
+    )
+
+
+def _check_vocabulary(folder: Path, words: Sequence[Shard], ids: int) -> None:
+    rows = sum(shard.to("meta").shape[0] for shard in words)
+    if ids > rows:
+        raise CheckpointError(
+            f"{folder} has {rows} rows of word embeddings, fewer than the tokenizer's {ids} ids; it is another tokenizer's"
+        )
