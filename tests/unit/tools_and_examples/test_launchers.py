@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
 import shlex
 import signal
@@ -162,6 +164,7 @@ case "$*" in
         for i in $(seq 1 1000); do echo '{"kind": "step", "iteration": '$i', "losses": {"lm loss": '$FINAL'}}'; done >runs/quickstart/log.jsonl
         echo '{"kind": "validation", "iteration": 1000, "losses": {"lm loss": 6.0}}' >>runs/quickstart/log.jsonl ;;
     *unigram_entropy*) echo 6.5 ;;
+    *tools/preprocess_data.py*valid*) head -c 200 /dev/zero >runs/quickstart/valid_text_document.bin ;;
     *tools/*) echo "$1" ;;
     *) exec REAL "$@" ;;
 esac
@@ -178,6 +181,9 @@ def test_the_quick_start_trains_under_two_layouts_and_checks_the_loss(
     script(tmp_path / "python", PRETENDER.replace("REAL", sys.executable))
     script(tmp_path / "bin/nvidia-smi", f"for i in $(seq 1 {gpus}); do echo GPU $i; done; exit {int(gpus == 0)}")
     (tmp_path / "runs/quickstart/stale").mkdir(parents=True)
+    texts = tmp_path / "examples/data/demo_valid.jsonl"
+    texts.parent.mkdir()
+    texts.write_text(json.dumps({"text": "a" * 400}) + "\n")
     done = bash(
         ["examples/quickstart.sh"],
         tmp_path,
@@ -190,6 +196,8 @@ def test_the_quick_start_trains_under_two_layouts_and_checks_the_loss(
         "unigram entropy         6.500" in done.stdout and f"final training loss     {float(final):.3f}" in done.stdout
     )
     assert "perplexity 403.4" in done.stdout
+    # 100 ids of two bytes tell 400 bytes of text
+    assert f"{6.0 * 100 / 400 / math.log(2):.3f} bits per byte" in done.stdout
     assert not (tmp_path / "runs/quickstart/stale").exists(), "the folder of an earlier run was not emptied"
     first, second = (
         Command.read([*line.split("run --standalone ")[1].split()])
