@@ -155,6 +155,8 @@ class PrefixUsage:
 def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[PrefixUsage]:
     """What each source gives to `samples` samples of the dataset (None: to all). Beyond its end it begins again."""
     count = len(dataset) if samples is None else samples
+    parts: tuple[SampleSet, ...]
+    weights: Sequence[float]
     if isinstance(dataset, BlendedDataset):
         parts, weights = dataset.datasets, dataset.description["weights"]
         rounds, rest = divmod(count, len(dataset))

@@ -145,9 +145,9 @@ def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad
         prefix,
         middle,
         suffix,
-        eod=ids.get(fill.fim_eod_token, tokenizer.eod),
-        pad=ids.get(fill.fim_pad_token, pad),
-        split=ids.get(fill.fim_split_sample),
+        eod=ids.get(fill.fim_eod_token or "", tokenizer.eod),
+        pad=ids.get(fill.fim_pad_token or "", pad),
+        split=ids.get(fill.fim_split_sample or ""),
     )
     return FillInTheMiddle(
         tokenizer,

@@ -127,7 +127,7 @@ def _sample_index(
 ) -> np.ndarray:
     """Where each sample begins and, last, where the last one ends. lengths: of the sequences from `first` on."""
     # The first sample begins at (0, 0) even when the first sequence is empty.
-    index = np.zeros((plan.samples + 1, 2), _place_type(len(document_index)))
+    index: np.ndarray = np.zeros((plan.samples + 1, 2), _place_type(len(document_index)))
     lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
     total = plan.epochs * int(lengths.sum(dtype=np.int64))
     end, placed = 0, 1
@@ -151,7 +151,7 @@ def _sample_index(
 
 
 def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    index = np.arange(plan.samples, dtype=_shuffle_type(plan.samples))
+    index: np.ndarray = np.arange(plan.samples, dtype=_shuffle_type(plan.samples))
     random.shuffle(index[: plan.samples_before_last])
     if plan.separates_last:
         random.shuffle(index[plan.samples_before_last :])

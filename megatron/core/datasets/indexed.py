@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import xxhash
@@ -47,7 +47,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {
+DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
     3: np.dtype(np.int16),
@@ -538,6 +538,7 @@ class IndexedDatasetBuilder:
 def _pieces(path: str, dtype: type) -> Iterator[np.ndarray]:
     """The numbers in a file, some at a time."""
     with open(path, "rb") as file:
+        piece: np.ndarray
         while len(piece := np.fromfile(file, dtype, COPY_ENTRIES)):
             yield piece
 

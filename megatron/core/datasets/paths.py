@@ -63,11 +63,11 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
             f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
             "expected; give 'weight prefix weight prefix ...' or prefixes only"
         )
-    prefixes = tuple(words[1::2])
-    for weight, prefix in zip(weights, prefixes):
+    prefixes, given = tuple(words[1::2]), [weight for weight in weights if weight is not None]
+    for weight, prefix in zip(given, prefixes):
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"{flag} gives {prefix} the weight {weight}; a weight is above 0: leave the dataset out")
-    return Blend(prefixes, normalize(weights))
+    return Blend(prefixes, normalize(given))
 
 
 def _number(word: str) -> float | None:

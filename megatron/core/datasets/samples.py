@@ -39,10 +39,21 @@ class SampleSet(Protocol):
     samples_per_epoch: in how many samples they are gone through once.
     """
 
-    prefix: str
-    description: Mapping[str, Any]
-    tokens_per_epoch: int
-    samples_per_epoch: float
+    @property
+    def prefix(self) -> str:
+        """The files' common path."""
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """By name."""
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """A number of tokens."""
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Not always whole."""
 
     def __len__(self) -> int:
         """The number of samples; at least as many as were asked for."""
@@ -63,7 +74,9 @@ class DatasetKind(Protocol):
     name: what the samples' class is called, also in the names of caches.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """A class name."""
 
     def open(self, prefix: str) -> Any:
         """The source of a prefix, as the other methods take it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,13 @@ class SentenceKind:
         self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
     ) -> BERTDataset | T5Dataset:
         """Samples of these documents."""
-        shared = {"documents": part, "num_samples": num_samples, "seed": self.seed, "split": split, "cache": cache}
+        shared: dict[str, Any] = {
+            "documents": part,
+            "num_samples": num_samples,
+            "seed": self.seed,
+            "split": split,
+            "cache": cache,
+        }
         if isinstance(self.options, PairOptions):
             return BERTDataset(source, self.options, **shared)
         return T5Dataset(source, self.options, **shared)
@@ -131,5 +138,6 @@ def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
 
 def _plain(tokenizer: Tokenizer) -> np.ndarray:
     """Ids that stand for text."""
-    special = [tokenizer.eod, tokenizer.pad, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids]
+    special = [tokenizer.eod, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids]
+    special += [] if tokenizer.pad is None else [tokenizer.pad]
     return np.setdiff1d(np.arange(tokenizer.vocab_size), special)

@@ -130,7 +130,8 @@ class T5Dataset:
 
     def _fitting(self, spans: list[list[int]]) -> list[list[int]]:
         """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""
-        room, result = self.options.decoder_length - 1, []
+        room = self.options.decoder_length - 1
+        result: list[list[int]] = []
         for span in spans:
             if len(span) + 1 <= room and len(result) < len(self.options.sentinels):
                 room -= len(span) + 1

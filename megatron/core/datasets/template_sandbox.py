@@ -126,7 +126,9 @@ class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         """Called by Jinja."""
         if node.test is not None:
-            node.test = nodes.And(self._step(node), node.test).set_lineno(node.lineno).set_environment(node.environment)
+            node.test = (
+                nodes.And(self._step(node), node.test).set_lineno(node.lineno).set_environment(_environment(node))
+            )
         return self._entered(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
@@ -137,15 +139,22 @@ class _Counting(NodeTransformer):
         """Called by Jinja."""
         return self._entered(node)
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+    def visit_Concat(self, node: nodes.Concat) -> Any:
         """Called by Jinja."""
         self.generic_visit(node)
-        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(node.environment)
+        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(_environment(node))
 
     def _entered(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(self._step(node)).set_lineno(node.lineno).set_environment(node.environment))
+        node.body.insert(
+            0, nodes.ExprStmt(self._step(node)).set_lineno(node.lineno).set_environment(_environment(node))
+        )
         return node
 
-    def _step(self, node: nodes.Node) -> nodes.Expr:
-        return self.steps.call_method("step", lineno=node.lineno).set_environment(node.environment)
+    def _step(self, node: nodes.Node) -> Any:
+        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment(node))
+
+
+def _environment(node: nodes.Node) -> Any:
+    """The environment of a node; Jinja sets it before it calls."""
+    return node.environment

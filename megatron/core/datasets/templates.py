@@ -188,7 +188,7 @@ class Template:
             if part:
                 pieces.append(TemplateSegment(part, opened, mark))
 
-        cuts = {place: None for place in edges}
+        cuts: dict[int, re.Match[str] | None] = dict.fromkeys(edges)
         cuts.update(
             {result.start(): result for result in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)}
         )

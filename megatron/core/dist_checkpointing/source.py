@@ -34,10 +34,21 @@ class Source(Protocol):
     field name as in config.json: all of them, or those of the model alone where the dialect says no more.
     """
 
-    where: str
-    formats: Mapping[str, Format]
-    values: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    @property
+    def where(self) -> str:
+        """A path as a rule."""
+
+    @property
+    def formats(self) -> Mapping[str, Format]:
+        """Name -> dtype and shape."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Name -> what JSON has."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Field -> value."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, in the dtype it was saved in. Often a view of mapped memory: it is not written to.

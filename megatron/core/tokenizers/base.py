@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -37,7 +38,10 @@ class Tokenizer(Protocol):
     special: Mapping[str, int]
     special_ids: tuple[int, ...]
     chat_template: str | None
-    engine: str
+
+    @property
+    def engine(self) -> str:
+        """What turns text to ids, and why."""
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -69,6 +73,21 @@ class Tokenizer(Protocol):
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """For each id of `tokenize(text)`, where the bytes it stands for begin and end in the text's UTF-8."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer that has none: what `Tokenizer` asks for, where a kind says nothing else."""
+
+    pad: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    additional_special_tokens_ids: tuple[int, ...] = ()
+    special: Mapping[str, int] = MappingProxyType({})
+    special_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
 
 
 def flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,18 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import read_json, read_text
+from megatron.core.tokenizers.base import SpecialTokens, read_json, read_text
 from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(SpecialTokens):
     """Byte-level BPE from vocab.json and merges.txt; the end of document is `<|endoftext|>`, there is no padding."""
-
-    pad = bos = cls = sep = mask = None
-    additional_special_tokens_ids = ()
-    chat_template = None
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab = _parse_vocab(read_json(vocab_file, "--vocab-file"), vocab_file)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError, refuse, spelling
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import Tokenizer, flat, marked, read_text
+from megatron.core.tokenizers.base import SpecialTokens, Tokenizer, flat, marked, read_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -23,16 +24,13 @@ from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
-class NullTokenizer:
+class NullTokenizer(SpecialTokens):
     """Text that is ids already, with white space between; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
     """
 
-    bos = cls = sep = mask = None
-    additional_special_tokens_ids = ()
     special: Mapping[str, int] = MappingProxyType({})
-    chat_template = None
     engine = "the text is ids already"
 
     def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int | None = None) -> None:
@@ -87,16 +85,14 @@ class NullTokenizer:
         return spans
 
 
-class ByteTokenizer:
+class ByteTokenizer(SpecialTokens):
     """The UTF-8 bytes of a text are its ids; 256 ends a document."""
 
     vocab_size = 257
-    eod = eos = 256
-    pad = bos = cls = sep = mask = None
-    additional_special_tokens_ids = ()
+    eod = 256
+    eos: int | None = eod
     special_ids = (eod,)
     special: Mapping[str, int] = MappingProxyType({"<eod>": eod})
-    chat_template = None
     engine = "the bytes of the text are its ids"
 
     @property
@@ -135,7 +131,7 @@ class ByteTokenizer:
 
 def _bert(config: TokenizerConfig) -> Tokenizer:
     return BertWordPieceTokenizer(
-        config.vocab_file,
+        _file(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         extra_ids=config.vocab_extra_ids,
     )
@@ -143,7 +139,7 @@ def _bert(config: TokenizerConfig) -> Tokenizer:
 
 def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        config.tokenizer_model,
+        _file(config.tokenizer_model),
         config.tiktoken_pattern,
         vocab_size=config.vocab_size,
         num_special=config.tiktoken_num_special_tokens,
@@ -153,21 +149,28 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
 
 def _null(config: TokenizerConfig) -> Tokenizer:
     pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
+    assert config.vocab_size is not None, "a tokenizer without its size is refused"
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
+
+
+def _file(path: str | None) -> str:
+    """A file that `problems_of` demands of this kind."""
+    assert path is not None, "a tokenizer without its files is refused"
+    return path
 
 
 KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType(
     {
-        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(config.vocab_file, config.merge_file),
+        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_file(config.vocab_file), _file(config.merge_file)),
         "BertWordPieceLowerCase": _bert,
         "BertWordPieceCase": _bert,
         "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-            config.tokenizer_model, "named", extra_ids=config.vocab_extra_ids
+            _file(config.tokenizer_model), "named", extra_ids=config.vocab_extra_ids
         ),
-        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "bare"),
-        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model, "begun"),
+        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(_file(config.tokenizer_model), "bare"),
+        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(_file(config.tokenizer_model), "begun"),
         "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
-            config.tokenizer_model, include_special=config.tokenizer_hf_include_special_tokens
+            _file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
         ),
         "TikTokenizer": _tiktoken,
         "ByteTokenizer": lambda config: ByteTokenizer(),
@@ -216,7 +219,7 @@ READS: Mapping[str, frozenset[str]] = MappingProxyType(
 def problems_of(config: TokenizerConfig) -> list[str]:
     """What is wrong with the settings of a tokenizer, as far as flags alone say."""
     kind = config.tokenizer_type
-    if kind not in KINDS:
+    if kind is None or kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
         near = difflib.get_close_matches(kind or "", KINDS, n=1)
         return [f"{problem}; choose one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" if near else "")]
@@ -238,13 +241,18 @@ def unread(config: TokenizerConfig) -> dict[str, str]:
     return {
         field.name: f"{spelling(field.name)} {_shown(getattr(config, field.name))}"
         for field in fields(config)
-        if kind in KINDS and field.name not in READS[kind] | COMMON and getattr(config, field.name) != field.default
+        if kind is not None
+        and kind in KINDS
+        and field.name not in READS[kind] | COMMON
+        and getattr(config, field.name) != field.default
     }
 
 
 def without_unread(config: TokenizerConfig) -> TokenizerConfig:
     """The settings that this kind of tokenizer reads."""
-    return replace(config, **{field.name: field.default for field in fields(config) if field.name in unread(config)})
+    unasked = unread(config)
+    usual: dict[str, Any] = {field.name: field.default for field in fields(config) if field.name in unasked}
+    return replace(config, **usual)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -258,6 +266,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             ),
         ]
     )
+    assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type](config)
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)

@@ -32,10 +32,19 @@ class BPESource(Protocol):
     """Where the ids come from: what defines them, what else may give them, and the ranks that stand for them if any do."""
 
     name: str
-    ranks: MergeRanks | None
-    reference: Engine
     candidates: Mapping[str, Callable[[], Engine]]
-    content: str
+
+    @property
+    def ranks(self) -> MergeRanks | None:
+        """The merge ranks that give the same ids, if any do."""
+
+    @property
+    def reference(self) -> Engine:
+        """What defines the ids."""
+
+    @property
+    def content(self) -> str:
+        """The text of the file that defines them, if one does."""
 
 
 class ByteLevelBPE:
@@ -88,7 +97,7 @@ class RanksSource:
 
     def __init__(self, ranks: MergeRanks) -> None:
         self.ranks = ranks
-        self.candidates = {"gigatoken": lambda: gigatoken_engine(ranks)}
+        self.candidates: Mapping[str, Callable[[], Engine]] = {"gigatoken": lambda: gigatoken_engine(ranks)}
 
     @cached_property
     def reference(self) -> Engine:
@@ -117,7 +126,10 @@ class MergesSource:
         self._tokenizer, self._vocab, self._merges = tokenizer, vocab, merges
         self._pattern, self._whole_words = pattern, whole_words
         self.reference = tokenizers_engine(tokenizer)
-        self.candidates = {"gigatoken": lambda: gigatoken_json_engine(self.content), "tiktoken": self._tiktoken}
+        self.candidates: Mapping[str, Callable[[], Engine]] = {
+            "gigatoken": lambda: gigatoken_json_engine(self.content),
+            "tiktoken": self._tiktoken,
+        }
 
     @property
     def content(self) -> str:

@@ -182,7 +182,7 @@ def fastest(
     candidates: Mapping[str, Callable[[], Engine]], reference: Engine, reference_name: str
 ) -> tuple[Engine, str]:
     """(engine, a sentence on the choice). candidates: the package and how to build its engine, the fastest first."""
-    refusals = []
+    refusals: list[str] = []
     for name, build in candidates.items():
         try:
             engine = build()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import around, byte_spans, digest, read_json, read_text
+from megatron.core.tokenizers.base import SpecialTokens, around, byte_spans, digest, read_json, read_text
 from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
@@ -37,7 +37,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(SpecialTokens):
     """What a tokenizer.json says; its end of sentence (or, where it has none, its separator) ends documents.
 
     added_tokens: what was added to the model's vocabulary by hand, special or not, as the package tokenizers has it.
@@ -60,18 +60,20 @@ class HuggingFaceTokenizer:
         )
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
         self.cls, self.sep, self.mask = named["cls"], named["sep"], named["mask"]
-        self.eod: int = self.sep if self.eos is None else self.eos
-        if self.eod is None:
+        end = self.sep if self.eos is None else self.eos
+        if end is None:
             raise ConfigError(
                 f"{FLAG} {path}: no end of document is known; name one as eos_token in tokenizer_config.json"
             )
+        self.eod: int = end
         sentinels = [token for token in added if token.startswith("<extra_id_")]
         self.additional_special_tokens_ids = extra or tuple(added[token] for token in sorted(sentinels, key=_number))
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
-        self._prefix, self._suffix = _frame(self._tokenizer) if include_special else ((), ())
-        self._frame_known = self._prefix is not None
+        frame = _frame(self._tokenizer) if include_special else ((), ())
+        self._frame_known = frame is not None
+        self._prefix, self._suffix = frame or ((), ())
         self._bytes = _byte_level(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
 
     @cached_property
@@ -201,7 +203,7 @@ def _settings(
         }
     else:
         named = {name: next((added[token] for token in usual if token in added), None) for name, usual in NAMES.items()}
-    extra = next(
+    extra: list[object] = next(
         (
             config[key]
             for key in ("extra_special_tokens", "additional_special_tokens")
@@ -226,9 +228,9 @@ def _template(folder: Path, setting: object) -> str | None:
     return setting if isinstance(setting, str) else None
 
 
-def _frame(tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The ids that are put before and after every text; (None, None) when that depends on the text."""
-    common = None
+def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ids that are put before and after every text; None when that depends on the text."""
+    common: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for text in ("a", "two words"):
         bare, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
         frames = {
@@ -237,7 +239,7 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | No
             if whole[first : first + len(bare)] == bare
         }
         common = frames if common is None else common & frames
-    return common.pop() if len(common) == 1 else (None, None)
+    return common.pop() if common is not None and len(common) == 1 else None
 
 
 def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
@@ -253,7 +255,8 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
         or not byte_of_letter().keys() <= model["vocab"].keys()
     ):
         return None
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    halves = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    merges = [(left, right) for left, right in halves]
     reached = byte_of_letter().keys() | {left + right for left, right in merges}
     unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
     source = MergesSource(
@@ -261,7 +264,7 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
     )
     vocab = {number: bytes_of(token) for token, number in model["vocab"].items()}
     return ByteLevelBPE(
-        source, vocab | {number: token.encode() for token, number in special.items()}, unreached | special
+        source, vocab | {number: token.encode() for token, number in special.items()}, {**unreached, **special}
     )
 
 

@@ -17,16 +17,15 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import around, byte_spans, digest, flat, marked, read_bytes
+from megatron.core.tokenizers.base import SpecialTokens, around, byte_spans, digest, flat, marked, read_bytes
 from megatron.core.tokenizers.engines import num_processors
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(SpecialTokens):
     """Text to the pieces of a model. kind: `bare`, `begun` (with <s> before each text) or `named` (with named tokens)."""
 
-    chat_template = None
     engine = "text is encoded by sentencepiece: it defines the ids"
 
     def __init__(
@@ -62,12 +61,13 @@ class SentencePieceTokenizer:
         self.vocab_size = len(self._tokens)
         self.bos, self.eos, self.pad = (local[name] if local[name] >= 0 else None for name in ("bos", "eos", "pad"))
         self.cls, self.sep, self.mask = (special.get(name) for name in ("<CLS>", "<SEP>", "<MASK>"))
-        self.eod = special["<EOD>"] if kind == "named" else self.eos
-        if self.eod is None:
+        end = special["<EOD>"] if kind == "named" else self.eos
+        if end is None:
             raise ConfigError(
                 f"--tokenizer-model {model} has no end of text, which ends documents; choose "
                 "SentencePieceTokenizer, which adds one"
             )
+        self.eod: int = end
         self.additional_special_tokens_ids = tuple(special[token] for token in sentinels)
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
 
@@ -100,9 +100,10 @@ class SentencePieceTokenizer:
         runs: list[str | list[int]] = []
         for token in ids:
             if 0 <= token < len(self._model):
-                if not runs or isinstance(runs[-1], str):
-                    runs.append([])
-                runs[-1].append(token)
+                if runs and isinstance(last := runs[-1], list):
+                    last.append(token)
+                else:
+                    runs.append([token])
             elif 0 <= token < self.vocab_size:
                 runs.append(self._tokens[token])
         return runs

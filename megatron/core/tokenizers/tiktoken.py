@@ -17,11 +17,12 @@ import binascii
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import read_bytes, read_json
+from megatron.core.tokenizers.base import SpecialTokens, read_bytes, read_json
 from megatron.core.tokenizers.bytelevel import ByteLevelBPE, RanksSource
 from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks
 
@@ -39,11 +40,8 @@ DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
-class TikTokenizer:
+class TikTokenizer(SpecialTokens):
     """Byte-level BPE from a rank file; the first of `ENDS` that it has ends a document."""
-
-    additional_special_tokens_ids = ()
-    chat_template = None
 
     def __init__(
         self,
@@ -64,12 +62,12 @@ class TikTokenizer:
         self.vocab_size = max([*ids, *special.values()]) + 1
         self.bos, self.mask = special.get("<s>", special.get(LLAMA3[0])), special.get("<mask>")
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
-        self.eod: int = next((special[name] for name in ENDS if name in special), None)
-        if self.eod is None:
+        end = next((special[name] for name in ENDS if name in special), None)
+        if end is None:
             raise ConfigError(
                 f"--tokenizer-special-tokens {' '.join(special)} has none of {', '.join(ENDS)}, which end documents"
             )
-        self.eos = self.eod
+        self.eod = self.eos = end
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
         # The single bytes come first, in the order of their value: their ranks among each other change nothing.
         ordered = sorted(
@@ -169,7 +167,7 @@ def _plain_layout(
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
-    rows: list[tuple[object, object]] = []
+    rows: list[tuple[bytes, int]] = []
     for number, line in enumerate(read_bytes(model, FLAG).splitlines(), 1):
         words = line.split()
         if words and (len(words) != 2 or not words[1].isdigit()):
@@ -188,7 +186,7 @@ def _plain_layout(
     return tokens, [rank for _, rank in rows], dict(zip(names, free))
 
 
-def _checked(rows: Sequence[tuple[object, object]], model: str | Path) -> list[bytes]:
+def _checked(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
     """The bytes of the tokens of (base64, rank), which stand in order, differ, and have all single bytes among them."""
     tokens = []
     for place, (text, rank) in enumerate(rows):

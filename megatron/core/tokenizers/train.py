@@ -6,12 +6,17 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError
 
 LONGEST_LINE = 100_000  # characters; the trainer of SentencePiece leaves longer lines out
 SENTENCEPIECE_NAMES = ("<unk>", "<s>", "</s>", "<pad>")
+_KEEP_WHITESPACE: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+}
 
 
 def train_byte_level_bpe(
@@ -98,15 +103,7 @@ def train_sentencepiece(
             shuffle_input_sentence=max_lines > 0,
             num_threads=threads,
             minloglevel=2,
-            **(
-                {
-                    "normalization_rule_name": "identity",
-                    "remove_extra_whitespaces": False,
-                    "allow_whitespace_only_pieces": True,
-                }
-                if keep_whitespace
-                else {}
-            ),
+            **(_KEEP_WHITESPACE if keep_whitespace else {}),
         )
     except (RuntimeError, OSError, ValueError) as error:
         raise ConfigError(f"--vocab-size {vocab_size}: no model can be learnt from this text: {error}") from error

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import byte_spans, digest, marked, read_text
+from megatron.core.tokenizers.base import SpecialTokens, byte_spans, digest, marked, read_text
 from megatron.core.tokenizers.engines import Engine, tokenizers_engine
 
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class BertWordPieceTokenizer:
+class BertWordPieceTokenizer(SpecialTokens):
     """BERT's tokenizer, in lower case or not, with `extra_ids` sentinels after the vocabulary."""
 
-    chat_template = None
     engine = "text is encoded by tokenizers: it defines the ids"
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, extra_ids: int = 0) -> None:
@@ -44,7 +44,7 @@ class BertWordPieceTokenizer:
         self._vocab = vocab
 
     @cached_property
-    def _pieces(self) -> object:
+    def _pieces(self) -> Any:
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
 

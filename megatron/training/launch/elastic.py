@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from megatron.core.config.flags import spelling
 from megatron.core.config.settings.parallel import ParallelConfig
@@ -85,13 +86,14 @@ def _layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelC
                         *(_OF_PIPELINE if pipeline < given.pp else ()),
                         *(_OF_CONTEXT if context < given.context_parallel_size else ()),
                     )
+                    unset: dict[str, Any] = dict.fromkeys(loose)
                     parallel = dataclasses.replace(
                         given,
                         tensor_model_parallel_size=tensor,
                         context_parallel_size=context,
                         pipeline_model_parallel_size=pipeline,
                         expert_model_parallel_size=expert,
-                        **dict.fromkeys(loose),
+                        **unset,
                     )
                     yield from ((parallel, cut * copies) for copies in range(world_size // cut, 0, -1))
 

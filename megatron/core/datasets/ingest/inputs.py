@@ -7,14 +7,14 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.columns import count_rows, read_rows
 from megatron.core.datasets.ingest.lines import count_bytes, lines_before, read_document, read_lines
-from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, InputFile, InputSpan, Kind, SourcePosition
+from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, InputFile, InputSpan, SourcePosition
 
 HEAD_BYTES = 2**16
 
@@ -99,7 +99,7 @@ def _source(path: str, format: Format, text_documents: TextDocuments) -> InputFi
             _demand_json(path)
     if format in ("parquet", "arrow") and (compression or path == STANDARD_INPUT):
         raise DataError(f"--input {path}: {format} files are read in place; unpack it, and give its name")
-    kind: Kind = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format
+    kind: Any = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format
     return InputFile(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
 
 

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -64,7 +64,7 @@ class _ZstdBytes(io.RawIOBase):
 
 
 @contextmanager
-def opened(source: InputFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def opened(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
     """(the content, the file on disk under it) of a source that is not a table; damage is told as `DataError`."""
     if source.path == STANDARD_INPUT:
         yield sys.stdin.buffer, sys.stdin.buffer

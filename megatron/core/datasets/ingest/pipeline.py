@@ -96,7 +96,8 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
                 writer = _Writer(order, command, builders, state)
                 start(writer.totals, engine)
                 # Worker processes have encoders of their own; another here would only take memory.
-                work, encoder = (encoder if order.workers == 1 else order.job), None
+                work = encoder if order.workers == 1 else order.job
+                del encoder
                 writer.write_all(report, work)
                 for builder in builders:
                     builder.finish()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.datasets.ingest.source import Chunk
 
@@ -60,10 +61,10 @@ def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:
     """The documents of a chunk, with one text under each key."""
     records = RecordBatch([[] for _ in keys], [], {})
     if isinstance(chunk.content, bytes):
-        rows = chunk.content.split(b"\n")
+        rows: list[Any] = chunk.content.split(b"\n")
         if not rows[-1]:
             rows.pop()
-        read = _json_texts if chunk.kind == "jsonl" else _line_texts
+        read: Callable[[Any, Sequence[str]], list[str]] = _json_texts if chunk.kind == "jsonl" else _line_texts
     else:
         rows = list(zip(*chunk.content))
         read = _row_texts

@@ -15,7 +15,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -33,7 +33,9 @@ PATIENCE = 5.0  # seconds for a worker to end by itself
 Item = TypeVar("Item")
 
 
-def encode_all(chunks: Iterator[Chunk], work: Encoder | EncodeOptions, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+def encode_all(
+    chunks: Iterator[Chunk], work: Encoder | EncodeOptions, workers: int
+) -> Generator[tuple[Chunk, Encoded]]:
     """Every chunk, its content left out, with what it became. work: for one worker, an encoder that is there already."""
     if workers > 1:
         yield from _encode_by_processes(chunks, work.job if isinstance(work, Encoder) else work, workers)

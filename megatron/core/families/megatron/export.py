@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ class _Export:
         self.made = self.target.with_suffix(".tmp")
         shutil.rmtree(self.made, ignore_errors=True)
         self.made.mkdir(parents=True)
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter as a single rank holds it."""
+        return self.shards(name, 1)[0]
 
     def shards(self, name: str, ranks: int) -> list[Tensor]:
         """What each tensor rank holds of a parameter, in memory of its own."""
@@ -139,7 +144,7 @@ def write_torch_dist(
     ]
     write_tensors(
         export.made,
-        {theirs: lambda name=name: export.shards(name, 1)[0] for theirs, name in names.items()},
+        {theirs: partial(export.whole, name) for theirs, name in names.items()},
         {theirs: _format(name, export) for theirs, name in names.items()},
         states,
         {**export.common(1, "torch_dist"), "content_metadata": _CONTENT},

@@ -51,7 +51,7 @@ def open_megatron(path: str | Path, given: Mapping[str, Any] | None = None) -> S
             f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
             "that says torch_dist"
         )
-    source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
+    source: Source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
     _demand_its_network(source)
     return source
 

@@ -130,8 +130,8 @@ def _names_in_pickle(content: bytes) -> set[str]:
     found: set[str] = set()
     for code, argument, _ in pickletools.genops(content):
         if code.name == "GLOBAL":
-            found.add(".".join(argument.split(" ", 1)))
-        elif code.name == "PROTO" and argument > _PROTOCOL:
+            found.add(".".join(str(argument).split(" ", 1)))
+        elif code.name == "PROTO" and isinstance(argument, int) and argument > _PROTOCOL:
             raise ValueError(f"it is pickled by protocol {argument}, and torch.save writes {_PROTOCOL}")
     return found
 
