@@ -109,7 +109,8 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
     for number, ids in enumerate(inputs):
         assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
         asked.setdefault(ids, []).append(number)
-    axis, found = loaded.mesh.dp, {}
+    axis = loaded.mesh.dp
+    found: dict[int, Any] = {}
     batches = size.cut(list(asked))
     mine = (
         batches[axis.rank :: axis.size]
@@ -197,7 +198,8 @@ def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize)
     numbers: dict[Ids, list[int]] = {}
     for number, prompt in enumerate(prompts):
         numbers.setdefault(prompt.ids, []).append(number)
-    axis, found = loaded.mesh.dp, {}
+    axis = loaded.mesh.dp
+    found: dict[int, Any] = {}
     batches = size.cut([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]

@@ -297,9 +297,10 @@ def _attend(
     scores: Scores,
 ) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
-    windowed = mask.window is not None and mask.window[0] >= 0
+    reach = -1 if mask.window is None else mask.window[0]
+    windowed = reach >= 0
     # What no query of the group sees need not be fetched.
-    fetched, padding = group.keys(stored, mask.window[0] + group.queries if windowed else _ALL)
+    fetched, padding = group.keys(stored, reach + group.queries if windowed else _ALL)
     rows, heads = fetched[0].shape[0], v.shape[2]
     k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
     values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., : v.shape[-1]]

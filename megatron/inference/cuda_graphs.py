@@ -97,7 +97,7 @@ class CapturedGraphs:
         ids, positions, new, slots, padding = inputs
         cache = StepCache(self._pool, [CacheGroup(0, 1, slots, padding)], new=new)
         repeat, logits = self._record(lambda: self._stage(ids=ids, positions=positions, cache=cache))
-        return _CapturedGraph(*inputs, repeat, logits)
+        return _CapturedGraph(ids, positions, new, slots, padding, repeat, logits)
 
 
 def _rounded(number: int, least: int) -> int:

@@ -142,7 +142,8 @@ class Engine:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
-        left, tickets = deque(requests), []
+        left = deque(requests)
+        tickets: list[int] = []
         while left or any(ticket not in replies for ticket in tickets):
             while left:
                 try:

@@ -48,9 +48,10 @@ class RankLiveness:
         with selectors.DefaultSelector() as selector:
             for connection in (*ranks, over):
                 selector.register(connection, selectors.EVENT_READ)
-            ended = [key.fileobj for key, _ in selector.select()]
-        if over not in ended:
-            self._lost = f"{ranks[ended[0]]} has ended"
+            ended = {key.fd for key, _ in selector.select()}
+        gone = [name for connection, name in ranks.items() if connection.fileno() in ended]
+        if gone and over.fileno() not in ended:
+            self._lost = f"{gone[0]} has ended"
             self._news.set()
 
 

@@ -178,7 +178,8 @@ class _Step:
         device = network.mesh.device
         ids = [token for row in self.rows for token in row.ids]
         places = [place for row in self.rows for place in range(row.start, row.start + len(row.ids))]
-        wanted, end = [], 0
+        wanted: list[int] = []
+        end = 0
         for row in self.rows:
             end += len(row.ids)
             wanted += range(end - row.wanted, end)

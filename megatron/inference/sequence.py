@@ -40,7 +40,9 @@ class SequenceState:
         self._prompt_scores: list[Token] = []
         self._tokens: list[Token] = []
         self._num_emitted, self._pending_text, self._problem = 0, "", ""
-        self._submitted, self._admitted, self._first, self._cached = time.monotonic(), None, None, 0
+        self._submitted, self._cached = time.monotonic(), 0
+        self._admitted: float | None = None
+        self._first: float | None = None
 
     @property
     def num_uncomputed(self) -> int:

@@ -102,6 +102,7 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
     scores = judged(batch, stage)
 
     def loss(scores: Tensor) -> Loss:
+        assert batch.labels is not None, "the stage of the loss reads its labels"
         scores, labels = scores if scores.dtype == torch.float64 else scores.float(), batch.labels[:, 0]
         losses = (
             F.mse_loss(scores[:, 0], labels.to(scores.dtype), reduction="none")

@@ -67,7 +67,9 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
         content = json.loads(line)
     except ValueError as error:
         return [], [f"{place}: not JSON: {error}"]
-    lists = [content.get(name) for name in ("questions", "options", "answers")] if isinstance(content, dict) else [None]
+    lists: list[Any] = (
+        [content.get(name) for name in ("questions", "options", "answers")] if isinstance(content, dict) else [None]
+    )
     if not all(isinstance(entry, list) for entry in lists) or not isinstance(content.get("article"), str):
         return [], [f"{place}: expected an object with a text `article` and lists `questions`, `options` and `answers`"]
     if len({len(entry) for entry in lists}) != 1:

@@ -65,12 +65,15 @@ class Embedder:
 
     def rows(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
         """(the ids of each text with [CLS] and [SEP], numbers of the texts that are too long and lose their ends)."""
-        rows, cut = [], []
+        rows: list[np.ndarray] = []
+        cut: list[int] = []
+        cls, sep = self.tokenizer.cls, self.tokenizer.sep
+        assert cls is not None and sep is not None, "a tokenizer without [CLS] and [SEP] is refused"
         for number, ids in enumerate(bare_ids(self.tokenizer, texts)):
             if len(ids) + 2 > self.length:
                 cut.append(number)
                 ids = ids[: self.length - 2]
-            rows.append(np.concatenate(([self.tokenizer.cls], ids, [self.tokenizer.sep])).astype(np.int64))
+            rows.append(np.concatenate(([cls], ids, [sep])).astype(np.int64))
         return rows, cut
 
     def vectors(self, rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -115,7 +118,7 @@ class Rows:
     def __init__(self, path: str, width: int) -> None:
         self.path, self.width, self.count = Path(path), width, 0
         self._made = self.path.with_name(self.path.name + ".tmp")
-        self._file: BinaryIO | None = None
+        self._file: BinaryIO
 
     def __enter__(self) -> Rows:
         try:

@@ -153,8 +153,9 @@ def main(argv: list[str] | None = None) -> None:
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()
     broken = (*command.unread, *rules)
-    mendable = command.setting is not None and any(one.rule != "files" for one in rules)  # no other flag brings a file
-    answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries) if mendable else None
+    answer = None
+    if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
+        answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = (
         built_on(command.setting, options.true_vocab_size) if options.build and command.setting and not broken else None
     )
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
             if answer and answer.edits is None
             else [
                 {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
-                for edit in (answer.edits if answer else ())
+                for edit in (answer.edits if answer and answer.edits else ())
             ],
         }
         sys.stdout.write(json.dumps(found, indent=2) + "\n")

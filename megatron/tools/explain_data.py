@@ -16,9 +16,11 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.paths import SPLITS
@@ -98,7 +100,7 @@ def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
             yield from (_json(microbatch),) if options.json else _microbatch(microbatch, options)
 
 
-def _data_rank(options: argparse.Namespace, config: object) -> int:
+def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:
     """The place of a rank on the data axis; `ConfigError` for one that reads nothing."""
     groups = axis_ranks(config.parallel, options.world_size)
     if not 0 <= options.rank < options.world_size:
@@ -161,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the answer."""
     if argv is None and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other tools do when `head` has seen enough
-    sys.stdout.reconfigure(errors="backslashreplace")  # texts may hold what the terminal cannot show
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # texts may hold what the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     options, flags = read_options(sys.argv[1:] if argv is None else argv)
     try:

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -101,8 +102,9 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
     pairs = check(prefixes)
     facts = [known for _, known in pairs]
     # What is not known of a part is not said of the whole.
-    tokenizer = facts[0].tokenizer if all(known and known.tokenizer for known in facts) else None
-    level = next((known.level for known in facts if known), "document")
+    first = facts[0]
+    tokenizer = first.tokenizer if first and all(known and known.tokenizer for known in facts) else None
+    level: Literal["document", "sentence"] = next((known.level for known in facts if known), "document")
     with IndexedDatasetBuilder(
         output_prefix, IndexedDataset(prefixes[0]).dtype, tokenizer=tokenizer, level=level, multimodal=multimodal
     ) as builder:

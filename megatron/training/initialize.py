@@ -114,7 +114,7 @@ def _ranks_that_train(args: argparse.Namespace) -> int:
     return ranks
 
 
-class Console(logging.StreamHandler):  # type: ignore[type-arg]
+class Console(logging.StreamHandler):
     """A stream of lines, where a line that finds no room on the disk is lost without a word: there is no other place to say it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
@@ -222,7 +222,7 @@ def _describe(run: Run) -> None:
         )
     moe = config.model.moe
     if moe.num_experts:
-        kind = moe.moe_token_dispatcher_type
+        kind: str = moe.moe_token_dispatcher_type
         if kind == "flex":
             kind = "alltoall" if run.kernels.moe_flex_dispatcher is None else "DeepEP"
         run.say(

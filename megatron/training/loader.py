@@ -8,7 +8,7 @@ done ahead by threads: copying ids out of mapped files leaves Python's lock free
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -44,13 +44,14 @@ SampleSource = Dataset | Iterable[Mapping[str, np.ndarray]]
 Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
 Arrays = dict[str, np.ndarray]
+Batches = Generator[Batch] | Regrouped  # this rank's microbatches; close() ends their threads
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
     """Microbatches of each split, for this rank. A split without data, or that is never asked for, is None."""
 
-    train: Iterator[Batch] | None
+    train: Batches | None
     valid: Evaluations | None
     test: Evaluations | None
 
@@ -70,11 +71,11 @@ class Evaluations:
     """
 
     iterations: int
-    batches: Iterator[Batch]
-    once: Callable[[], Iterator[Batch]] | None = None
+    batches: Batches
+    once: Callable[[], Batches] | None = None
 
     @contextmanager
-    def next(self) -> Iterator[tuple[Iterator[Batch], int]]:
+    def next(self) -> Iterator[tuple[Batches, int]]:
         """The microbatches of the next evaluation, and of how many global batches it consists."""
         if self.once is None:
             yield self.batches, self.iterations
@@ -133,7 +134,7 @@ def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None
 
 def microbatches(
     run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
-) -> Iterator[Batch]:
+) -> Batches:
     """This rank's microbatches, from the sample after `consumed_samples` on. Close it to end its threads."""
     if dataset is None or not reads:
         return _nothing()
@@ -146,7 +147,7 @@ def microbatches(
     return Regrouped(batches, run.mesh, run.config) if regroups else batches
 
 
-def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Iterator[Batch]:
+def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
     """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
     if not reads:
         return _nothing()
@@ -169,11 +170,11 @@ def take(batches: Iterator[Batch]) -> Batch:
         raise DataError("the data ended before the run did; train on fewer samples or give more data") from None
 
 
-def _nothing() -> Iterator[Batch]:
+def _nothing() -> Generator[Batch]:
     yield from repeat(Batch())
 
 
-def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split: str) -> Iterator[Batch]:
+def _batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]], split: str) -> Generator[Batch]:
     """Batches on the device. What is taken is logged, not what is read ahead."""
     data, log = run.config.data, None
     if data.log_samples:
@@ -195,7 +196,7 @@ def _batches(run: Run, source: Iterator[tuple[list[int] | None, Arrays]], split:
             ).over_context(run.mesh.cp)
 
 
-def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Iterator[tuple[list[int], Arrays]]:
+def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Generator[tuple[list[int] | None, Arrays]]:
     """Microbatches in order, prepared by threads while the model computes. Those not asked for are dropped at the end."""
     num_threads = run.config.data.num_workers
 

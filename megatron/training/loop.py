@@ -213,7 +213,7 @@ class Session:
         self._settle(self.checkpoint.poll())
 
     def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.trainer.progress.iteration % interval == 0
+        return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0
 
     def _bad_step(self, watch: Watch, samples: int) -> None:
         """What becomes of the run after a step without an update (`--on-bad-step`); raises unless it goes on."""
@@ -228,6 +228,7 @@ class Session:
     def _skip(self, reason: str) -> None:
         """Pass over the data of one iteration; reason: the flag that asks for it."""
         size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
+        assert self.data.train is not None, "build_data refuses a run that trains without data"
         for _ in range(size.num_microbatches):
             take(self.data.train)
         progress = self.trainer.progress
@@ -282,6 +283,7 @@ class Session:
         paused = time.perf_counter()
         self._resolve(watch)
         watch.around_evaluation()
+        assert self.data.valid is not None, "only runs with validation data evaluate"
         with self.data.valid.next() as (batches, iterations):
             losses = evaluate(self.trainer, batches, iterations)
         if not self.config.data.full_validation:

@@ -51,6 +51,7 @@ class StepWork:
         self.device = trainer.run.mesh.device
         self._batches = batches
         # Sequences that are divided by their length make another number of microbatches on every rank.
+        self.own_microbatches: int
         self._seen: list[Batch] = [] if again is None else list(again.seen)
         if again is not None:
             self.own_microbatches = again.own_microbatches

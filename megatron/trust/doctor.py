@@ -338,11 +338,12 @@ def tokenizer(subject: Subject) -> list[Row]:
 def checkpoints(subject: Subject) -> list[Row]:
     """Every rank sees the same checkpoint to load, and one folder to save into."""
     asked, rows = subject.config.checkpoint, []
-    if asked.load:
+    load = asked.load
+    if load:
         rows = _agreed(
             subject,
             "checkpoints",
-            lambda: newest(asked.load),
+            lambda: newest(load),
             lambda iteration: (
                 f"--load {asked.load}: "
                 + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}")
@@ -385,7 +386,8 @@ def disk(subject: Subject) -> list[Row]:
         ]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
-    found, status, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", "OK", ""
+    found, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", ""
+    status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
             state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype]

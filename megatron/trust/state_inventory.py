@@ -271,7 +271,7 @@ def missing(item: Item, source: Source, *, world_size: int, parameters: list[str
 
 def parameters_of(*sources: Source) -> list[str]:
     """Names of the network's parameters: every name that any of the checkpoints has a weight, a master or a moment for."""
-    found = {}
+    found: dict[str, None] = {}
     for name in (name for source in sources for name in source.formats):
         if name.startswith("model."):
             found[name.removeprefix("model.")] = None

@@ -106,6 +106,9 @@ class BlendedDataset:
         return places[np.isin(self.dataset_sample_index[places], samples)]
 
 
+Splits = tuple[SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None]
+
+
 def build_datasets(
     config: DataConfig,
     *,
@@ -115,15 +118,13 @@ def build_datasets(
     valid_samples: int | None,
     test_samples: int | None,
     tokenizer: Tokenizer,
-) -> tuple[SampleSet | BlendedDataset | None, ...]:
+) -> Splits:
     """The training, validation and test dataset of a run that trains a GPT; see `build_splits`."""
     kind = gpt_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
     return build_splits(config, kind, (train_samples, valid_samples, test_samples))
 
 
-def build_splits(
-    config: DataConfig, kind: DatasetKind, samples: Samples
-) -> tuple[SampleSet | BlendedDataset | None, ...]:
+def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> Splits:
     """The training, validation and test dataset of a run, of any kind.
 
     samples: how many will be drawn of each; None for one pass over the data, 0 for no dataset. A dataset is None when it
@@ -138,7 +139,8 @@ def build_splits(
     for dataset, job in zip(built, requested):
         if dataset is not None:
             _report(dataset, *job, most_epochs=config.warn_epochs)
-    return tuple(built)
+    train, valid, test = built
+    return train, valid, test
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,21 @@ Tree = dict[str, Any]  # name -> Placed, a tensor that every rank holds alike, o
 class Segment(Protocol):
     """Flat elements [low, high) of a local parameter. (`distributed.buffers.Segment` is one.)"""
 
-    spec: ParamSpec
-    local_shape: tuple[int, ...]
-    low: int
-    high: int
+    @property
+    def spec(self) -> ParamSpec:
+        """Of the parameter."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's tensor."""
+
+    @property
+    def low(self) -> int:
+        """The first element."""
+
+    @property
+    def high(self) -> int:
+        """Behind the last element."""
 
 
 def placed_tensor(tensor: Tensor) -> Placed:

@@ -49,5 +49,5 @@ class CrossAttention(nn.Module):
             return self.linear_kv(memory.to(self.linear_kv.weight.dtype))
 
         k, v = (pairs() if cache is None else cache.memory(self, pairs)).chunk(2, dim=-1)
-        heads = [part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v)]
-        return self.linear_proj(attend(self.build, *heads, mask, training=self.training)), normed
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
+        return self.linear_proj(attend(self.build, q, k, v, mask, training=self.training)), normed

@@ -87,9 +87,10 @@ def compare(args: argparse.Namespace) -> bool:
         print(f"  {one}")
     if len(found) > args.most:
         print(f"  ... and {len(found) - args.most} more (--most)")
-    gaps = sorted((one for one in found if one.gap), key=lambda one: -one.gap.relative_norm)
+    gaps = [(one.gap.relative_norm, one.name) for one in found if one.gap]
     if gaps:
-        print(f"largest relative norm: {gaps[0].gap.relative_norm:.3g} in {gaps[0].name}")
+        largest, name = max(gaps)
+        print(f"largest relative norm: {largest:.3g} in {name}")
     if settings:
         print("\n".join(["settings that differ:", *(f"  {line}" for line in settings)]))
     print(f"{counted(len(found), 'difference')} in {counted(len(names), 'tensor')}")

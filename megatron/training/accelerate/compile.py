@@ -75,7 +75,9 @@ class Compiler:
     def __init__(self, trainer: Trainer) -> None:
         self._say, config = trainer.run.say, trainer.run.config.compilation
         compile_, kinds = compile_as(config), Counter[tuple[tuple[str, str], ...]]()
-        ops = {op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()}
+        ops: dict[str, dict[Callable, Callable]] = {
+            op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
+        }
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
                 kinds[_compile(layer, compile_, ops)] += 1
@@ -132,8 +134,8 @@ def _compile(
         whole = ["forward"]
     if any(why.values()):
         for part in layer.modules():
-            if isinstance(getattr(part, "build", None), Build):
-                part.build = replace(part.build, kernels=_faster(part.build.kernels, ops))
+            if isinstance(build := getattr(part, "build", None), Build):
+                vars(part)["build"] = replace(build, kernels=_faster(build.kernels, ops))
             if isinstance(part, Norm):
                 part.kernels = _faster(part.kernels, ops)
     for name in whole:

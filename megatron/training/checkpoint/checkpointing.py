@@ -106,10 +106,10 @@ class Checkpoint:
 
         Returns how saves ended that did so meanwhile. A failure is told, and is no error: the next save may succeed.
         """
-        ended = []
+        ended: list[SaveOutcome] = []
         if self.on_its_way is not None:
             earlier, since = self.on_its_way, time.perf_counter()
-            ended.append(self.finish())
+            ended += [] if (outcome := self.finish()) is None else [outcome]
             waited = time.perf_counter() - since
             if waited > 0.1:
                 self._warn(
@@ -126,7 +126,7 @@ class Checkpoint:
         )
         self.trainer.before_update = writer.wait_for_staging
         if not self.config.checkpoint.async_save:
-            ended.append(self.finish())
+            ended += [] if (outcome := self.finish()) is None else [outcome]
         return ended
 
     def poll(self) -> SaveOutcome | None:

@@ -87,7 +87,7 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
         "null_tokenizer_ids"
     }
-    beside = source.run_settings if isinstance(source, MegatronSource) else {}
+    beside: Mapping[str, Any] = source.run_settings if isinstance(source, MegatronSource) else {}
     reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
     unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
         reads | {"tokenizer_type"} if reads else set()

@@ -72,7 +72,7 @@ class Batch:
         of both numbers in the microbatch, as in Megatron, or with per_token (one number for the whole step divides all losses) the
         ratio for a sequence of which every token counts, so that no layout changes what a token weighs.
         """
-        if self.tokens is None:
+        if self.tokens is None or self.labels is None or self.loss_mask is None:
             return self
         extras = dict(self.extras)
         for depth in range(1, depths + 1):
@@ -97,16 +97,19 @@ class Batch:
             return self
         cut = Zigzag(self.tokens.shape[1], axis.size)
 
-        def own(rows: Tensor | None) -> Tensor | None:
-            whole = rows is None or rows.dim() < 2 or rows.shape[-1] != cut.length
+        def own(rows: Tensor) -> Tensor:
+            whole = rows.dim() < 2 or rows.shape[-1] != cut.length
             return rows if whole else cut.piece(rows, axis.rank, dim=-1)
+
+        def given(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else own(rows)
 
         return replace(
             self,
             tokens=own(self.tokens),
-            labels=own(self.labels),
-            loss_mask=own(self.loss_mask),
-            positions=own(self.positions),
+            labels=given(self.labels),
+            loss_mask=given(self.loss_mask),
+            positions=given(self.positions),
             extras={name: own(rows) for name, rows in self.extras.items()},
         )
 
@@ -126,8 +129,9 @@ class Batch:
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
 
 
-def masked_loss(losses: Tensor, mask: Tensor) -> Loss:
-    """The loss of the tokens that count. losses, mask: [b, s]."""
+def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
+    """The loss of the tokens that count. losses, mask: [b, s]; the last stage has both."""
+    assert mask is not None, "the stage of the loss reads its mask"
     mask = mask.to(losses.dtype)
     total, count = (losses * mask).sum(), mask.sum()
     return total, count, {"lm loss": torch.stack((total.detach(), count))}

@@ -131,8 +131,8 @@ class Explanation:
         """The samples of a split."""
         if split not in self._opened:
             counts = samples_needed(self.config, self.schedule)
-            alone = tuple(count if name == split else 0 for name, count in zip(SPLITS, counts))
-            self._opened[split] = build_splits(self.config.data, self.kind, alone)[SPLITS.index(split)]
+            train, valid, test = (count if name == split else 0 for name, count in zip(SPLITS, counts))
+            self._opened[split] = build_splits(self.config.data, self.kind, (train, valid, test))[SPLITS.index(split)]
         if self._opened[split] is None:
             raise DataError(f"the run has no {split} data, or asks for none of it")
         return self._opened[split]

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +98,9 @@ def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment
 def documents_of(batch: Batch) -> Iterator[Document]:
     """The documents of all rows, without those that no loss is asked of: nothing hangs on them."""
     tokens, apart = batch.tokens, batch.documents
+    labels, loss_mask = batch.labels, batch.loss_mask
     assert tokens is not None and apart is not None, "documents are apart, which the rules ask for"
+    assert labels is not None and loss_mask is not None, "every rank reads all of a batch that is divided"
     positions = (
         torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if batch.positions is None
@@ -105,8 +108,8 @@ def documents_of(batch: Batch) -> Iterator[Document]:
     )
     rows = {
         "tokens": tokens,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
+        "labels": labels,
+        "loss_mask": loss_mask,
         "positions": positions,
         **{name: row for name, row in batch.extras.items() if name.startswith("mtp_")},
     }
@@ -119,7 +122,5 @@ def documents_of(batch: Batch) -> Iterator[Document]:
 
 
 def _made(rows: dict[str, Tensor]) -> Batch:
-    fields = ("tokens", "labels", "loss_mask", "positions", "documents")
-    return Batch(
-        **{name: rows[name] for name in fields}, extras={name: row for name, row in rows.items() if name not in fields}
-    )
+    fields: dict[str, Any] = {name: rows[name] for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
+    return Batch(**fields, extras={name: row for name, row in rows.items() if name not in fields})

@@ -102,9 +102,9 @@ def _fill(dataset: Dataset) -> dict[str, np.ndarray]:
     return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
-def read_external(samples: Iterator[Mapping[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
+def read_external(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
     """Microbatches of `size` samples of an iterable from outside; a last one that is not full is left out."""
-    waiting: list[Mapping[str, np.ndarray]] = []
+    waiting: list[dict[str, np.ndarray]] = []
     for sample in samples:
         waiting.append(sample)
         if len(waiting) == size:

@@ -148,4 +148,5 @@ def _run(build: Build, kind: Kind, inputs: list[Tensor], documents: Tensor | Non
         )
     layer = build.over_context(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
-    return attend(layer, *pieces, mask.within(kind.window), Scores(sink=sink), training=False)
+    q, k, v = pieces
+    return attend(layer, q, k, v, mask.within(kind.window), Scores(sink=sink), training=False)

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.health.interrupts import Interrupts
-from megatron.training.report.metrics import Step
+from megatron.training.report.metrics import ResolvedStep
 from megatron.training.run import Ending
 
 
@@ -119,7 +119,7 @@ class Watch:
         limit = self._train.exit_duration_in_mins
         return limit is not None and (time.monotonic() - self._started) / 60.0 > limit
 
-    def demand_finite(self, steps: Sequence[Step]) -> None:
+    def demand_finite(self, steps: Sequence[ResolvedStep]) -> None:
         """Fail, on all ranks alike, if a resolved step has a loss or gradient norm that is not finite.
 
         To be called with everything that `Meter.resolve` gives, so that no checkpoint is written after such a step.
@@ -193,7 +193,7 @@ class Profile:
                 logging.getLogger("megatron").warning(f"WARNING: the profile {self._path} cannot be written: {error}")
 
 
-def _not_finite(step: Step) -> str:
+def _not_finite(step: ResolvedStep) -> str:
     """What of a resolved step is not finite, in words; "" if nothing."""
     if step.skipped:
         return ""

@@ -158,4 +158,5 @@ def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     state["run.progress"] = asdict(trainer.progress)
     saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
     saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))
-    return list(saver.finish().problems)
+    outcome = saver.finish()
+    return [] if outcome is None else list(outcome.problems)

@@ -278,8 +278,8 @@ class StepRerun:
         message = f"iteration {found.iteration} was bad: {found.reason}; {text}"
         self._say_and_record(found, message)
         self.known = found
-        if self.file is not None:
-            decided(self.mesh.world, lambda: found.write(self.file))
+        if (file := self.file) is not None:
+            decided(self.mesh.world, lambda: found.write(file))
         if self.goes_on:
             return step
         self._restore(before)

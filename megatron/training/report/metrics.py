@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,10 +60,10 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step. Before it is resolved its numbers may be tensors on the device; afterwards all are plain.
+    """One training step, whose numbers may be tensors on the device; see `ResolvedStep`.
 
-    losses: before, this rank's [sum, count] of each, a tensor of two numbers; after, the mean over all ranks. Figures that
-    stay off the log line have names under moe/. loads: before, how often experts were chosen; after, among the losses.
+    losses: this rank's [sum, count] of each, a tensor of two numbers; later the mean over all ranks. Figures that stay off the
+    log line have names under moe/. loads: how often experts were chosen; later among the losses.
     None: not measured in this run or this step. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the
     step, as in Megatron's log: what the next step takes.
     skipped: the optimizer did not step (overflow in fp16).
@@ -81,9 +82,21 @@ class Step:
     params_norm: Tensor | float | None = None
     skipped: Tensor | bool = False
 
+
+class ResolvedStep(Step):
+    """A step with plain numbers; its losses are means over all ranks."""
+
+    __slots__ = ()
+    losses: Mapping[str, float]
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    skipped: bool
+
     @property
     def finite(self) -> bool:
-        """Whether every loss of a resolved step is a number."""
+        """Whether every loss is a number."""
         return all(math.isfinite(loss) for loss in self.losses.values())
 
 
@@ -105,7 +118,7 @@ class Report:
     samples_left, tokens_left, seconds_left: until the run's last iteration, at this interval's speed.
     """
 
-    last: Step
+    last: ResolvedStep
     train_iters: int
     skipped_samples: int
     seconds_per_iteration: float
@@ -141,13 +154,13 @@ class Meter:
     def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
         self._reduce = reduce
         self._pending: list[Step] = []
-        self._interval: list[Step] = []
+        self._interval: list[ResolvedStep] = []
 
     def add(self, step: Step) -> None:
         """Keep a step; nothing is computed and nobody waits."""
         self._pending.append(step)
 
-    def resolve(self) -> list[Step]:
+    def resolve(self) -> list[ResolvedStep]:
         """The steps added since the last call, as plain numbers. A collective of the ranks in `reduce`."""
         steps, self._pending = self._pending, []
         found = _resolve(steps, self._reduce)
@@ -193,34 +206,44 @@ class Meter:
         )
 
 
-def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[Step]:
+_NUMBERS = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
+
+
+def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStep]:
     """All tensors of all steps in one sum over ranks and one copy to the host."""
-    fields = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
-    scalars = [value for step in steps for name in fields if torch.is_tensor(value := getattr(step, name))]
-    pairs = [loss for step in steps for loss in step.losses.values()]
-    # fp64 holds counts of up to 2^53 exactly, which token and zero counts of large models need.
+    pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     tables = [step.loads.table for step in steps if step.loads is not None]
-    summed = [value.detach().double().flatten() for value in (*pairs, *tables)]
-    flat = [reduce(torch.cat(summed))] if summed else []
-    device = (pairs or scalars)[0].device if pairs or scalars else None
-    flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
-    values = iter(torch.cat(flat).tolist() if flat else ())
+    scalars = [value for step in steps for value in _on_device(step).values()]
+    values = iter(_on_host([*pairs, *tables], scalars, reduce))
     means = iter([_mean(next(values), next(values)) for _ in pairs])
-    figures = iter(
-        [
-            _load_figures([[next(values) for _ in row] for row in step.loads.table], step.loads.by_layer)
-            for step in steps
-            if step.loads is not None
-        ]
-    )
+    figures = iter([_figures_of(step.loads, values) for step in steps if step.loads is not None])
     found = []
     for step in steps:
         losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
-        plain = {name: next(values) for name in fields if torch.is_tensor(getattr(step, name))}
+        plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
         if "skipped" in plain:
             plain["skipped"] = bool(plain["skipped"])
-        found.append(dataclasses.replace(step, losses=losses, loads=None, **plain))
+        given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+        found.append(ResolvedStep(**given | plain | {"losses": losses, "loads": None}))
     return found
+
+
+def _on_device(step: Step) -> dict[str, Tensor]:
+    """The single numbers of a step that are tensors."""
+    return {name: value for name in _NUMBERS if torch.is_tensor(value := getattr(step, name))}
+
+
+def _on_host(summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[float]:
+    """All numbers in one list. summed: added up over ranks; fp64 holds counts of up to 2^53 exactly, which large models need."""
+    flat = [value.detach().double().flatten() for value in summed]
+    flat = [reduce(torch.cat(flat))] if flat else []
+    device = next((tensor.device for tensor in (*summed, *scalars)), None)
+    flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
+    return torch.cat(flat).tolist() if flat else []
+
+
+def _figures_of(loads: Loads, values: Iterator[float]) -> dict[str, float]:
+    return _load_figures([[next(values) for _ in row] for row in loads.table], loads.by_layer)
 
 
 def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:

@@ -31,7 +31,14 @@ from typing import Any, Protocol
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.settings.run import LogConfig
-from megatron.training.report.metrics import Report, Step, perplexity, report_line, time_left_line, validation_text
+from megatron.training.report.metrics import (
+    Report,
+    ResolvedStep,
+    perplexity,
+    report_line,
+    time_left_line,
+    validation_text,
+)
 from megatron.training.report.run_log import LogFile, plain
 
 TENSORBOARD = "--tensorboard-dir"
@@ -99,7 +106,7 @@ class Writers:
         if self._speaks and text is not None:
             self._console(text)
 
-    def steps(self, steps: Sequence[Step]) -> None:
+    def steps(self, steps: Sequence[ResolvedStep]) -> None:
         """Record resolved steps: all in the JSONL file, every --tensorboard-log-interval th on the boards."""
         for step in steps:
             if self._bar:
@@ -207,7 +214,7 @@ class Writers:
         if self._bar:
             self._bar.close()
 
-    def _step_scalars(self, step: Step) -> dict[str, float]:
+    def _step_scalars(self, step: ResolvedStep) -> dict[str, float]:
         """A step under Megatron's scalar names."""
         values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
         values["decoupled-learning-rate"] = step.decoupled_learning_rate

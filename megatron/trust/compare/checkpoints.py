@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def compare_sources(
             continue
         if dtypes and mine.dtype != theirs.dtype:
             yield Difference(name, f"dtype {_word(mine.dtype)} and {_word(theirs.dtype)}")
-        gap = _compared(tuple(mine.shape), lambda box, name=name: (a.read(name, box), b.read(name, box)), tolerance)
+        gap = _compared(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
         if gap is not None:
             yield Difference(name, str(gap), gap)
         advance(math.prod(mine.shape) * mine.dtype.itemsize)
@@ -134,6 +135,10 @@ def settings_differences(a: Source, b: Source) -> list[str]:
         for name in sorted(set(a.settings) & set(b.settings))
         if a.settings[name] != b.settings[name]
     ]
+
+
+def _read_both(a: Source, b: Source, name: str, box: Box) -> tuple[Tensor, Tensor]:
+    return a.read(name, box), b.read(name, box)
 
 
 def _compared(shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance) -> Gap | None:

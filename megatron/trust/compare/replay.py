@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,11 +280,10 @@ def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
         return torch.cat(rows, dim=-1)[..., cut.in_order(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
-    extras = {name: joined(lambda piece, name=name: piece["extras"][name]) for name in first["extras"]}
+    extras = {name: joined(lambda piece, key=name: piece["extras"][key]) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
-    return Batch(
-        **{name: joined(lambda piece, name=name: piece[name]) for name in names}, extras=extras, samples=samples
-    )
+    fields: dict[str, Any] = {name: joined(itemgetter(name)) for name in names}
+    return Batch(**fields, extras=extras, samples=samples)
 
 
 def _floating(value: Any) -> list[Tensor]:

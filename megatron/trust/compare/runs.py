@@ -26,7 +26,7 @@ from typing import Any
 from megatron.core.config.flags import spelling
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import (
@@ -35,7 +35,7 @@ from megatron.core.config.settings.run import (
     OffloadConfig,
     RecomputeConfig,
     RequestedRun,
-    TrainConfig,
+    RequestedTraining,
 )
 from megatron.training.report.run_log import read_events
 
@@ -66,7 +66,7 @@ LAST_BITS = (
 _SOON = 3  # steps in which rounding does not grow far
 REPORTS = "reports"  # cannot change a number
 KINDS: Mapping[type, str] = {
-    ModelConfig: "network",
+    RequestedModel: "network",
     ParallelConfig: "layout",
     PrecisionConfig: "number format",
     RecomputeConfig: "layout",
@@ -74,7 +74,7 @@ KINDS: Mapping[type, str] = {
     ScheduleConfig: "optimizer",
     DataConfig: "data",
     TokenizerConfig: "tokenizer",
-    TrainConfig: "order of samples",
+    RequestedTraining: "order of samples",
     LogConfig: REPORTS,
     CheckpointConfig: REPORTS,
     OffloadConfig: "layout",
@@ -249,8 +249,8 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
                 yield Input(REPORTS, f"{part}: {name}", mine, theirs)
             elif part == "environment" and name != "variables":
                 yield Input(kind, f"{part}: {name}", mine, theirs)
-    variables = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
-    for name, (mine, theirs) in _unequal(*variables, "variables"):
+    left, right = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
+    for name, (mine, theirs) in _unequal(left, right, "variables"):
         # What the launcher tells of this very start says nothing of the numbers.
         yield Input(REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs)
 

@@ -86,7 +86,8 @@ def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
 
 def _places(config: RunConfig, world_size: int) -> list[Mesh]:
     """The first rank at every place that differs in what it holds."""
-    lists, found = axis_ranks(config.parallel, world_size), {}
+    lists = axis_ranks(config.parallel, world_size)
+    found: dict[tuple[int, ...], Mesh] = {}
     for mesh in (mesh_of(lists, rank) for rank in range(world_size)):
         found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
     return list(found.values())

@@ -98,21 +98,21 @@ class Degrees:
 
 def shrink(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> Shrunk:
     """The smallest config with these features; the config is resolved and keeps the rules. `ConfigError` if none is found."""
-    before, first = _without_files(config), []
+    before = _without_files(config)
+    first: list[str] = []
     for degrees in small_degrees(config, world_size, most_ranks):
         for head in HEAD_SIZES:
             wanted, lost = _values(before, world_size, degrees, head)
             small = Given(before, world_size).with_values(
                 {**wanted, **{name: value for name, (value, _) in lost.items()}}
             )
-            small = Given(small.config.resolve(degrees.ranks), degrees.ranks)
+            resolved = small.config.resolve(degrees.ranks)
+            small = Given(resolved, degrees.ranks)
             broken = small.broken()
             if not broken:
-                model = small.config.model.with_vocabulary(VOCABULARY, degrees.tp)
+                model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
                 return Shrunk(
-                    replace(small.config, model=model),
-                    degrees.ranks,
-                    _changes(config, world_size, small, degrees, lost),
+                    replace(resolved, model=model), degrees.ranks, _changes(config, world_size, small, degrees, lost)
                 )
             first = first or [one.says for one in broken]
     raise ConfigError(
@@ -510,7 +510,8 @@ def _training(config: RunConfig) -> Values:
 
 def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
     """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
-    model, moe, lost = config.model, config.model.moe, {}
+    model, moe = config.model, config.model.moe
+    lost: dict[str, tuple[Any, str]] = {}
     random = "random numbers differ between layouts"
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(model, name) and degrees.ranks > 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -82,8 +82,8 @@ class Spent:
 
     begun: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
-    traffic: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: list[tuple[float, float]] = field(default_factory=list)
     beside: float = 0.0
 
@@ -418,16 +418,16 @@ def _times(key: str, spent: Spent, microbatches: int) -> float:
 
 def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
     """Where a rank's step goes; what is left is waiting: for other stages, messages and sums of gradients."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         for part, share in spent.parts.items():
             found["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
     found["waiting"] = max(0.0, seconds - sum(found.values()))
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _traffic(rank: RankTime, microbatches: int) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _traffic(rank: RankTime, microbatches: int) -> defaultdict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         # Sums of gradients are begun once in a step, however many microbatches there are.
         once = key[0] == "B" and bool(spent.launches)

@@ -261,7 +261,7 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
     """All recomputations of a layout, with and without the distributed optimizer, the leanest first. plain: its resolved config."""
     made = []
     for sharded in (True, False) if layout.dp * layout.cp > 1 else (False,):
-        for name in reversed(RECOMPUTE):
+        for name in reversed(list(RECOMPUTE)):
             changes = RECOMPUTE[name]
             recompute = replace(plain.recompute, **changes)
             if name == "selective" and not recompute.recompute_modules:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -111,10 +112,11 @@ def link(ranks: Sequence[int], device: torch.device) -> Link:
     if dist.get_rank() in ranks:
         for place, count in enumerate((SMALL, LARGE)):
             tensor = torch.ones(count, device=device)
-            seconds[place] = _best(lambda tensor=tensor: dist.all_reduce(tensor, group=group), device)
+            seconds[place] = _best(partial(dist.all_reduce, tensor, group=group), device)
     shared = [seconds]
     dist.broadcast_object_list(shared, ranks[0])
-    return link_of(*shared[0], n)
+    small, large = shared[0]
+    return link_of(small, large, n)
 
 
 def link_of(small: float, large: float, n: int) -> Link:

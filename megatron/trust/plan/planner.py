@@ -121,7 +121,8 @@ def advised(
 def edits(setting: Given, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
     """Changes that can save memory, which this run has not made yet. config: the setting's, resolved."""
     parallel, train, ranks = config.parallel, config.train, setting.world_size
-    dp, found = parallel.data_parallel_size(ranks), []
+    dp = parallel.data_parallel_size(ranks)
+    found: list[tuple[str, Mapping[str, Any]]] = []
     granularity = config.recompute.recompute_granularity
     if not parallel.use_distributed_optimizer and dp * parallel.context_parallel_size > 1:
         found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))

@@ -14,10 +14,10 @@ from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.data import microbatches
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import Regrouped, documents_of
 from megatron.training.evaluate import evaluate
+from megatron.training.loader import microbatches
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from tests.helpers import tiny

@@ -15,9 +15,9 @@ from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.data import microbatches
 from megatron.training.data.batch import Batch, masked_loss
 from megatron.training.data.sample_order import needs_text
+from megatron.training.loader import microbatches
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
