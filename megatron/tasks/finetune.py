@@ -189,7 +189,7 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
     load_pretrained(checkpoint, task)
     guard = Guard(run.config)
     if run.config.faults.guards_steps:
-        guard.attach(trainer)
+        trainer.add_hook(guard)
     with closing(writers_of(run)) as writers:
         return _best_of(trainer, task, sets, epochs, checkpoint, guard, writers)
 

@@ -4,6 +4,7 @@ entry.py       what surrounds a main function: errors, on one rank or on all
 initialize.py  initialize_megatron(args) -> Run
 run.py         Run: what initialize_megatron returns and every provider receives
 loop.py        pretrain() and the loop; step.py: one optimizer step; evaluate.py: forward-only passes
+hooks.py       StepHooks: what takes part in a training step
 trainer.py     this rank's stages, their gradient buckets and the optimizer
 loader.py      datasets to iterators of microbatches
 global_vars.py get_args() and friends, for user scripts written against Megatron

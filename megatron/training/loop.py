@@ -84,7 +84,7 @@ def pretrain(
         guard = Guard(run.config)
         rerun = StepRerun(trainer, guard) if run.config.faults.step_rerun != "disabled" else None
         if run.config.faults.guards_steps and rerun is None:
-            guard.attach(trainer)
+            trainer.add_hook(guard)
         while True:
             try:
                 with closing(build_data(trainer, datasets)) as data:

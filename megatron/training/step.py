@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.config.rules.engine import stages_of
 from megatron.core.parallel import collectives
@@ -200,7 +200,8 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     for parallel in trainer.parallels:
         parallel.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
-    trainer.before_step(work)
+    for hook in trainer.hooks:
+        hook.begin_step(work)
     with timers("forward-backward", 1):
         run(
             trainer.script(work.own_microbatches, training=True),
@@ -220,7 +221,8 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
         trainer.schedule.weight_decay(progress.schedule_samples),
         _decoupled_rate(trainer),
     )
-    trainer.before_update()
+    for hook in trainer.hooks:
+        hook.before_update()
     losses = {**work.report(), **work.notes()}
     mesh.flight_recorder.enter("optimizer")
     with timers("optimizer", 1):
@@ -228,11 +230,12 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
             multiplier=work.missing_factor(),
             count_zero_elements=config.log.log_num_zeros_in_grad,
             row_factors=_clipped(trainer),
-            accepts=lambda norm: trainer.accepts(work, losses, norm),
+            accepts=lambda norm: all([hook.accept_update(work, losses, norm) for hook in trainer.hooks]),
         )
     norm = optimizer.weights_norm() if config.log.log_params_norm else None
     loads = _loads(trainer)
-    _close_step(trainer, stepped=result.stepped)
+    for hook in trainer.hooks:
+        hook.end_step(updated=result.stepped)
     progress.iteration += 1
     progress.consumed_train_samples += size.global_batch_size
     progress.consumed_tokens += size.global_batch_size * config.train.seq_length
@@ -267,17 +270,6 @@ def _loads(trainer: Trainer) -> Loads | None:
     for router in routers_of(trainer.stages):
         table[router.layer : router.layer + len(router.tally)] = router.tally
     return Loads(table, model.moe.moe_per_layer_logging)
-
-
-def _close_step(trainer: Trainer, *, stepped: bool) -> None:
-    """Tell modules with an `after_step` that a step has ended, all of a kind together. stepped: weights moved."""
-    kinds: dict[type[nn.Module], list[nn.Module]] = {}
-    for stage in trainer.stages:
-        for module in stage.modules():
-            if hasattr(module, "after_step"):
-                kinds.setdefault(type(module), []).append(module)
-    for kind, modules in kinds.items():
-        kind.after_step(modules, stepped=stepped)  # type: ignore[attr-defined]
 
 
 def _clipped(trainer: Trainer) -> dict[str, Tensor]:

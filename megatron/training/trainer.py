@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules.engine import stages_of
@@ -26,6 +25,7 @@ from megatron.core.transformer.activation_offloading import offload_activations
 from megatron.core.transformer.layer import Layer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.hooks import ModuleHooks, StepHooks
 from megatron.training.run import Progress, Run
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ Samples = Callable[[Sequence[Any]], list[tuple[str, str]]]
 class Trainer:
     """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates.
 
-    samples: what --eval-generate asks for. before_update: called before weights and optimizer state change; a save may still be copying them. before_step: called
-    with the work of a step that begins. accepts: whether the update of a step may be made, by the work, its losses (this
-    rank's shares) and the norm of the gradient; asked of all ranks together, and answered alike.
+    samples: what --eval-generate asks for. hooks: what takes part in each step.
     """
 
     run: Run
@@ -60,9 +58,17 @@ class Trainer:
     loss_names: tuple[str, ...] | None = None
     note_names: tuple[str, ...] | None = None
     samples: Samples | None = None
-    before_update: Callable[[], None] = lambda: None
-    before_step: Callable[[Any], None] = lambda work: None
-    accepts: Callable[[Any, Mapping[str, Tensor], Tensor], bool] = lambda work, losses, norm: True
+    hooks: list[StepHooks] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.add_hook(ModuleHooks(self.stages))
+
+    def add_hook(self, hook: StepHooks) -> None:
+        """Call this hook in every step from now on."""
+        self.hooks.append(hook)
+        for parallel in self.parallels:
+            if isinstance(parallel, DataParallel):
+                parallel.bucket_hooks.append(hook.bucket_ready)
 
     @property
     def progress(self) -> Progress:

@@ -58,9 +58,7 @@ class DataParallel:
         self._missing: list[int] | None = None
         self._launched = 0
         self._gathering: dict[int, list[collectives.Work]] = {}
-        self.before_reduction: Callable[[Bucket], None] = lambda bucket: (
-            None
-        )  # sees each bucket while it is this rank's alone
+        self.bucket_hooks: list[Callable[[Bucket], None]] = []  # called with each bucket before its reduction
         self._nodes = [
             self._listen(param, bucket_sum)
             for bucket in self.buckets
@@ -179,7 +177,8 @@ class DataParallel:
         self._launched += 1
         for one in bucket.sums:
             one.open = False
-        self.before_reduction(bucket)
+        for hook in self.bucket_hooks:
+            hook(bucket)
         op = "sum" if self.divisor is None else "avg"
         if self.divisor is not None and self.divisor != bucket.axis.size:
             bucket.grad /= self.divisor

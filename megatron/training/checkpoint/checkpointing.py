@@ -46,6 +46,7 @@ from megatron.training.checkpoint.resuming import (
     open_wanted,
     same_folder,
 )
+from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
@@ -71,6 +72,17 @@ def owning(run: Run) -> Iterator[FolderLock | None]:
             lock.release()
 
 
+class _Staging(StepHooks):
+    """Holds back an update until a save on its way has copied the weights."""
+
+    saver: Saver | None = None  # made by the first save
+
+    def before_update(self) -> None:
+        """As the protocol says."""
+        if self.saver is not None:
+            self.saver.wait_for_staging()
+
+
 class Checkpoint:
     """Saves and loads a trainer. Every method is called by all ranks together.
 
@@ -84,6 +96,8 @@ class Checkpoint:
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: Saver | None = None
+        self._staging = _Staging()
+        trainer.add_hook(self._staging)
         self._fingerprint: dict[str, Any] = {}
 
     def prepare(self) -> None:
@@ -124,7 +138,6 @@ class Checkpoint:
         writer.start(
             self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside
         )
-        self.trainer.before_update = writer.wait_for_staging
         if not self.config.checkpoint.async_save:
             ended += [] if (outcome := self.finish()) is None else [outcome]
         return ended
@@ -383,6 +396,7 @@ class Checkpoint:
         if self._saver is None:
             rules = SaveRules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
             self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
+            self._staging.saver = self._saver
         return self._saver
 
     def _ended(self, outcome: SaveOutcome | None) -> SaveOutcome | None:

@@ -1,7 +1,7 @@
 """Is a step sound? Asked before its update, of numbers that are the same on all ranks, so that all decide alike.
 
-    guard.begin(work)                  remembers the random streams, should the step have to be told again
-    guard.accepts(losses, norm)        False: the update is left out, weights and optimizer state stay as they were
+    guard.begin_step(work)             remembers the random streams, should the step have to be told again
+    guard.accept_update(losses, norm)  False: the update is left out, weights and optimizer state stay as they were
     guard.verdict                      why, in words; what becomes of the run is the loop's affair (`--on-bad-step`)
 
 Bad is a loss or gradient norm that is not finite; with --check-for-spiky-loss a loss far from what the last steps let
@@ -26,8 +26,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failure_dump import write_bundle
 from megatron.training.health.failures import folder_of, name_of_rank
+from megatron.training.hooks import StepHooks
 from megatron.training.step import StepWork
-from megatron.training.trainer import Trainer
 
 _KEPT, _NEEDED = 100, 20  # good steps that are remembered, and without which nothing counts as unusual
 _LARGE = 10.0  # times the largest
@@ -94,7 +94,7 @@ class Memory:
         return ", ".join(found)
 
 
-class Guard:
+class Guard(StepHooks):
     """Judges the steps of a run, over all its sessions. passed_over: iterations whose data is not to be seen again."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -106,18 +106,12 @@ class Guard:
         self._streams: dict[str, Tensor] = {}
         self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
 
-    def attach(self, trainer: Trainer) -> None:
-        """Judge every step of this trainer."""
-        trainer.before_step, trainer.accepts = self.begin, self.accepts
-        for parallel in trainer.parallels:
-            parallel.before_reduction = self._look_at
-
-    def begin(self, work: StepWork) -> None:
+    def begin_step(self, work: StepWork) -> None:
         """A step begins."""
         self.verdict, self.largest = "", []
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
-    def accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
+    def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
         """Whether the update may be made. Leaves a bundle if not. All ranks call this together, and hear the same.
 
         again: the step was judged before and is run again; it is counted once, and its evidence is there.
@@ -139,7 +133,8 @@ class Guard:
             )
         return False
 
-    def _look_at(self, bucket: Bucket) -> None:
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """Remember its largest gradient."""
         self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
 
     def _culprits(self, work: StepWork) -> str:

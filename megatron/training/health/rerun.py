@@ -30,10 +30,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decided
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStep, Guard, mean_losses
+from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.report.metrics import Step
 from megatron.training.step import StepWork, train_step
@@ -105,7 +107,7 @@ class Diagnosis:
         os.replace(partial, path)
 
 
-class StepRerun:
+class StepRerun(StepHooks):
     """Runs training steps, and those with a bad result again. Every method is called by all ranks together.
 
     skipped: iterations that --result-rejected-tracker-filename has seen rejected often enough.
@@ -117,8 +119,7 @@ class StepRerun:
         self.mode = faults.step_rerun
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
         self.file = Path(save) / FILE if save else None
-        guard.attach(trainer)
-        trainer.accepts = self._accepts
+        trainer.add_hook(self)
         self.known = decided(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
         if self.known is not None and not self.known.verdict and self.known.iteration != trainer.progress.iteration + 1:
             self.known = None  # this run does not go on from the state that was saved for it
@@ -163,14 +164,22 @@ class StepRerun:
         worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
 
-    def _accepts(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
+    def begin_step(self, work: StepWork) -> None:
+        """As the guard does."""
+        self.guard.begin_step(work)
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """As the guard does."""
+        self.guard.bucket_ready(bucket)
+
+    def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
         """Whether the update of this pass may be made; keeps its numbers for the comparison."""
         if self._injected and not (self._repeats and self._injected == "transient_error"):
             losses = self._spoiled(work, losses)
         if self.mode == "report_stats" and not self._repeats:
             self._keep(work, losses, norm)
             return False
-        sound = self.guard.accepts(work, losses, norm, again=self._repeats)
+        sound = self.guard.accept_update(work, losses, norm, again=self._repeats)
         self._keep(work, losses, norm)
         return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
 

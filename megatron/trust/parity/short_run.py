@@ -39,6 +39,7 @@ from megatron.core.transformer.stack import Stack
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import Regrouped
+from megatron.training.hooks import StepHooks
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.step import train_step
@@ -199,7 +200,9 @@ def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
     trainer = build_trainer(run, watch.building(provider.model), watch.following(provider.forward_step))
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.hooks(trainer.stages)
-    done = [_one_step(trainer, watch) for _ in range(steps)]
+    gradients = _Gradients(trainer)
+    trainer.add_hook(gradients)
+    done = [_one_step(trainer, watch, gradients) for _ in range(steps)]
     for hook in hooks:
         hook.remove()
     for parallel in trainer.parallels:
@@ -211,10 +214,22 @@ def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
     return Rehearsal(run.mesh.world.rank, place, tuple(done))
 
 
-def _one_step(trainer: Trainer, watch: _Watch) -> Step:
+class _Gradients(StepHooks):
+    """Copies the reduced gradients into the result of the step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.step = Step()
+
+    def before_update(self) -> None:
+        """As the protocol says."""
+        self.step.gradients.update(gradients_of(self.trainer))
+
+
+def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> Step:
     run, step = trainer.run, Step()
+    gradients.step = step
     watch.begin(step.seen)
-    trainer.before_update = lambda: step.gradients.update(gradients_of(trainer))
     made = train_step(trainer, batches(run, trainer.progress.iteration))
     for name, pair in made.losses.items():
         if name.endswith("loss"):

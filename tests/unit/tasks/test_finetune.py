@@ -294,7 +294,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     trainer = trainer_of("MNLI", on_bad_step=answer, error_dir=str(tmp_path))
     guard, said = Guard(trainer.run.config), list[str]()
     if answer:
-        guard.attach(trainer)
+        trainer.add_hook(guard)
     monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.full, keep_last=False)

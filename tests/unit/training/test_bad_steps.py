@@ -148,7 +148,7 @@ def judged(
     mesh = trainer.run.mesh
     train_step(trainer, tiny.batches(trainer.run, 0))
     guard = Guard(settings)
-    guard.attach(trainer)
+    trainer.add_hook(guard)
     if plant == "weight":
         for stage in trainer.stages:
             for param in stage.parameters():
